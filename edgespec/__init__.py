@@ -12,35 +12,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.assembly.loading import load
-    from edgespec.assembly.model_list import (
+    from edgespec.api.conversation import Chat
+    from edgespec.api.embedding import Embedding
+    from edgespec.api.loading import load
+    from edgespec.api.request_queue import QueuedEmbeddings, QueuedReply, RequestQueue
+    from edgespec.api.runtime import Runtime
+    from edgespec.api.saved_data import delete_data
+    from edgespec.api.stream import ReplyStream
+    from edgespec.attachments import attach
+    from edgespec.chat.attached_file import AttachedFile
+    from edgespec.chat.message import Message
+    from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
+    from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs
+    from edgespec.engine.sampling_params import SamplingParams
+    from edgespec.engine.stats import Stats
+    from edgespec.errors import EdgespecError
+    from edgespec.loading.model_list import (
         AvailableModel,
         download_model,
         list_models,
         measure_speed,
         search_models,
     )
-    from edgespec.assembly.preview import Preview, plan
-    from edgespec.attachments import attach
-    from edgespec.backends.model_facts import Capabilities, ModelFacts
-    from edgespec.chat.attached_file import AttachedFile
-    from edgespec.chat.message import Message
-    from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
-    from edgespec.conversation import Chat
-    from edgespec.embedding import Embedding
-    from edgespec.engine.sampling_params import SamplingParams
-    from edgespec.engine.stats import Stats
-    from edgespec.errors import EdgespecError
-    from edgespec.load_options import LoadArguments
+    from edgespec.loading.preview import Preview, plan
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
     from edgespec.memory.use import MemoryUse
-    from edgespec.reply import MethodReport, Reply, TextChunk, TokenLogprobs
-    from edgespec.reply_options import ReplyArguments
-    from edgespec.request_queue import QueuedEmbeddings, QueuedReply, RequestQueue
-    from edgespec.runtime import Runtime
-    from edgespec.saved_data import delete_data
-    from edgespec.stream import ReplyStream
+    from edgespec.model.model_facts import Capabilities, Exactness, ModelFacts
+    from edgespec.options.load_options import LoadArguments
+    from edgespec.options.reply_options import ReplyArguments
 
 __all__ = [
     "AttachedFile",
@@ -49,6 +49,7 @@ __all__ = [
     "Chat",
     "EdgespecError",
     "Embedding",
+    "Exactness",
     "LoadArguments",
     "MemoryPlan",
     "MemoryUse",
@@ -84,35 +85,35 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES = {
-    "edgespec.assembly.loading": ("load",),
-    "edgespec.assembly.model_list": (
+    "edgespec.api.loading": ("load",),
+    "edgespec.loading.model_list": (
         "AvailableModel",
         "download_model",
         "list_models",
         "measure_speed",
         "search_models",
     ),
-    "edgespec.assembly.preview": ("Preview", "plan"),
+    "edgespec.loading.preview": ("Preview", "plan"),
     "edgespec.attachments": ("attach",),
-    "edgespec.backends.model_facts": ("Capabilities", "ModelFacts"),
+    "edgespec.model.model_facts": ("Capabilities", "Exactness", "ModelFacts"),
     "edgespec.chat.attached_file": ("AttachedFile",),
     "edgespec.chat.message": ("Message",),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
-    "edgespec.conversation": ("Chat",),
-    "edgespec.embedding": ("Embedding",),
+    "edgespec.api.conversation": ("Chat",),
+    "edgespec.api.embedding": ("Embedding",),
     "edgespec.engine.sampling_params": ("SamplingParams",),
     "edgespec.engine.stats": ("Stats",),
     "edgespec.errors": ("EdgespecError",),
-    "edgespec.load_options": ("LoadArguments",),
+    "edgespec.options.load_options": ("LoadArguments",),
     "edgespec.memory.plan": ("MemoryPlan",),
     "edgespec.memory.prefix_cache.cache": ("PrefixCacheUsage",),
     "edgespec.memory.use": ("MemoryUse",),
-    "edgespec.reply": ("MethodReport", "Reply", "TextChunk", "TokenLogprobs"),
-    "edgespec.reply_options": ("ReplyArguments",),
-    "edgespec.request_queue": ("QueuedEmbeddings", "QueuedReply", "RequestQueue"),
-    "edgespec.runtime": ("Runtime",),
-    "edgespec.saved_data": ("delete_data",),
-    "edgespec.stream": ("ReplyStream",),
+    "edgespec.decode.reply": ("MethodReport", "Reply", "TextChunk", "TokenLogprobs"),
+    "edgespec.options.reply_options": ("ReplyArguments",),
+    "edgespec.api.request_queue": ("QueuedEmbeddings", "QueuedReply", "RequestQueue"),
+    "edgespec.api.runtime": ("Runtime",),
+    "edgespec.api.saved_data": ("delete_data",),
+    "edgespec.api.stream": ("ReplyStream",),
 }
 
 

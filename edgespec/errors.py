@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "AttachmentError",
     "BackendError",
@@ -25,6 +28,7 @@ __all__ = [
     "VocabularyMismatchError",
     "WorkerError",
     "WorkerLostError",
+    "about_option",
     "shorten",
 ]
 
@@ -41,12 +45,24 @@ class EdgespecError(Exception):
     Attributes:
         what: What failed, including the value that caused it.
         next_step: What the user can do about it. May be empty.
+        option: Name of the option whose value caused the error. Empty if that is unknown.
     """
 
-    def __init__(self, what: str, next_step: str = "") -> None:
+    def __init__(self, what: str, next_step: str = "", *, option: str = "") -> None:
+        self.option = option
         self.what = " ".join(what.split())
         self.next_step = " ".join(next_step.split())
         super().__init__(f"{self.what}; {self.next_step}" if self.next_step else self.what)
+
+
+@contextmanager
+def about_option(name: str) -> Iterator[None]:
+    """Set `option` on errors raised in the `with` block, unless they already name an option."""
+    try:
+        yield
+    except EdgespecError as error:
+        error.option = error.option or name
+        raise
 
 
 class OptionError(EdgespecError, ValueError):

@@ -30,7 +30,7 @@ from statistics import median
 from threading import Event, Thread
 
 import edgespec
-from edgespec.cores import usable_cores
+from edgespec.system.cores import usable_cores
 
 _PROMPTS = (
     "Write a Python function that reads a CSV file and returns the sum of a column.",

@@ -28,11 +28,11 @@ from textual import events
 from textual.screen import Screen
 
 import edgespec
-from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
+from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, quick_screen
 from edgespec.tui.saved_chats import resume
 

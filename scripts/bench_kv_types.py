@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgespec
-from edgespec.catalog.catalogue import models_folder
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
+from edgespec.store.catalogue import models_folder
 
 _MAX_ROWS = 64  # Maximum reply length in tokens. Each reply is scored in a single pass.
 

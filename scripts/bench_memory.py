@@ -2,7 +2,7 @@
 """Compare the memory planned for each method with what its process actually uses.
 
     scripts/bench_memory.py --target demo --draft demo-draft
-    scripts/bench_memory.py --target demo-mlx --methods none,model,learn,swift --contexts 1024
+    scripts/bench_memory.py --target demo-mlx --methods none,model,learn --contexts 1024
 
 Every method generates the same replies in its own process. `learn` is `model` with --learn. Columns:
 
@@ -39,9 +39,9 @@ from typing import Any
 import psutil
 
 import edgespec
-from edgespec.backends.memory_estimate import MODEL_MEMORY_KINDS
-from edgespec.catalog import resolve
-from edgespec.catalog.catalogue import models_folder
+from edgespec.model.memory_estimate import MODEL_MEMORY_KINDS
+from edgespec.store.catalogue import models_folder
+from edgespec.store.reference import resolve
 
 _MIB = 2**20
 

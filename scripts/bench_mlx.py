@@ -23,8 +23,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load as load_mlx_lm
 
 import edgespec
-from edgespec.catalog import resolve
-from edgespec.catalog.catalogue import models_folder
+from edgespec.store.catalogue import models_folder
+from edgespec.store.reference import resolve
 from scripts.peers.replies import Run, TokenClock, edgespec_reply
 
 

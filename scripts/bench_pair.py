@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.catalog.catalogue import models_folder
+from edgespec.store.catalogue import models_folder
 
 
 def main() -> None:

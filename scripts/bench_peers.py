@@ -41,12 +41,12 @@ from typing import Literal
 import psutil
 
 import edgespec
-from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.files import replace_when_written
+from edgespec.loading.drafting_options import DraftingOptions
+from edgespec.loading.pairing import ModelPair, find_pair
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
-from edgespec.method_names import HEADS
+from edgespec.options.methods import head_names
+from edgespec.system.files import replace_when_written
 from scripts.bench_busy import other_program
 from scripts.peers.configurations import GRID, Configuration, parse, rotated_order, server_flags
 from scripts.peers.figures import MeasuredReply
@@ -229,7 +229,7 @@ def _edgespec_contestants(args: argparse.Namespace, target: str, draft: str | No
         # too.
         drafters = {*method.split("+")}
         used_draft = draft if drafters & {"auto", "model"} else None
-        head = args.head or "none" if drafters & {"auto", *HEADS} else "auto"
+        head = args.head or "none" if drafters & {"auto", *head_names()} else "auto"
         branches: Literal["auto"] | tuple[()] = "auto" if name.endswith(TREES) else ()
         kv_type = args.kv_type or "auto"
         program = EdgespecProgram(

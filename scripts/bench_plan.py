@@ -40,7 +40,7 @@ from matrix.cell import Cell
 from matrix.gguf_models import KINDS, Sizes, write_gguf
 from matrix.mlx_models import MLX_KINDS, write_mlx
 
-from edgespec.backends.memory_estimate import MODEL_MEMORY_KINDS
+from edgespec.model.memory_estimate import MODEL_MEMORY_KINDS
 
 _MIB = 2**20
 _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB

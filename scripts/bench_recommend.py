@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.registry import FileFormat, format_at
-from edgespec.costs.curve import measure_costs
-from edgespec.costs.machine_speed import measure_machine
+from edgespec.methods.costs.curve import measure_costs
+from edgespec.methods.costs.machine_speed import measure_machine
+from edgespec.model.base import LoadOptions
+from edgespec.model.registry import FileFormat, format_at
 
 _WIDTHS = (2, 4, 8)
 
@@ -53,7 +53,7 @@ def main() -> int:
     measured: dict[Path, list[Speed]] = {path: [] for path in args.models}
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["EDGESPEC_DATA_DIR"] = folder
+            os.environ["EDGESPEC_CACHE_DIR"] = folder
             machine = measure_machine(form, lambda what, _done: print(what, file=sys.stderr) is None)
         for path in args.models:
             weights = form.read_pass_weights(path)

@@ -34,12 +34,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 import edgespec
-import edgespec.assembly.loading
+import edgespec.api.loading
 import edgespec.backends.llamacpp  # Import once, before any fork.
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore
+from edgespec.decode.reply import Reply
 from edgespec.errors import ChatFileError
-from edgespec.reply import Reply
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 

@@ -26,13 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import edgespec.backends.llamacpp  # Import once, before any fork.
-from edgespec.catalog import find_installed, resolve
-from edgespec.catalog.catalogue import load_catalogue
-from edgespec.catalog.download import fetch
 from edgespec.errors import ModelNotFoundError
-from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.lowbit import prepare_lowbit
-from edgespec.prepare.store import PreparedModel, check_prepared, list_prepared, read_prepared, store_folder
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.store.catalogue import load_catalogue
+from edgespec.store.download import fetch
+from edgespec.store.installed import find_installed
+from edgespec.store.prepared.prepared_files import (
+    PreparedModel,
+    check_prepared,
+    list_prepared,
+    read_prepared,
+    store_folder,
+)
+from edgespec.store.reference import resolve
 from scripts.kill_chats import fork
 
 REPOSITORY = "someone/tiny-GGUF"
@@ -154,7 +161,7 @@ def _run_to_end(work: Work) -> list[str]:
 def _start_hub(folder: Path) -> tuple[str, int]:
     """Start a fake Hugging Face server in a child process. Return its URL and process id."""
     sys.path.append(str(Path(__file__).parents[1]))
-    from tests.catalog.stand_in_hub import StandInHub
+    from tests.store.stand_in_hub import StandInHub
 
     read_end, write_end = os.pipe()
 

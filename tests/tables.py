@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backends.base import LanguageModel
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
+from edgespec.api.runtime import Runtime
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.reply import MethodReport
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import DrafterSet
-from edgespec.reply import MethodReport
-from edgespec.runtime import Runtime
+from edgespec.methods.base import Drafter
+from edgespec.methods.grammar.drafter import GrammarDrafter
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.ngram.drafter import NgramDrafter
+from edgespec.model.base import LanguageModel
 from tests.tabular import TabularModel
 
 VOCAB = 8
@@ -58,6 +60,11 @@ def near(model: TabularModel, seed: int, noise: float = 0.7) -> TabularModel:
     return TabularModel(logits, context_tokens=model.facts.context_tokens)
 
 
+def lookups() -> dict[str, Drafter]:
+    """Return new drafters that need nothing but the text, by name."""
+    return {"grammar": GrammarDrafter(), "ngram": NgramDrafter()}
+
+
 def runtime(
     target: LanguageModel,
     draft: LanguageModel | None = None,
@@ -68,7 +75,10 @@ def runtime(
     """Return a runtime for a target and an optional draft model."""
     drafters = DrafterSet(
         target,
-        {"model": ModelDrafter(draft, target.facts.vocab_size, branches=branches)} if draft else {},
+        {
+            **lookups(),
+            **({"model": ModelDrafter(draft, target.facts.vocab_size, branches=branches)} if draft else {}),
+        },
         chain_model=None if branches else draft,
         why_no_draft="no draft model was requested",
     )

@@ -13,14 +13,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel
-from edgespec.backends.model_facts import Capabilities, ModelFacts
-from edgespec.backends.self_draft_methods import EarlyExit, SelfDraft
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError
+from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
+from edgespec.model.base_model import BaseModel, SelfDraftView
+from edgespec.model.model_facts import Capabilities, ModelFacts
+from edgespec.model.self_draft_methods import EarlyExit, SelfDraft
 
 __all__ = ["LetterVocabulary", "TabularModel"]
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 import edgespec
 from edgespec import Reply, Runtime, SamplingParams
-from edgespec.catalog.catalogue import models_folder
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
 from edgespec.losslessness import Prompt, read_prompts
-from edgespec.losslessness.rescore import score_gap
+from edgespec.store.catalogue import models_folder
+from tests.near_ties import score_gap
 
 mx = pytest.importorskip("mlx.core")
 

@@ -37,6 +37,14 @@ def test_every_package_is_pinned_by_hash_and_no_host_is_named(kind: str) -> None
         assert not line.startswith("edgespec")
 
 
+@pytest.mark.parametrize("kind", ["smollm2", "real-models"])
+def test_models_are_pinned_by_hash_and_no_host_is_named(kind: str) -> None:
+    text = (ROOT / "requirements" / f"{kind}.txt").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pin = re.compile(r"[a-z0-9-]+==[^ ]+ +--hash=sha256:[0-9a-f]{64}")
+    assert all(line == "-r smollm2.txt" or pin.fullmatch(line) for line in lines)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pins_hold_every_dependency(kind: str) -> None:
     extras = PROJECT["optional-dependencies"]

@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from edgespec.method_names import DRAFTER_NAMES
+from edgespec.options.methods import method_names
 from tests.docs import DOCS, check_block
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
 from tests.parity.methods import ROWS, Cell, Row, loaded_for, models_of, prove
@@ -85,12 +85,12 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     if column.memory == "recurrent":
         return bool(row.branches or row.itself or row.learn)
     if column.backend == "llama.cpp":
-        return row.learn or "swift" in row.itself or ("layerskip" in row.itself and name == "gemma2")
+        return row.learn or ("layerskip" in row.itself and name == "gemma2")
     return False
 
 
 def test_every_drafter_has_its_row() -> None:
-    assert {name for row in ROWS for name in row.drafters} == set(DRAFTER_NAMES)
+    assert {name for row in ROWS for name in row.drafters} == set(method_names())
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_every_error_is_one_line_with_a_next_step() -> None:
         "import edgespec",
         "import edgespec; edgespec.load, edgespec.Runtime, edgespec.Chat, edgespec.SamplingParams",
         "import edgespec.losslessness",
-        "import edgespec.engine.loop, edgespec.drafters.model, edgespec.backends.bit_exactness",
+        "import edgespec.engine.loop, edgespec.methods.model.drafter, edgespec.loading.bit_exactness",
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:
@@ -87,7 +87,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:
 
 
 def test_the_first_screen_of_the_chat_needs_neither_numpy_nor_a_backend() -> None:
-    unwanted = ("numpy", "llama_cpp", "mlx", "mcp", "edgespec.backends", "edgespec.runtime")
+    unwanted = ("numpy", "llama_cpp", "mlx", "mcp", "edgespec.backends", "edgespec.api.runtime")
     code = "import edgespec.cli.chat, edgespec.tui.app, edgespec.tui.plain_run"
     check = f"{code}; import sys; print([name for name in {unwanted} if name in sys.modules])"
     done = subprocess.run(

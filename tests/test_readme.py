@@ -10,7 +10,7 @@ import click
 import pytest
 
 from edgespec.cli.program import program
-from edgespec.presets import Preset, write_preset
+from edgespec.options.presets import Preset, write_preset
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
@@ -71,7 +71,7 @@ def test_the_python_examples_run(page: str, capsys: pytest.CaptureFixture[str]) 
     assert examples
     for example in examples:
         exec(compile(f"import edgespec\n{example}", page, "exec"), {})
-        assert len(capsys.readouterr().out) > 20
+        assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.saved_arrays import SavedArrays, delete_saved_arrays, models_fingerprint
+from edgespec.store.saved_arrays import SavedArrays, delete_saved_arrays, models_fingerprint
 from tests.tables import table
 
 VALUES = {"steps": np.array(7), "weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -47,7 +47,7 @@ def test_files_of_another_model_are_not_read(tmp_path: Path) -> None:
     one.path.rename(other.path)
     assert other.load() == {}
     assert "belongs to another model" in other.notice
-    assert SavedArrays("swift", "one", tmp_path).path != one.path
+    assert SavedArrays("costs", "one", tmp_path).path != one.path
 
 
 def test_a_damaged_file_is_reported_and_replaced(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.registry import Backend, FileFormat, register
 from edgespec.cli.program import program
 from edgespec.errors import OptionError
+from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.registry import Backend, FileFormat, register
 from tests.tabular import TabularModel
 
 VOCAB = 8
@@ -120,7 +120,7 @@ def test_features_it_lacks_are_refused(toy: str, option: str, tmp_path: Path) ->
         edgespec.load(toy, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", ["layerskip", "lowbit", "swift"])
+@pytest.mark.parametrize("method", ["layerskip", "lowbit"])
 def test_drafting_with_itself_is_refused_with_a_reason(toy: str, method: str) -> None:
     with pytest.raises(OptionError, match="cannot be used"):
         edgespec.load(toy, method=method)
@@ -136,6 +136,6 @@ def test_the_command_line(toy: str) -> None:
     assert run("plan")["fits"] is True
     assert run("generate", "abcab", "-n", "20")["finish_reason"] == "length"
     proof = run("verify", "--max-tokens", "12", "--methods", "suffix,ngram", "--temperatures", "0,1")
-    assert [method["violations"] for method in proof["methods"].values()] == [0, 0]
+    assert [method["faults"] for method in proof["methods"].values()] == [0, 0]
     bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "suffix")
     assert bench["replies"]

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from edgespec.attachments.listing import list_files
 from edgespec.errors import AttachmentError
-from edgespec.files import error_reason
+from edgespec.system.files import error_reason
 
 __all__ = ["NoSuchFileError", "find_files", "shown_path"]
 

@@ -6,10 +6,10 @@ import json
 from contextlib import suppress
 from time import monotonic
 
-from edgespec.child_process import ChildProcess, module_arguments
 from edgespec.errors import AttachmentError, EdgespecError
-from edgespec.files import format_bytes
-from edgespec.waiting import wait_for
+from edgespec.system.child_process import ChildProcess, module_arguments
+from edgespec.system.files import format_bytes
+from edgespec.system.waiting import wait_for
 
 __all__ = ["pdf_text"]
 

@@ -11,7 +11,7 @@ from edgespec.attachments.finding import find_files, shown_path
 from edgespec.attachments.pdf import pdf_text
 from edgespec.chat.attached_file import AttachedFile
 from edgespec.errors import AttachmentError
-from edgespec.files import error_reason, format_bytes, regular_file_bytes
+from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
 
 __all__ = ["ReadFiles", "read_files"]
 

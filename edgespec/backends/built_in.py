@@ -6,30 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.gguf_adapters import check_gguf_adapters
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import (
+from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
+from edgespec.errors import CapabilityError
+from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.formats.gguf_files import check_gguf_adapters, gguf_files, named_gguf_files
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import (
     read_gguf_info,
     read_pass_weights,
     read_split_info,
     split_metadata_file,
 )
-from edgespec.backends.mlx_files import check_mlx_adapters, missing_files, require_mlx
-from edgespec.backends.mlx_metadata import read_mlx_info
-from edgespec.backends.model_facts import Adapter
-from edgespec.backends.pass_weights import PassWeights
-from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
-from edgespec.backends.self_draft_methods import Head
-from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
-from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
-from edgespec.errors import CapabilityError
-from edgespec.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
+from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.model.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.model_facts import Adapter
+from edgespec.model.pass_weights import PassWeights
+from edgespec.model.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
+from edgespec.model.self_draft_methods import Head
+from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 
 if TYPE_CHECKING:
-    from edgespec.backends.drafter_training import Teacher
-    from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
+    from edgespec.model.drafter_training import Teacher
+    from edgespec.model.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]
 
@@ -158,15 +157,15 @@ def _load_mlx_teacher(path: str, name: str, progress: Progress | None) -> Teache
 
 
 def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> None:
-    from edgespec.backends.mlx.trial import try_model
+    from edgespec.backends.mlx.model_skeleton import try_model
 
     try_model(path, name)
 
 
 def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     require_mlx(target.name)
-    from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
-    from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+    from edgespec.backends.mlx.dflash import estimate_dflash_head
+    from edgespec.backends.mlx.eagle import estimate_eagle_head
     from edgespec.backends.mlx.mtp import estimate_mtp_head
     from edgespec.backends.mlx.residual_target import estimate_mlx_residual_heads
 
@@ -209,6 +208,25 @@ def _llama_cpp_knows(architecture: str) -> bool:
     return architecture in gguf.MODEL_ARCH_NAMES.values()
 
 
+def _llama_cpp_build() -> str:
+    from edgespec.backends.llamacpp.build_info import build_identity
+
+    return build_identity()
+
+
+def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
+    from edgespec.backends.llamacpp.loading import repacks_weights
+
+    # A model that was split for early exit is a folder.
+    return not path.is_dir() and repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
+
+
+def _mlx_build() -> str:
+    from edgespec.backends.mlx.build_info import build_identity
+
+    return build_identity()
+
+
 # Bits per weight of the quantisation types whose speed is measured, including their scales.
 _BITS_PER_WEIGHT = {
     "F16": 16, "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q4_0": 4.5, "Q3_K": 3.4375,
@@ -226,6 +244,7 @@ _GGUF = FileFormat(
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,
+    named_files=named_gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
     preparations=frozenset({"layerskip", "lowbit"}),
@@ -278,7 +297,6 @@ _MLX = FileFormat(
     missing_files=missing_files,
     check_adapters=check_mlx_adapters,
     online_training=True,
-    skips_layers=True,
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
@@ -298,6 +316,8 @@ BUILT_IN = (
         packages=("llama-cpp-python",),
         preload=_preload_llama_cpp,
         graphics_cards=_llama_cpp_cards,
+        build_identity=_llama_cpp_build,
+        repacks=_llama_cpp_repacks,
         knows_architecture=_llama_cpp_knows,
     ),
     Backend(
@@ -309,6 +329,7 @@ BUILT_IN = (
         packages=("mlx", "mlx-lm"),
         preload=_preload_mlx,
         cache_follows_text=True,
+        build_identity=_mlx_build,
         ignored_options=frozenset({"threads", "gpu_layers", "flash_attention", "mmap", "mlock"}),
         shares_kv_type=False,
     ),

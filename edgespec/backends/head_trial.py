@@ -9,10 +9,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.optional_features import HeadModel, HiddenStateSource
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
+from edgespec.model.base import LanguageModel
+from edgespec.model.optional_features import HeadModel, HiddenStateSource
 
 __all__ = ["check_finite", "check_finite_logits", "load_most_accurate"]
 

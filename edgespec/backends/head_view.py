@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Progress, Snapshot
-from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.hidden_state_log import HiddenStateLog
-from edgespec.backends.memory_check import check_tokens_fit
-from edgespec.backends.self_draft_view import M, SelfDraftView
 from edgespec.errors import BackendError, CapabilityError, ClosedError
-from edgespec.heads.cached_attention import CachedAttention
+from edgespec.model.base import Progress, Snapshot
+from edgespec.model.base_model import BaseModel, M, SelfDraftView, in_batches
+from edgespec.model.heads.cached_attention import CachedAttention
+from edgespec.model.hidden_state_log import HiddenStateLog
+from edgespec.model.memory_check import check_tokens_fit
 
 __all__ = ["AttentionHeadView", "CachedHeadView", "HeadView"]
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel, scaled_progress
-from edgespec.backends.hidden_state_log import OpenLogs
-from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.engine.logits import Logits, Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
+from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
+from edgespec.model.base_model import BaseModel, scaled_progress
+from edgespec.model.hidden_state_log import OpenLogs
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.self_draft_methods import Head, SelfDraft
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
@@ -114,6 +114,9 @@ class ReplayModel(BaseModel):
 
     def set_max_threads(self, threads: int) -> None:
         self._inner.set_max_threads(threads)
+
+    def fix_threads(self, fixed: bool) -> None:
+        self._inner.fix_threads(fixed)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))

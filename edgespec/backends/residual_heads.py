@@ -1,39 +1,164 @@
-"""Load Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109), for all backends."""
+"""Run Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109), for all backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.base_model import BaseModel
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.backends.memory_check import check_weights_fit
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.model_facts import Capabilities, ModelFacts
-from edgespec.backends.residual_head_view import PrefixHeadView, ResidualHeadView
+import numpy as np
+
+from edgespec.backends.head_view import AttentionHeadView, HeadView
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.heads.prefix_layer import AttentionShape, PrefixLayer
-from edgespec.heads.products import Array, MakeProduct, Product, WeightLoader
-from edgespec.heads.residual_layout import AttentionLayer, ResidualHeads, read_residual_heads
-from edgespec.heads.residual_network import ResidualNetwork
+from edgespec.model.base import LoadOptions, Snapshot
+from edgespec.model.base_model import BaseModel
+from edgespec.model.heads.cached_attention import CachedAttention, Projections
+from edgespec.model.heads.products import Array, MakeProduct, Product, WeightLoader, rms_norm, silu
+from edgespec.model.heads.residual_layout import (
+    AttentionLayer,
+    ResidualHead,
+    ResidualHeads,
+    read_residual_heads,
+)
+from edgespec.model.heads.rotation import RopeSettings, Rotation
+from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
+from edgespec.model.memory_check import check_tokens_fit, check_weights_fit
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.model_facts import Capabilities, ModelFacts
 
 __all__ = [
-    "LoadedResidualHeads",
+    "AttentionShape",
+    "PrefixLayer",
     "ResidualHeadTarget",
-    "WeightBytes",
+    "ResidualHeadView",
+    "ResidualNetwork",
     "estimate_residual_heads",
     "load_residual_heads",
 ]
 
 # Function that returns the memory in bytes for the weights of heads.
 WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
-
 _FLOAT32_BYTES = 4
 # Number of rows of logits to reserve memory for. Enough for one level of a large draft tree.
 _MAX_ROWS = 16
+
+
+class AttentionShape(NamedTuple):
+    """Settings of an attention layer that its weights do not determine. Hydra++ heads use the target's.
+
+    Attributes:
+        heads: Number of query heads. Multiple query heads can share a key head.
+        rope_theta: Base of the rotary position embedding.
+        norm_epsilon: Epsilon of the RMS norms.
+    """
+
+    heads: int
+    rope_theta: float
+    norm_epsilon: float
+
+
+class PrefixLayer:
+    """A Llama transformer layer with a final norm and a KV cache.
+
+    Args:
+        weights: The layer's weights.
+        shape: The layer's settings.
+        loader: Reads the weights.
+
+    Raises:
+        ModelFileError: The weights cannot be read, or contain infinite values or NaN.
+
+    Attributes:
+        attention: The layer's attention, with the KV cache.
+    """
+
+    def __init__(self, weights: AttentionLayer, shape: AttentionShape, loader: WeightLoader) -> None:
+        self._epsilon = shape.norm_epsilon
+        projections = map(loader.matrix, (weights.q_proj, weights.k_proj, weights.v_proj, weights.o_proj))
+        self._gate, self._up, self._down = map(
+            loader.matrix, (weights.gate_proj, weights.up_proj, weights.down_proj)
+        )
+        self._input_norm, self._inner_norm, self._norm = map(
+            loader.vector, (weights.input_norm, weights.post_attention_norm, weights.norm)
+        )
+        head_size = weights.q_proj.shape[0] // shape.heads
+        self.attention = CachedAttention(
+            Projections(*projections),
+            Rotation(RopeSettings(shape.rope_theta), head_size),
+            shape.heads,
+            weights.k_proj.shape[0] // head_size,
+            head_size,
+        )
+
+    def with_own_cache(self) -> PrefixLayer:
+        """Return the same layer with an empty KV cache of its own."""
+        other = copy(self)
+        other.attention = self.attention.with_own_cache()
+        return other
+
+    def append(self, states: Array) -> None:
+        """Append the keys and values of hidden states [tokens, size] to the KV cache."""
+        self.attention.append(rms_norm(states, self._input_norm, self._epsilon))
+
+    def run(self, states: Array) -> Array:
+        """Append hidden states [tokens, size] to the KV cache, and return the output [tokens, size]."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            states = states + self.attention.run(rms_norm(states, self._input_norm, self._epsilon))
+            x = rms_norm(states, self._inner_norm, self._epsilon)
+            states = states + self._down(silu(self._gate(x)) * self._up(x))
+            return rms_norm(states, self._norm, self._epsilon)
+
+
+class ResidualNetwork:
+    """Medusa or Hydra heads with loaded weights.
+
+    Args:
+        heads: The heads' layout.
+        loader: Loads the heads' weights.
+        shared_output: Multiplies by the target's LM head, for heads without output matrices.
+
+    Raises:
+        ModelFileError: The weights cannot be read, or contain infinite values or NaN.
+    """
+
+    def __init__(
+        self, heads: ResidualHeads, loader: WeightLoader, shared_output: Product | None = None
+    ) -> None:
+        self._heads = [_Head(head, loader, shared_output) for head in heads.heads]
+
+    def logits(self, head: int, inputs: Array) -> Array:
+        """Return a head's logits [rows, vocabulary].
+
+        Args:
+            head: Index of the head.
+            inputs: Hidden states [rows, size]. If the heads read tokens, each row also contains the
+                embeddings of `head + 1` tokens after the hidden state.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = self._heads[head](inputs)
+        # Very large weights can make logits overflow. Replace NaN, so that the drafts are useless but still
+        # valid.
+        return logits if np.isfinite(logits).all() else np.nan_to_num(logits)
+
+
+class _Head:
+    def __init__(self, head: ResidualHead, loader: WeightLoader, shared_output: Product | None) -> None:
+        self._blocks = [
+            (loader.linear(*linear), None if shortcut is None else loader.linear(*shortcut))
+            for linear, shortcut in head.blocks
+        ]
+        output = loader.linear(*head.output) if head.output else shared_output
+        assert output is not None
+        self._output: Product = output
+
+    def __call__(self, x: Array) -> Array:
+        for linear, shortcut in self._blocks:
+            x = (x if shortcut is None else shortcut(x)) + silu(linear(x))
+        return self._output(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +339,149 @@ def estimate_residual_heads(
             MemoryPart("output", _MAX_ROWS * vocab_size * _FLOAT32_BYTES, per_reply=True),
         ),
     )
+
+
+class _Node(NamedTuple):
+    """A node of a draft tree.
+
+    Attributes:
+        head: Index of the head that predicts the token after the node.
+        inputs: The head's input.
+    """
+
+    head: int
+    inputs: Array
+
+
+class ResidualHeadView(HeadView[BaseModel]):
+    """Medusa or Hydra heads as a draft model, which predicts from the target's last known hidden state.
+
+    The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and
+    each further head predicts the tokens one level deeper. Hydra heads also read the embeddings of the tokens
+    on the path from the root to the node.
+
+    Args:
+        target: See `HeadView`, also for `log` and `release`.
+        facts: Properties of the heads.
+        network: The heads.
+        embed: Returns the embeddings of token ids. None if the heads do not read tokens.
+    """
+
+    def __init__(
+        self,
+        target: BaseModel,
+        log: HiddenStateLog,
+        release: Callable[[], None],
+        facts: ModelFacts,
+        network: ResidualNetwork,
+        embed: Callable[[Sequence[int]], Array] | None,
+    ) -> None:
+        super().__init__(target, log, release)
+        self.facts = facts
+        self._network, self._embed = network, embed
+        self._nodes: list[_Node] = []
+
+    @property
+    def length(self) -> int:
+        # A recurrent target may have been rewound, which makes it shorter than the text until its next pass.
+        # The log still covers the whole text.
+        return max(self._target.length, self.log.end)
+
+    def _states_before(self, count: int) -> Array:
+        """Return the head input for each of the next `count` tokens: the hidden state before the token."""
+        return self._logged_states(self.length, count)
+
+    def start_at(self, position: int) -> None:  # noqa: ARG002
+        """Do nothing, because there is no KV cache."""
+        self._check()
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Return a snapshot without data, because there is no KV cache."""
+        self._check()
+        return Snapshot(self.length if end is None else end, b"", start)
+
+    def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
+        """Do nothing, because there is no KV cache."""
+        self._check()
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._check()
+        self._check_not_interrupted()
+        check_tokens_fit(self, tree.width)
+        if first == 0:
+            self._nodes = []
+        self._add_nodes(tree, first)
+        rows = np.empty((tree.width - first, self.facts.vocab_size), np.float32)
+        nodes = self._nodes[first:]
+        for head in sorted({node.head for node in nodes}):
+            self._check_not_interrupted()
+            self._predict(head, nodes, rows)
+        return HostLogits(rows)
+
+    def _add_nodes(self, tree: TokenTree, first: int) -> None:
+        """Append a `_Node` for each node of the tree from `first` on."""
+        states = self._known_states(tree) if first == 0 else ()
+        embeddings = self._embed(tree.tokens[first:]) if self._embed else None
+        for i, parent in enumerate(tree.parents[first:]):
+            if i < len(states):
+                head, inputs = 0, states[i]
+            else:
+                head, inputs = self._nodes[parent].head + 1, self._nodes[parent].inputs
+            self._check_draft_length(head + 1, self.facts.capabilities.max_draft_length)
+            if embeddings is not None:
+                inputs = np.concatenate([inputs, embeddings[i]])
+            self._nodes.append(_Node(head, inputs))
+
+    def _known_states(self, tree: TokenTree) -> Array:
+        """Return the head inputs for the tree's nodes whose preceding hidden state is known.
+
+        The root is always included, so that a warm-up pass works before the target has processed any tokens.
+        """
+        last = max(self.log.end - self.length, 0)
+        return self._states_before(sum(depth <= last for depth in tree.depths))
+
+    def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
+        """Fill in the logits of all nodes that belong to this head."""
+        at = [i for i, node in enumerate(nodes) if node.head == head]
+        # Run each distinct input once, because all nodes of a Medusa tree at the same depth share one input.
+        inputs = {id(nodes[i].inputs): nodes[i].inputs for i in at}
+        logits = dict(zip(inputs, self._network.logits(head, np.array([*inputs.values()])), strict=True))
+        for i in at:
+            rows[i] = logits[id(nodes[i].inputs)]
+
+
+class PrefixHeadView(AttentionHeadView, ResidualHeadView):
+    """Hydra++ heads, which read the output of an attention layer instead of the target's hidden states.
+
+    The attention layer has a KV cache. The entry for position p is computed from the target's hidden state at
+    position p - 1, so there are no entries for drafted tokens, whose hidden states are not known yet.
+    """
+
+    _batch_tokens = 256
+
+    def __init__(
+        self,
+        target: BaseModel,
+        log: HiddenStateLog,
+        release: Callable[[], None],
+        facts: ModelFacts,
+        network: ResidualNetwork,
+        embed: Callable[[Sequence[int]], Array] | None,
+        prefix: PrefixLayer,
+    ) -> None:
+        super().__init__(target, log, release, facts, network, embed)
+        self._prefix, self._attention = prefix, prefix.attention
+        self._length = 0
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._prefix.append(super()._states_before(len(tokens)))
+
+    def _states_before(self, count: int) -> Array:
+        """Return the attention layer's output for each of the next `count` tokens."""
+        self._keep(self.length)
+        return self._prefix.run(super()._states_before(count))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Keep the KV cache entries of the last pass, all of which come from the target's hidden states."""
+        self._known_nodes = self._attention.end - self._length
+        super().commit(path)

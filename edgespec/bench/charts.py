@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edgespec.bench.figures import PHASES, MethodFigures
 from edgespec.bench.report import BenchReport
-from edgespec.costs.curve import CostCurve
+from edgespec.methods.costs.curve import CostCurve
 
 __all__ = ["Bar", "bar_chart", "charts"]
 

@@ -7,13 +7,82 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from edgespec.bench.plan import AUTO, CONTROL, PLAIN, MethodConfig
 from edgespec.bench.runs import Measurement
-from edgespec.bench.statistics import Ratios, geometric_mean, interval, oracle, worst
+from edgespec.decode.reply import MethodReport
 from edgespec.engine.stats import Stats
-from edgespec.reply import MethodReport
 
-__all__ = ["PHASES", "MethodFigures", "OracleComparison", "figures", "oracle_comparisons"]
+__all__ = [
+    "PHASES",
+    "MethodFigures",
+    "OracleComparison",
+    "Ratios",
+    "figures",
+    "geometric_mean",
+    "interval",
+    "oracle",
+    "oracle_comparisons",
+    "typical",
+    "worst",
+]
+
+# Speed-ups over plain decoding: one sequence per prompt, with one value per repeat.
+Ratios = Sequence[Sequence[float]]
+
+_DRAWS = 2000
+_LEVEL = 0.95
+
+
+def typical(ratios: Sequence[float]) -> float:
+    """Return the median. For an even number of values, this is the geometric mean of the middle two."""
+    return float(np.exp(np.median(np.log(ratios))))
+
+
+def geometric_mean(ratios: Ratios) -> float:
+    """Return the geometric mean, over all prompts, of each prompt's median speed-up."""
+    return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
+
+
+def worst(ratios: Ratios) -> float:
+    """Return the lowest of all prompts' median speed-ups."""
+    return min(typical(each) for each in ratios)
+
+
+def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the geometric mean, or None if there is only one reply.
+
+    Uses a percentile bootstrap (Efron 1979) over prompts and repeats. With few prompts, the interval is too
+    narrow.
+
+    Args:
+        ratios: Speed-ups over plain decoding by prompt and repeat.
+        seed: Random seed for the bootstrap, fixed so that reports are reproducible.
+    """
+    if sum(len(each) for each in ratios) < 2:
+        return None
+    random = np.random.default_rng(seed)
+    logs = [np.log(each) for each in ratios]
+    drawn = [each[random.integers(0, len(each), (_DRAWS, len(each)))] for each in logs]
+    medians = np.stack([np.median(each, axis=1) for each in drawn], axis=1)
+    picks = random.integers(0, len(logs), medians.shape)
+    means = np.take_along_axis(medians, picks, axis=1).mean(axis=1)
+    low, high = np.exp(np.quantile(means, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2)))
+    return float(low), float(high)
+
+
+def oracle(fixed: Sequence[Ratios]) -> float:
+    """Return the geometric mean speed-up if each prompt were answered with its best fixed method.
+
+    This is an upper bound, because the best method is chosen in hindsight.
+
+    Args:
+        fixed: The speed-ups of each fixed method, for the same prompts in the same order.
+    """
+    best = [max(typical(each) for each in prompt) for prompt in zip(*fixed, strict=True)]
+    return float(np.exp(np.mean(np.log(best))))
+
 
 # Phases of a reply whose duration is reported.
 PHASES = ("draft", "verify", "sampling", "rollback", "overhead", "prefill")
@@ -37,7 +106,6 @@ class MethodFigures:
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
         acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
         seconds: Total duration of each phase over all replies.
-        joules_per_token: Energy used by all processors per token. None if the system does not report it.
         compared: Number of replies that must match plain decoding token for token.
         identical: Number of `compared` replies that do match.
     """
@@ -66,7 +134,6 @@ class MethodFigures:
     draft_weight_bytes: int
     draft_kv_bytes: int
     draft_other_bytes: int
-    joules_per_token: float | None
     compared: int
     identical: int
 
@@ -81,7 +148,8 @@ class OracleComparison:
 
     Attributes:
         category: Category of the prompts. None for all prompts.
-        best: The method with the highest speed-up over the category's prompts. May be plain decoding.
+        best: The method with the highest speed-up over the category's prompts. May be plain decoding, but
+            no method that drafted nothing.
         best_speed_up: Speed-up of `best` over plain decoding.
         oracle_speed_up: Speed-up if every prompt used its own best method.
         auto_speed_up: Speed-up of `auto`. None if `auto` was not measured.
@@ -132,21 +200,32 @@ def oracle_comparisons(
         ratios = {config: _ratios(by_config.get(config, ()), plain, _speed) for config in configs}
         prompts = [name for name in ratios[PLAIN] if all(name in found for found in ratios.values())]
         if prompts:
+            # A method that drafted nothing decodes plainly, so that it is the fastest only by chance.
+            silent = {config for config in configs if not _has_drafted(by_config.get(config, ()))}
             kept = {config: [found[name] for name in prompts] for config, found in ratios.items()}
-            comparisons.append(_oracle_comparison(temperature, category, len(prompts), kept))
+            comparisons.append(_oracle_comparison(temperature, category, len(prompts), kept, silent))
     return comparisons
 
 
 def _oracle_comparison(
-    temperature: float, category: str | None, prompts: int, configs: Mapping[MethodConfig, Ratios]
+    temperature: float,
+    category: str | None,
+    prompts: int,
+    configs: Mapping[MethodConfig, Ratios],
+    silent: set[MethodConfig],
 ) -> OracleComparison:
-    fixed = {config: ratios for config, ratios in configs.items() if config not in (AUTO, CONTROL)}
+    excluded = {AUTO, CONTROL, *silent} - {PLAIN}
+    fixed = {config: ratios for config, ratios in configs.items() if config not in excluded}
     means = {config: geometric_mean(ratios) for config, ratios in fixed.items()}
     best = max(means, key=lambda config: means[config])
     reached = oracle(list(fixed.values()))
     auto = geometric_mean(configs[AUTO]) if AUTO in configs else None
     shares = (None, None) if auto is None else (auto / means[best], auto / reached)
     return OracleComparison(temperature, category, prompts, best, means[best], reached, auto, *shares)
+
+
+def _has_drafted(rows: Iterable[Measurement]) -> bool:
+    return any(row.reply.stats.drafted_tokens for row in rows)
 
 
 def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, list[Measurement]]]:
@@ -208,7 +287,6 @@ def _figures(
     stats = [row.reply.stats for row in rows]
     decoded, drafted = _sum(stats, "decoded_tokens"), _sum(stats, "drafted_tokens")
     pairs = [(row, plain[_pairing_key(row)]) for row in rows if _pairing_key(row) in plain and equal]
-    joules = [row.joules for row in rows if row.joules is not None]
     return MethodFigures(
         temperature=temperature,
         category=category,
@@ -234,7 +312,6 @@ def _figures(
         draft_weight_bytes=max(each.draft_weight_bytes for each in stats),
         draft_kv_bytes=max(each.draft_kv_bytes for each in stats),
         draft_other_bytes=max(each.draft_other_bytes for each in stats),
-        joules_per_token=sum(joules) / _sum(stats, "generated_tokens") if len(joules) == len(rows) else None,
         compared=len(pairs),
         identical=sum(row.reply.tokens == other.reply.tokens for row, other in pairs),
     )

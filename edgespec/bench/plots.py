@@ -11,7 +11,7 @@ from edgespec.bench.figures import PHASES, MethodFigures
 from edgespec.bench.plan import PLAIN
 from edgespec.bench.report import BenchReport
 from edgespec.errors import BackendMissingError
-from edgespec.installation import setup_command
+from edgespec.system.installation import setup_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from edgespec.backends.base import Progress
+from edgespec.api.stream import ReplyStream
+from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
-from edgespec.reply import Reply
-from edgespec.stream import ReplyStream
+from edgespec.model.base import Progress
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 
@@ -198,8 +198,13 @@ class Race:
             if mine != other:
                 break
             same += 1
+        differ = f"The replies differ after {same} tokens."
+        exactness = self.other.reply.exactness
+        if exactness and not exactness.bits:
+            reason = exactness.reason
+            differ += f" {reason[0].upper()}{reason[1:]}."
         return (
-            f"The replies differ after {same} tokens. To find out whether only rounding is the reason, run"
+            f"{differ} To find out whether only rounding is the reason, run"
             f" `edgespec verify --methods {self.other.method}`."
         )
 

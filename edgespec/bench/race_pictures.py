@@ -1,10 +1,9 @@
-"""Show a race in a terminal, as an asciinema recording (`.cast`), or as an animated picture (`.svg`)."""
+"""Lay a race out on a grid of character cells, to show it in a terminal or to save it as an SVG picture."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,14 +13,12 @@ from rich.cells import cell_len, get_character_cell_size
 
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import OptionError
-from edgespec.files import error_reason
+from edgespec.system.files import error_reason
 
 __all__ = ["Picture", "RaceEvent", "check_picture_path", "save_picture"]
 
 _GAP_CELLS = 3
-_CAST_COLUMNS = 100
-# Seconds for which a recording shows the finished race.
-_END_SECONDS = 3.0
+_PICTURE_COLUMNS = 100
 # Seconds between two updates of the displayed speeds.
 _SPEED_SECONDS = 0.25
 _ACCEPTED, _OWN, _FAINT, _BOLD = "32", "33", "2", "1"
@@ -131,23 +128,8 @@ class Picture:
             if seconds >= lane.seconds:
                 return
 
-    def cast(self) -> str:
-        """Return the race as an asciinema recording, version 2."""
-        header = {"version": 2, "width": self.columns, "height": self.rows, "title": "edgespec race"}
-        lines = [json.dumps(header), json.dumps([0.0, "o", "\x1b[?25l\x1b[2J"])]
-        for event in self.events:
-            move = f"\x1b[{event.row + 1};{event.column + 1}H"
-            lines.append(json.dumps([round(event.seconds, 4), "o", f"{move}{styled(event)}"]))
-        lines.append(
-            json.dumps([round(self.seconds + _END_SECONDS, 4), "o", f"\x1b[{self.rows};1H\x1b[?25h"])
-        )
-        return "\n".join(lines) + "\n"
-
     def svg(self) -> str:
-        """Return the race as an animated SVG picture, which browsers play once.
-
-        Programs without support for the animation show the finished race.
-        """
+        """Return the finished race as an SVG picture."""
         width = self.columns * _CELL_WIDTH + 2 * _MARGIN
         height = self.rows * _LINE_HEIGHT + 2 * _MARGIN
         parts = [
@@ -156,22 +138,16 @@ class Picture:
             f'<rect width="{width:.0f}" height="{height:.0f}" rx="8" fill="#15171c"/>',
             '<g font-family="ui-monospace,Menlo,Consolas,monospace" font-size="14" xml:space="preserve">',
         ]
-        for event, until in _with_ends(self.events):
+        # The last event at each position replaces the earlier ones.
+        for event in {(each.row, each.column): each for each in self.events}.values():
             x = _MARGIN + event.column * _CELL_WIDTH
             y = _MARGIN + (event.row + 0.8) * _LINE_HEIGHT
             length = cell_len(event.text.rstrip()) * _CELL_WIDTH
             if not length:
                 continue
-            last = self.seconds if until is None else until
-            hidden = _set("hidden", 0.0, event.seconds) if event.seconds else ""
-            base = ""
-            if until is not None:
-                # Text that is replaced later is visible until it is replaced. Programs without animation do
-                # not show it.
-                base, hidden = ' visibility="hidden"', _set("visible", event.seconds, last - event.seconds)
             parts.append(
                 f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" lengthAdjust="spacingAndGlyphs"'
-                f"{_SVG_STYLES[event.style]}{base}>{escape(event.text.rstrip())}{hidden}</text>"
+                f"{_SVG_STYLES[event.style]}>{escape(event.text.rstrip())}</text>"
             )
         return "\n".join([*parts, "</g>", "</svg>", ""])
 
@@ -192,10 +168,9 @@ def styled(event: RaceEvent) -> str:
 
 def check_picture_path(path: Path) -> None:
     """Raise OptionError if a race cannot be saved to this path."""
-    if path.suffix.lower() not in (".svg", ".cast"):
+    if path.suffix.lower() != ".svg":
         raise OptionError(
-            f"{str(path)!r} is not a valid file name for a picture of a race",
-            "use a name that ends in .svg or .cast",
+            f"{str(path)!r} is not a valid file name for a picture of a race", "use a name that ends in .svg"
         )
     if not path.absolute().parent.is_dir():
         raise OptionError(
@@ -204,37 +179,18 @@ def check_picture_path(path: Path) -> None:
 
 
 def save_picture(race: Race, prompt: str, path: Path) -> None:
-    """Save the race as an SVG picture or an asciinema recording, depending on the file extension.
+    """Save the finished race as an SVG picture.
 
     Raises:
-        OptionError: The name does not end in `.svg` or `.cast`, or the file cannot be written.
+        OptionError: The name does not end in `.svg`, or the file cannot be written.
     """
     check_picture_path(path)
-    picture = Picture(race, prompt, _CAST_COLUMNS)
-    text = picture.svg() if path.suffix.lower() == ".svg" else picture.cast()
     try:
-        path.write_text(text, "utf-8")
+        path.write_text(Picture(race, prompt, _PICTURE_COLUMNS).svg(), "utf-8")
     except OSError as error:
         raise OptionError(
             f"cannot write {str(path)!r}: {error_reason(error)}", "use another file name"
         ) from error
-
-
-def _set(value: str, begin: float, seconds: float) -> str:
-    return (
-        f'<set attributeName="visibility" to="{value}" begin="{begin:.3f}s" dur="{max(seconds, 1e-3):.3f}s"/>'
-    )
-
-
-def _with_ends(events: Sequence[RaceEvent]) -> Iterator[tuple[RaceEvent, float | None]]:
-    """Yield each event with the time at which a later event replaces it, or None if none does."""
-    following: dict[tuple[int, int], float] = {}
-    found: list[tuple[RaceEvent, float | None]] = []
-    for event in reversed(events):
-        place = event.row, event.column
-        found.append((event, following.get(place)))
-        following[place] = event.seconds
-    yield from reversed(found)
 
 
 def _cleaned(text: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from edgespec.api.runtime import Runtime
 from edgespec.bench.figures import MethodFigures, OracleComparison, figures, oracle_comparisons
 from edgespec.bench.plan import BenchPlan
 from edgespec.bench.runs import BenchRun, Ending, Measurement
-from edgespec.costs.curve import CostCurve
-from edgespec.runtime import Runtime
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.model.model_facts import Exactness
 
 __all__ = ["BenchReport", "make_report"]
 
@@ -21,11 +22,11 @@ class BenchReport:
         planned: Number of planned replies. `rows` contains the measured ones.
         ending: Why the run ended.
         error: The error message, if the run failed.
-        no_energy: Why energy was not measured. Empty if it was.
         curve: Measured duration of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process during the whole run.
         figures: Speed, acceptance and memory of each method, by temperature and prompt category.
         oracle_comparisons: Comparisons of `auto` with the best other methods.
+        exactness: Whether replies are identical to plain decoding.
     """
 
     target: str
@@ -38,12 +39,12 @@ class BenchReport:
     planned: int
     ending: Ending
     error: str
-    no_energy: str
     curve: CostCurve
     peak_memory_bytes: int
     figures: tuple[MethodFigures, ...]
     oracle_comparisons: tuple[OracleComparison, ...]
     rows: tuple[Measurement, ...]
+    exactness: Exactness | None = None
 
     @property
     def differing(self) -> int:
@@ -55,7 +56,11 @@ class BenchReport:
         summary = asdict(replace(self, rows=()))
         del summary["rows"]
         summary["planned_replies"] = summary.pop("planned")
-        summary |= {"replies": len(self.rows), "differing_replies": self.differing}
+        summary |= {
+            "exactness": self.exactness.to_json() if self.exactness else None,
+            "replies": len(self.rows),
+            "differing_replies": self.differing,
+        }
         return summary | ({"rows": [row.to_json() for row in self.rows]} if rows else {})
 
 
@@ -77,10 +82,10 @@ def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Bench
         planned=plan.replies,
         ending=bench_run.ending,
         error=bench_run.error,
-        no_energy=bench_run.no_energy,
         curve=bench_run.curve,
         peak_memory_bytes=max((row.reply.stats.peak_memory_bytes for row in rows), default=0),
         figures=tuple(figures(rows, plan.configs, equal_tokens=equal_tokens)),
         oracle_comparisons=tuple(oracle_comparisons(rows, plan.configs)),
         rows=rows,
+        exactness=runtime.exactness_for(acceptance=plan.acceptance),
     )

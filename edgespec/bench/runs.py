@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from time import monotonic, perf_counter
 from typing import Literal
 
-from edgespec.backends.base import Progress
-from edgespec.bench.energy import EnergyMeter
+from edgespec.api.runtime import Runtime
 from edgespec.bench.plan import BenchPlan, BenchRound, MethodConfig
-from edgespec.costs.curve import CostCurve
+from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
 from edgespec.losslessness import Prompt, prompt_tokens
-from edgespec.reply import Reply
-from edgespec.runtime import Runtime
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.model.base import Progress
 
 __all__ = ["BenchRun", "Ending", "Measurement", "run"]
 
@@ -32,7 +31,6 @@ class Measurement:
         position: Index of the reply within its `BenchRound`, from 0.
         config: The method configuration that produced the reply.
         seconds: Wall-clock time of the whole reply.
-        joules: Energy used by all processors during the reply. None if the system does not report it.
     """
 
     prompt: str
@@ -42,7 +40,6 @@ class Measurement:
     position: int
     config: MethodConfig
     seconds: float
-    joules: float | None
     reply: Reply
 
     def to_json(self) -> dict[str, object]:
@@ -62,14 +59,12 @@ class BenchRun:
         curve: Measured duration of verify passes, by number of tokens in the pass.
         ending: Why the run ended: `complete`, `cancelled`, `time` (the time limit) or `failed`.
         error: The error message, if `ending` is `failed`.
-        no_energy: Why energy was not measured. Empty if it was.
     """
 
     rows: tuple[Measurement, ...]
     curve: CostCurve
     ending: Ending
     error: str = ""
-    no_energy: str = ""
 
 
 def run(
@@ -78,7 +73,6 @@ def run(
     *,
     max_seconds: float | None = None,
     progress: Progress | None = None,
-    meter: EnergyMeter | None = None,
 ) -> BenchRun:
     """Run a benchmark plan: measure pass durations, warm up every method, and measure each reply.
 
@@ -90,7 +84,6 @@ def run(
         max_seconds: Start no new reply after this time. None means no limit.
         progress: Called with a description and the fraction of the replies that are finished. Returning False
             cancels the run.
-        meter: The energy meter to read before and after each reply.
 
     Returns:
         All replies measured, even if the run was cancelled, reached its time limit or failed.
@@ -99,7 +92,7 @@ def run(
         OptionError, ContextFullError: The runtime cannot run the plan.
         CancelledError: The run was cancelled before the first reply.
     """
-    bench = _Bench(runtime, plan, max_seconds, progress, meter or EnergyMeter())
+    bench = _Bench(runtime, plan, max_seconds, progress)
     curve = bench.prepare()
     rows: list[Measurement] = []
     ending: Ending = "complete"
@@ -116,7 +109,7 @@ def run(
         if not rows:
             raise
         ending, error = "failed", str(failure)
-    return BenchRun(tuple(rows), curve, ending, error, bench.meter.reason)
+    return BenchRun(tuple(rows), curve, ending, error)
 
 
 @dataclass
@@ -125,7 +118,6 @@ class _Bench:
     plan: BenchPlan
     max_seconds: float | None
     progress: Progress | None
-    meter: EnergyMeter
 
     def __post_init__(self) -> None:
         self._began = monotonic()
@@ -170,15 +162,11 @@ class _Bench:
         self._report_progress(description)
         # Clear the prefix cache, so that every method has to prefill the prompt.
         self.runtime.clear_cache()
-        before = self.meter.read()
         started = perf_counter()
         reply = self._reply(description, each.prompt, each.temperature, config, self.plan.max_tokens)
         seconds = perf_counter() - started
-        joules = self.meter.joules(before, self.meter.read())
         prompt, category = each.prompt.name, each.prompt.category
-        return Measurement(
-            prompt, category, each.temperature, each.repeat, position, config, seconds, joules, reply
-        )
+        return Measurement(prompt, category, each.temperature, each.repeat, position, config, seconds, reply)
 
     def _reply(
         self, description: str, prompt: Prompt, temperature: float, config: MethodConfig, max_tokens: int

@@ -8,13 +8,13 @@ from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
-from edgespec.cores import usable_cores
-from edgespec.costs.curve import CostCurve
-from edgespec.costs.thread_search import fastest_threads
+from edgespec.api.runtime import Runtime
+from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
-from edgespec.reply import Reply
-from edgespec.runtime import Runtime
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.thread_search import fastest_threads
+from edgespec.system.cores import usable_cores
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 

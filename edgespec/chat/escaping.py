@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.tokenizing import tokenize
 from edgespec.chat.tool_calls.calls import parse_object
-from edgespec.waiting import check_cancelled
+from edgespec.model.base import Progress, Vocabulary
+from edgespec.system.waiting import check_cancelled
 
 __all__ = ["ControlTokenEscaping", "TextScanner", "is_control", "literal"]
 
@@ -23,7 +23,7 @@ _MAX_CACHED_SCANS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The token count and the control tokens of a text.
+    """The token count and the control tokens of text.
 
     Attributes:
         token_count: Number of tokens.
@@ -43,7 +43,7 @@ class TextScanner:
         self._scans: dict[bytes, Scan] = {}
 
     def scan(self, text: str, progress: Progress | None) -> Scan:
-        """Return the token count and the control tokens of a text. Raises CancelledError."""
+        """Return the token count and the control tokens of text. Raises CancelledError."""
         key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         scan = self._scans.get(key)
         if scan is None:

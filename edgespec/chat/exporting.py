@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import SavedChat, title_of
 from edgespec.errors import OptionError
-from edgespec.files import error_reason
+from edgespec.system.files import error_reason
 
 __all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown", "write_export"]
 

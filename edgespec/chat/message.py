@@ -50,8 +50,10 @@ class Message:
     @property
     def text(self) -> str:
         """The whole text of the message, including any reasoning and its markers."""
-        unmarked = self.reasoning and not any(self.markers)
-        before, after = _DEFAULT_MARKERS if unmarked else self.markers
+        before, after = self.markers
+        if self.reasoning and not before:
+            # A reply without an answer ended while the model was reasoning.
+            before, after = _DEFAULT_MARKERS if self.content else (_DEFAULT_MARKERS[0], "")
         return before + self.reasoning + after + self.content
 
     @property
@@ -85,6 +87,8 @@ class Message:
 def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     """Convert `items` to a list of `Message` and check that it ends with a message to reply to.
 
+    Some programs send their whole prompt as a system message.
+
     Args:
         items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`
             (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. If the result of a
@@ -92,7 +96,7 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
     Raises:
         OptionError: A role is unknown, a value has the wrong type, or the last message is not from the user
-            or a tool.
+            or a tool, unless all messages are from the system.
     """
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
         raise OptionError(
@@ -100,7 +104,8 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
             "for example, pass [{'role': 'user', 'content': 'Hello'}]",
         )
     messages = [as_message(number, item) for number, item in enumerate(items, 1)]
-    if not messages or messages[-1].role not in ("user", "tool"):
+    only_system = all(message.role == "system" for message in messages)
+    if not messages or not (only_system or messages[-1].role in ("user", "tool")):
         last = f"ends with the role {messages[-1].role}" if messages else "is empty"
         raise OptionError(f"the list of messages {last}", "the last message must have the role user or tool")
     names = {call.id: call.name for message in messages for call in message.tool_calls}

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import ContextFull, PromptBuilder, RenderedPrompt
 from edgespec.chat.template import ChatTemplate, TemplateSettings
-from edgespec.chat.tool_calls.grammar import tool_grammar
+from edgespec.chat.tool_calls.grammar import AnswerRule, tool_grammar
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolSet
 from edgespec.errors import TemplateError
+from edgespec.model.base import Progress, Vocabulary
 
 __all__ = ["MessagePrompt", "MessagePrompts"]
 
@@ -40,6 +40,9 @@ class MessagePrompts:
         vocabulary: The model's tokenizer.
         template: The model's chat template. If None, all methods except `close` raise TemplateError.
         cached_prefixes: Returns the token sequences in the prefix cache.
+        other_template: Whether Ollama has its own template for the model, in a format that edgespec cannot
+            use.
+        model_name: The model's name, for error messages.
     """
 
     def __init__(
@@ -47,10 +50,13 @@ class MessagePrompts:
         vocabulary: Vocabulary,
         template: ChatTemplate | None,
         cached_prefixes: Callable[[], Iterable[Sequence[int]]],
+        other_template: bool = False,
+        model_name: str = "this model",
     ) -> None:
         self._vocabulary = vocabulary
         self.template = template
         self._cached_prefixes = cached_prefixes
+        self._other_template, self._model_name = other_template, model_name
         self._builder: PromptBuilder | None = None
         # Reentrant, because garbage collection during a build can end an abandoned reply, which calls
         # `remember`.
@@ -65,6 +71,7 @@ class MessagePrompts:
         settings: TemplateSettings,
         reply_start: str = "",
         progress: Progress | None = None,
+        answer: AnswerRule | None = None,
     ) -> MessagePrompt:
         """Return the prompt for the reply to a conversation.
 
@@ -76,6 +83,7 @@ class MessagePrompts:
             settings: The chat template's inputs besides the messages, including the same tools.
             reply_start: Text that the reply begins with.
             progress: Called repeatedly. Returning False cancels the call.
+            answer: The constraint on the answer, if there are tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -89,8 +97,13 @@ class MessagePrompts:
             syntax = grammar = None
             if tools.definitions:
                 form = builder.template.call_form
-                syntax = CallSyntax(form, tools.schemas, f"call_{secrets.token_hex(8)}")
-                grammar = tool_grammar(form, tools, self._vocabulary)
+                syntax = CallSyntax(
+                    form,
+                    tools.schemas,
+                    f"call_{secrets.token_hex(8)}",
+                    calls_or_answer=answer is not None and answer.is_json,
+                )
+                grammar = tool_grammar(form, tools, self._vocabulary, answer)
             if reply_start:
                 rendered = builder.build_continued(
                     messages, context_tokens, context_full, reply_start, progress, settings
@@ -112,6 +125,19 @@ class MessagePrompts:
         with self._lock:
             return self._prompt_builder().count_tokens(messages, context_tokens, settings)
 
+    def no_template(self) -> TemplateError:
+        """Return the error for using messages with a model that has no chat template."""
+        hint = "continue plain text with `edgespec generate --raw` or /v1/completions"
+        if self._other_template:
+            return TemplateError(
+                f"{self._model_name} has no chat template: its GGUF file contains none, and edgespec cannot"
+                " use the one in Ollama's manifest, which is written in another language",
+                f"use a GGUF file of the model that contains one, for example from Hugging Face, or {hint}",
+            )
+        return TemplateError(
+            f"{self._model_name} has no chat template", f"choose an instruct model, or {hint}"
+        )
+
     def check_template(self) -> None:
         """Raise TemplateError if the chat template is missing or broken."""
         self._prompt_builder().template.compile()
@@ -123,10 +149,7 @@ class MessagePrompts:
 
     def _prompt_builder(self) -> PromptBuilder:
         if self.template is None:
-            raise TemplateError(
-                "this model has no chat template",
-                "choose an instruct model, or use `edgespec generate --raw`",
-            )
+            raise self.no_template()
         if self._builder is None:
             self._builder = PromptBuilder(self.template, self._vocabulary, self._cached_prefixes)
         return self._builder

@@ -10,15 +10,62 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
-from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.escaping import ControlTokenEscaping, TextScanner, is_control, literal
 from edgespec.chat.message import Message
 from edgespec.chat.reasoning import opening_marker, split_at_markers
+from edgespec.chat.reply_start import fitted_to_prompt, whole_characters
 from edgespec.chat.template import DEFAULT_SETTINGS, ChatTemplate, TemplateSettings
-from edgespec.chat.tokenizing import check_size, tokenize
+from edgespec.chat.tokenizing import check_size, tokenize, tokenize_whole
+from edgespec.chat.tool_calls.tool_set import render_with_tools
 from edgespec.errors import ContextFullError, OptionError, TemplateError
+from edgespec.model.base import Progress, Vocabulary
 
-__all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full"]
+__all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "build_single_prompt", "check_context_full"]
+
+
+def build_single_prompt(
+    vocabulary: Vocabulary,
+    template: ChatTemplate | None,
+    message: str,
+    system: str | None,
+    context_tokens: int,
+    progress: Progress | None = None,
+    settings: TemplateSettings = DEFAULT_SETTINGS,
+) -> RenderedPrompt:
+    """Build the prompt for a reply to a single user message.
+
+    Args:
+        vocabulary: The target's tokenizer.
+        template: The chat template. None continues the message verbatim.
+        message: The user's message.
+        system: The system prompt, which requires a template.
+        context_tokens: Size of the context.
+        progress: Called while the prompt is tokenized. Returning False cancels the call.
+        settings: The chat template's inputs besides the message.
+
+    Raises:
+        ContextFullError: The message is too long for the context.
+        OptionError: The message or the system prompt is not a string.
+        TemplateError: The template is broken, or there is a system prompt but no template.
+    """
+    if not isinstance(message, str):
+        raise OptionError(f"the prompt must be a string, not {type(message).__name__}", "pass a string")
+    if not isinstance(system, str | None):
+        raise OptionError(
+            f"the system prompt must be a string, not {type(system).__name__}", "pass a string or None"
+        )
+    if template is not None:
+        messages = [*([Message("system", system)] if system else []), Message("user", message)]
+        check_size(vocabulary, [each.content for each in messages], context_tokens)
+        return PromptBuilder(template, vocabulary).build(messages, progress, settings)
+    if system:
+        raise TemplateError(
+            "a system prompt requires the model's chat template",
+            "omit --system or --raw, or use an instruct model",
+        )
+    check_size(vocabulary, [message], context_tokens)
+    return RenderedPrompt(message, tokenize_whole(vocabulary, message, progress))
+
 
 ContextFull = Literal["slide", "refuse"]
 
@@ -102,7 +149,9 @@ class PromptBuilder:
         escaping = ControlTokenEscaping(self._vocabulary, messages, settings.tools)
         escaped = [escaping.escape(message, self._scanner, progress) for message in messages]
         tools = escaping.escape_tools(settings.tools, self._scanner, progress)
-        text = self.template.render(escaped, progress, replace(settings, tools=tools))
+        text = render_with_tools(
+            lambda offered: self.template.render(escaped, progress, replace(settings, tools=offered)), tools
+        )
         prefix = self._remembered_prefix(text) or self._cached_prefix(text)
         if prefix:
             if len(prefix.text) == len(text):
@@ -139,6 +188,7 @@ class PromptBuilder:
         Reuses the tokens that the model generated, if they are still known. Takes the arguments of
         `build_fitting` and raises the same exceptions.
         """
+        reply_start = whole_characters(reply_start)
         start_tokens = self._reply_tokens(reply_start)
         try:
             fitting_tokens = context_tokens - len(start_tokens)
@@ -152,9 +202,9 @@ class PromptBuilder:
                 context_tokens=context_tokens,
             ) from error
         opening = opening_marker(prompt.text)
-        if opening and reply_start.startswith(opening):
-            reply_start = reply_start.removeprefix(opening)
-            start_tokens = self._reply_tokens(reply_start)
+        fitted = fitted_to_prompt(reply_start, prompt.text, self.template.source) if reply_start else ""
+        if fitted != reply_start:
+            reply_start, start_tokens = fitted, self._reply_tokens(fitted)
         text = prompt.text + reply_start
         remembered = next((each.tokens for each in self._remembered if each.text == text), None)
         tokens = list(remembered or prompt.tokens + start_tokens)
@@ -213,6 +263,8 @@ class PromptBuilder:
             TemplateError: The chat template is broken or rejects the messages.
         """
         check_context_full(context_full)
+        if all(message.role == "system" for message in messages):
+            context_full = "refuse"  # There are no turns to drop.
         first_turn = 1 if messages[0].role == "system" else 0
         never_dropped = messages if context_full == "refuse" else [*messages[:first_turn], messages[-1]]
         texts = [text for message in never_dropped for text in message.prompt_texts if text]

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from edgespec.files import (
+from edgespec.system.files import (
     data_folder,
     delete_files,
     read_regular_file,

@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from edgespec.backends.base import Vocabulary
+    from edgespec.model.base import Vocabulary
 
 __all__ = [
+    "MIN_CUT_CHARACTERS",
     "REASONING_MARKERS",
     "ReasoningSplitter",
     "SplitText",
@@ -41,6 +42,9 @@ REASONING_MARKERS: Mapping[str, str] = MappingProxyType(
         "<|channel|>final<|message|>": "",
     }
 )
+# Minimum length in characters of an incomplete marker that is removed from the end of a truncated reply. A
+# single character, such as `<`, is probably text.
+MIN_CUT_CHARACTERS = 2
 # Parts of reasoning markers, such as `[THINK]` and `<|channel|>`.
 _MARKER_TOKENS = frozenset(
     part.encode()
@@ -132,6 +136,11 @@ class ReasoningSplitter:
         self.feed(reply_start)
         self._skipped = len(self._held)
 
+    @property
+    def pending(self) -> int:
+        """Number of characters of the reply that may still turn out to be part of the answer."""
+        return len(self._held) - self._skipped if self._phase == "start" else 0
+
     def feed(self, text: str) -> SplitText:
         """Add text of the reply. Return the text that can already be classified as reasoning or answer."""
         before = self._phase
@@ -143,14 +152,32 @@ class ReasoningSplitter:
         answer = self._read(len(self._held)) if self._phase == "answer" else ""
         return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
-    def finish(self, text: str = "") -> SplitText:
-        """Add the last text of the reply, and return all text that `feed` has not returned."""
+    def finish(self, text: str = "", *, cut: bool = False) -> SplitText:
+        """Add the last text of the reply, and return all text that `feed` has not returned.
+
+        Args:
+            text: The text.
+            cut: Whether the reply reached its maximum length. If so, an incomplete marker at its end is
+                omitted.
+        """
         reasoning, answer, _ = self.feed(text)
+        if cut:
+            self._drop_partial_marker()
         if self._phase == "start":
             self._begin_answer()
         if self._phase == "reasoning":
             return SplitText(reasoning + self._read(len(self._held.rstrip())), "", True)
         return SplitText(reasoning, answer + self._read(len(self._held)), False)
+
+    def _drop_partial_marker(self) -> None:
+        markers: tuple[str, ...] = ()
+        if self._phase == "start":
+            markers = tuple(REASONING_MARKERS)
+        elif self._phase == "reasoning":
+            markers = (self._close, *self._ends)
+        length = max((_shared_length(self._held, marker) for marker in markers), default=0)
+        if length >= MIN_CUT_CHARACTERS:
+            self._held = self._held[:-length]
 
     def _read_start(self) -> None:
         text = self._held.lstrip()

@@ -37,18 +37,29 @@ class ReplySplitter:
         self._reasoning = ReasoningSplitter(reply_start, ends)
         self._calls = syntax.parser() if syntax else None
 
+    @property
+    def pending(self) -> int:
+        """Number of characters at the end of the text that may still turn out to be part of the answer."""
+        return self._reasoning.pending or (self._calls.pending if self._calls else 0)
+
     def feed(self, text: str) -> ReplyParts:
         """Add text of the reply. Return the parts that can already be classified."""
         return self._parts(self._reasoning.feed(text), is_end=False)
 
-    def finish(self, text: str = "") -> ReplyParts:
-        """Add the last text of the reply, and return all parts that `feed` has not returned."""
-        return self._parts(self._reasoning.finish(text), is_end=True)
+    def finish(self, text: str = "", *, cut: bool = False) -> ReplyParts:
+        """Add the last text of the reply, and return all parts that `feed` has not returned.
 
-    def _parts(self, split: SplitText, is_end: bool) -> ReplyParts:
+        Args:
+            text: The text.
+            cut: Whether the reply reached its maximum length. If so, an incomplete marker at its end is
+                omitted.
+        """
+        return self._parts(self._reasoning.finish(text, cut=cut), is_end=True, cut=cut)
+
+    def _parts(self, split: SplitText, is_end: bool, *, cut: bool = False) -> ReplyParts:
         if self._calls is None:
             return ReplyParts(*split, ())
-        parsed = self._calls.finish(split.answer) if is_end else self._calls.feed(split.answer)
+        parsed = self._calls.finish(split.answer, cut=cut) if is_end else self._calls.feed(split.answer)
         return ReplyParts(split.reasoning, parsed.text, split.in_reasoning, parsed.calls)
 
 
@@ -60,7 +71,9 @@ class SplitReply(NamedTuple):
     tool_calls: tuple[ToolCall, ...]
 
 
-def split_reply(text: str, reply_start: str = "", syntax: CallSyntax | None = None) -> SplitReply:
-    """Split a finished reply. See `ReplySplitter` for the other arguments."""
-    parts = ReplySplitter(reply_start, syntax).finish(text)
+def split_reply(
+    text: str, reply_start: str = "", syntax: CallSyntax | None = None, *, cut: bool = False
+) -> SplitReply:
+    """Split a finished reply. See `ReplySplitter` and `ReplySplitter.finish` for the arguments."""
+    parts = ReplySplitter(reply_start, syntax).finish(text, cut=cut)
     return SplitReply(parts.reasoning, parts.answer, collect_calls(parts.calls))

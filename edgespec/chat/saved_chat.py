@@ -13,7 +13,7 @@ from typing import TypeVar
 from edgespec.chat.message import Message, as_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import ChatFileError, OptionError
-from edgespec.files import error_reason, format_bytes, regular_file_bytes
+from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
 
 __all__ = ["MAX_CHAT_BYTES", "SavedChat", "Setting", "chat_from_json", "in_utc", "read_chat", "title_of"]
 
@@ -148,7 +148,7 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
             raise ValueError(
                 f"the file has {size_bytes:,} bytes, but at most {_MAX_FILE_BYTES:,} are allowed"
             )
-        return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8")))
+        return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8-sig")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
     except OSError as error:

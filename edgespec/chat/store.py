@@ -16,7 +16,7 @@ from pathlib import Path
 
 from edgespec.chat.saved_chat import SavedChat, in_utc, read_chat
 from edgespec.errors import ChatFileError
-from edgespec.files import (
+from edgespec.system.files import (
     data_folder,
     delete_stale_temporaries,
     error_reason,

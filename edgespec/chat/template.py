@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import sha256
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any
 
-from edgespec.backends.base import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.template_process import TemplateProcess
+from edgespec.chat.template_quirks import (
+    CONTENT_FORMS,
+    PROBE_TEXT,
+    PROBES,
+    SourceQuirks,
+    accepted_variants,
+    kinds_of,
+)
 from edgespec.chat.tool_calls.as_text import ToolSupport
-from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.chat.tool_calls.formats import call_form
 from edgespec.errors import ClosedError, TemplateError
+from edgespec.model.base import Progress
 
 __all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings"]
 
@@ -64,17 +67,17 @@ class ChatTemplate:
         eos_text: Text of the end token, which templates call `eos_token`.
 
     Attributes:
-        call_form: How the model writes tool calls.
+        call_form: The format in which the model writes tool calls.
+        source: Source code of the template.
     """
 
     def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
         self.call_form = call_form(source)
-        self._source = source
+        self.source = source
         self._tool_support = ToolSupport(source, self.call_form)
-        # Mistral's templates accept only tool call ids of nine characters.
-        self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
-        # DeepSeek R1's templates treat a message without content as a tool call.
-        self._empty_content = None if re.search(r"content['\"]\]\s+is none", source) else ""
+        self._quirks = SourceQuirks(source)
+        # The content format that the template expects for each kind of message that has been probed.
+        self._forms: dict[str, str | None] = {}
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         self._lock = threading.Lock()
         self._process: TemplateProcess | None = None
@@ -123,34 +126,80 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], progress: Progress | None, settings: TemplateSettings
     ) -> str:
+        error: TemplateError | None = None
+        for variant in accepted_variants(messages, self._tool_support):
+            kinds = kinds_of(variant)
+            # The format is irrelevant for a message without text, such as a reply that only calls tools.
+            forms = [
+                self._content_form(kind, progress) or (None if message.content else "text")
+                for kind, message in zip(kinds, variant, strict=True)
+            ]
+            if None in forms:
+                error = error or TemplateError(
+                    f"the model's chat template leaves out the text of {kinds[forms.index(None)]} messages",
+                    "use `edgespec generate --raw` or another model",
+                )
+                continue
+            reply = self._try(variant, [form for form in forms if form], progress, settings)
+            if "error" not in reply:
+                return reply["text"]
+            error = error or self._rejection(reply["message"], progress)
+        assert error
+        raise error
+
+    def _rejection(self, reason: str, progress: Progress | None) -> TemplateError:
+        """Return the error for rejected messages, which says whether a different chat can help."""
+        form = self._content_form("user", progress) or "text"
+        # Some templates require a system prompt.
+        probes = [PROBES["user"], PROBES["system"]]
+        if all("error" in self._try(each, [form] * len(each), progress, DEFAULT_SETTINGS) for each in probes):
+            return TemplateError(
+                f"the model's chat template rejects every message: {reason}",
+                "use `edgespec generate --raw` or another model",
+            )
+        return TemplateError(
+            f"the model's chat template rejects these messages: {reason}", "change or shorten the chat"
+        )
+
+    def _content_form(self, kind: str, progress: Progress | None) -> str | None:
+        """Return the format in which the template expects the text of one kind of message.
+
+        Returns:
+            A key of `CONTENT_FORMS`, or None if the template omits the text in every format.
+        """
+        if kind not in self._forms:
+            # The probe's other messages use the format of user messages, which is probed first.
+            others = "text" if kind == "user" else self._content_form("user", progress) or "text"
+            kinds, found, rejected = kinds_of(PROBES[kind]), None, False
+            for form in CONTENT_FORMS:
+                forms = [form if each == kind else others for each in kinds]
+                reply = self._try(PROBES[kind], forms, progress, DEFAULT_SETTINGS)
+                # Some templates change the case of the text, or write a list of parts as Python shows it.
+                prompt = reply.get("text", "").casefold()
+                if PROBE_TEXT in prompt and f"'text': '{PROBE_TEXT}'" not in prompt:
+                    found = form
+                    break
+                rejected = rejected or "error" in reply
+            # A template that rejects the probe may accept other messages.
+            self._forms[kind] = found or ("text" if rejected else None)
+        return self._forms[kind]
+
+    def _try(
+        self,
+        messages: Sequence[Message],
+        forms: Sequence[str],
+        progress: Progress | None,
+        settings: TemplateSettings,
+    ) -> dict[str, str]:
+        """Render messages, each with its content in the given format. Return the child process's reply."""
         request: dict[str, object] = {
-            "messages": [self._for_template(message) for message in messages],
+            "messages": list(map(self._quirks.for_template, messages, forms)),
             "add_generation_prompt": True,
             **settings.variables(),
             **self._tokens,
         }
         with self._lock:
-            reply = self._ask(self._started(progress), request, progress)
-        if "error" not in reply:
-            return reply["text"]
-        # Some templates require valid JSON arguments. Others accept a system message only at the start, such
-        # as those of Qwen 3.5, or have no system role, such as Gemma's. Change one of these things at a time,
-        # and try again.
-        for change in (_with_valid_arguments, _without_later_system, _without_system):
-            if changed := change(messages):
-                return self._render(changed, progress, settings)
-        raise TemplateError(
-            f"the model's chat template rejects these messages: {reply['message']}",
-            "change or shorten the chat",
-        )
-
-    def _for_template(self, message: Message) -> dict[str, Any]:
-        if self._has_short_ids:
-            message = _with_short_ids(message)
-        rendered = message.for_template()
-        if message.tool_calls and not message.content:
-            rendered["content"] = self._empty_content
-        return rendered
+            return self._ask(self._started(progress), request, progress)
 
     def _started(self, progress: Progress | None) -> TemplateProcess:
         """Return a running process that has compiled the template."""
@@ -160,7 +209,7 @@ class ChatTemplate:
             if self._closed:
                 process.close()
                 raise ClosedError("the model is closed", "load the model again")
-            reply = self._ask(process, {"source": self._source}, progress)
+            reply = self._ask(process, {"source": self.source}, progress)
             if "error" in reply:
                 process.close()
                 raise TemplateError(
@@ -184,62 +233,3 @@ class ChatTemplate:
         self._closed = True
         if self._process:
             self._process.close()
-
-
-def _with_short_ids(message: Message) -> Message:
-    """Return the message with the ids of its tool calls shortened to nine characters."""
-    return replace(
-        message,
-        tool_calls=tuple(replace(call, id=_short_id(call.id)) for call in message.tool_calls),
-        tool_call_id=_short_id(message.tool_call_id) if message.role == "tool" else "",
-    )
-
-
-def _short_id(call_id: str) -> str:
-    return call_id if len(call_id) == 9 else sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
-    """Wrap invalid JSON arguments of tool calls in an object. Return None if all are valid."""
-
-    def valid(call: ToolCall) -> ToolCall:
-        if parse_object(call.arguments) is not None:
-            return call
-        return replace(call, arguments=json.dumps({"arguments": call.arguments}, ensure_ascii=False))
-
-    changed = [
-        replace(message, tool_calls=tuple(map(valid, message.tool_calls))) if message.tool_calls else message
-        for message in messages
-    ]
-    return changed if changed != list(messages) else None
-
-
-def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Merge later system messages into user messages. Return None if there are no later system messages.
-
-    System messages at the start are joined. Each later one is merged into the user message before or after
-    it, because many templates require that roles alternate. The place of its text does not change, so that
-    the cached prefix of the conversation remains valid.
-    """
-    if all(message.role != "system" for message in messages[1:]):
-        return None
-    leading = list(takewhile(lambda message: message.role == "system", messages))
-    system = "\n\n".join(message.content for message in leading)
-    changed = [Message("system", system)] if leading else []
-    follows_system = False
-    for message in messages[len(leading) :]:
-        is_system = message.role == "system"
-        moved = replace(message, role="user") if is_system else message
-        if changed and changed[-1].role == moved.role == "user" and (is_system or follows_system):
-            moved = replace(moved, content=f"{changed.pop().content}\n\n{moved.content}")
-        changed.append(moved)
-        follows_system = is_system
-    return changed
-
-
-def _without_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Move the system prompt into the first message. Return None if there is no system prompt."""
-    if len(messages) < 2 or messages[0].role != "system":
-        return None
-    first = messages[1]
-    return [replace(first, content=f"{messages[0].content}\n\n{first.content}"), *messages[2:]]

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.base import Progress
 from edgespec.chat.template_worker import (
     CPU_SECONDS,
     encode,
@@ -16,10 +15,11 @@ from edgespec.chat.template_worker import (
     read_message,
     write_message,
 )
-from edgespec.child_process import ChildProcess
 from edgespec.errors import EdgespecError, TemplateError
-from edgespec.files import format_bytes
-from edgespec.waiting import check_cancelled, wait_for
+from edgespec.model.base import Progress
+from edgespec.system.child_process import ChildProcess
+from edgespec.system.files import format_bytes
+from edgespec.system.waiting import check_cancelled, wait_for
 
 __all__ = ["TemplateProcess"]
 

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-__all__ = ["ReplyText"]
+from edgespec.chat.stop_strings import StopSearch
+
+__all__ = ["ReleasedText", "ReplyText"]
+
+
+class ReleasedText(NamedTuple):
+    """Text that has become part of a reply.
+
+    Attributes:
+        text: The text.
+        tokens: Number of tokens, oldest first, that belong to the reply's text up to here for certain. Tokens
+            of a stop string never do.
+        cut_bytes: Number of bytes at the end of the last of these tokens that belong to the stop string.
+    """
+
+    text: str
+    tokens: int = 0
+    cut_bytes: int = 0
 
 
 class ReplyText:
@@ -19,16 +38,22 @@ class ReplyText:
     """
 
     def __init__(
-        self, piece: Callable[[int], bytes], is_end: Callable[[int], bool], stop: Sequence[str]
+        self,
+        piece: Callable[[int], bytes],
+        is_end: Callable[[int], bool],
+        searches: Sequence[StopSearch] = (),
     ) -> None:
         self._piece = piece
         self._is_end = is_end
-        self._stop = tuple(stop)
+        self._searches = tuple(searches)
         self.stop_string = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._released: list[str] = []
-        self._fresh: list[str] = []
+        self._released_length = 0
+        self._fresh: list[ReleasedText] = []
+        # The positions in the text at which each token begins and ends that is not certain to belong to it.
+        self._undecided: deque[tuple[int, int]] = deque()
 
     @property
     def text(self) -> str:
@@ -37,40 +62,73 @@ class ReplyText:
 
     def feed(self, token: int) -> bool:
         """Add a token to the reply's text. Return True if the token ends the reply."""
+        start = self._released_length + len(self._held)
         if self._is_end(token):
-            self._fresh.append("")
+            self._undecided.append((start, start))
+            self._fresh.append(ReleasedText("", *self._release_tokens()))
             return True
-        self._held += self._decoder.decode(self._piece(token))
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        text = self._decoder.decode(self._piece(token))
+        self._held += text
+        # The bytes that wait in the decoder belong to the next character.
+        waiting, _ = self._decoder.getstate()
+        self._undecided.append((start, start + len(text) + bool(waiting)))
+        ends = [search.feed(text) for search in self._searches]
+        self._fresh.append(self._release(ends))
+        return bool(self.stop_string)
+
+    def _release(self, ends: Sequence[int]) -> ReleasedText:
+        """Release the text up to the first stop string that was found, or else up to the smallest of `ends`.
+
+        Args:
+            ends: The length of the text that each search allows to be released.
+        """
+        found = [(end, each.found) for end, each in zip(ends, self._searches, strict=True) if each.found]
         if found:
-            at, self.stop_string = min(found)
-            self._release(at)
-            self._held = ""
-            self._decoder.reset()
-            return True
-        self._release(len(self._held) - self._undecided())
-        return False
-
-    def _undecided(self) -> int:
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
-
-    def _release(self, length: int) -> None:
-        released, self._held = self._held[:length], self._held[length:]
+            end, self.stop_string = min(found)
+        else:
+            end = min(ends, default=self._released_length + len(self._held))
+        length = max(0, end - self._released_length)
+        released, rest = self._held[:length], self._held[length:]
+        self._held = "" if found else rest
         self._released.append(released)
-        self._fresh.append(released)
+        self._released_length += length
+        return ReleasedText(released, *self._release_tokens(rest))
 
-    def drain(self) -> list[str]:
-        """Return the text that each token added to the reply since the last call."""
+    def _release_tokens(self, dropped: str = "") -> tuple[int, int]:
+        """Return the number of tokens that now belong to the text, and how much of the last one does not.
+
+        Args:
+            dropped: The stop string that was found, and the text after it.
+        """
+        count, cut, end = 0, 0, self._released_length
+        if not self._searches:
+            # A part of a character is certain to be part of the text, too.
+            end += 1
+        while self._undecided and self._undecided[0][1] <= end:
+            self._undecided.popleft()
+            count += 1
+        if self.stop_string:
+            while self._undecided and self._undecided[0][0] < end:
+                cut = len(dropped[: self._undecided.popleft()[1] - end].encode("utf-8", "replace"))
+                count += 1
+            self._undecided.clear()
+        return count, cut
+
+    def drain(self) -> list[ReleasedText]:
+        """Return what each token released since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def finish(self) -> str:
+    def finish(self) -> ReleasedText:
         """End the reply and return the rest of its text. An incomplete character becomes U+FFFD."""
-        rest = self._held + self._decoder.decode(b"", final=True)
-        self._held = ""
-        self._released.append(rest)
-        return rest
+        if self.stop_string:
+            return ReleasedText("")
+        text = self._decoder.decode(b"", final=True)
+        self._held += text
+        for search in self._searches:
+            search.feed(text)
+        rest = self._release([search.finish() for search in self._searches])
+        # Without a stop string, all tokens belong to the text.
+        tokens = rest.tokens + len(self._undecided)
+        self._undecided.clear()
+        return rest._replace(tokens=tokens)

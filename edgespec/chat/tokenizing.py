@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from edgespec.backends.base import Progress, Vocabulary
 from edgespec.errors import ContextFullError
-from edgespec.files import format_bytes
-from edgespec.waiting import check_cancelled, wait_for
+from edgespec.model.base import Progress, Vocabulary
+from edgespec.system.files import format_bytes
+from edgespec.system.waiting import check_cancelled, wait_for
 
-__all__ = ["check_size", "tokenize"]
+__all__ = ["check_size", "tokenize", "tokenize_whole"]
 
 # Texts up to this length are tokenized in the calling thread. This took at most 0.1 seconds in all tests.
 _SHORT_CHARACTERS = 30_000
@@ -34,6 +34,15 @@ def tokenize(
     if len(text) <= _SHORT_CHARACTERS:
         return call()
     return wait_for(call, partial(check_cancelled, progress))
+
+
+def tokenize_whole(vocabulary: Vocabulary, text: str, progress: Progress | None = None) -> list[int]:
+    """Convert a prompt that was rendered elsewhere to token ids, adding the BOS token if the model needs it.
+
+    Many clients write the BOS token into the text. A second one would change the reply.
+    """
+    written = bool(vocabulary.bos_text) and text.startswith(vocabulary.bos_text)
+    return tokenize(vocabulary, text, special=True, start=not written, progress=progress)
 
 
 def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int) -> None:

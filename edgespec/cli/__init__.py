@@ -10,6 +10,9 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command given in `sys.argv` and exit."""
     try:
+        from edgespec.system.stdio import ensure_utf8_locale
+
+        ensure_utf8_locale()
         from edgespec.cli.program import program
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

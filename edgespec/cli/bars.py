@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.cli.screen import line_of, rate
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.assembly.preview import MemoryPlan, Pool, Preview
-    from edgespec.assembly.worker_speed import SpreadPrediction
+    from edgespec.loading.preview import MemoryPlan, Pool, Preview
+    from edgespec.loading.worker_speed import SpreadPrediction
 
 __all__ = ["bar", "picture"]
 
@@ -74,7 +74,13 @@ def _expected_speed(preview: Preview) -> str:
     if speed is None:
         return "unknown, because this machine has not been measured (run `edgespec recommend`)"
     drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
-    return f"{rate(speed.tokens_per_second)} tokens per second{drafted}"
+    disturbed = (
+        " (probably too low, because other programs were busy when this machine was measured; run `edgespec"
+        " recommend` again when they are not)"
+        if speed.is_disturbed
+        else ""
+    )
+    return f"{rate(speed.tokens_per_second)} tokens per second{drafted}{disturbed}"
 
 
 def _about_context(preview: Preview, requested_tokens: int | None) -> str:
@@ -157,6 +163,11 @@ def _spread(spread: SpreadPrediction) -> list[str]:
         lines.append(
             f"The speed is unknown. Run `edgespec recommend` on {', '.join(spread.unmeasured)}, then start"
             " the workers again."
+        )
+    if spread.disturbed:
+        lines.append(
+            f"Other programs were busy when the speed of {', '.join(spread.disturbed)} was measured, so it is"
+            " probably too low. Run `edgespec recommend` there again."
         )
     lines += [
         f"All layers on {name}: {rate(speed)} tokens per second." for name, speed in spread.alone.items()

@@ -30,7 +30,7 @@ from edgespec.cli.measuring import (
 from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import note, print_json, printable
 from edgespec.errors import OptionError
-from edgespec.option_kinds import Integer, ListOf, Text
+from edgespec.options.option_kinds import Integer, ListOf, Text
 
 if TYPE_CHECKING:
     from edgespec.bench import BenchPlan, BenchReport
@@ -211,7 +211,7 @@ def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
 
 
 def _machine() -> dict[str, object]:
-    from edgespec.machine import inspect_machine
+    from edgespec.api.machine import inspect_machine
 
     machine = inspect_machine()
     return {

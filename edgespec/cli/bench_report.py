@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from edgespec.cli.screen import print_table, printable, terminal_width
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.bench import BenchReport
@@ -29,7 +29,6 @@ TOKENS/PASS   tokens generated per pass of the model
 ACCEPTED      share of drafted tokens that the model accepted
 TTFT, TPOT    time to first token, and time per token after that
 DRAFT ...     additional memory used for drafting
-J/TOKEN       energy per token in joules
 IDENTICAL     replies with exactly the same tokens as without drafting
 PREFILL       time to read the prompt
 BEST SINGLE   the one method that is fastest for the category as a whole
@@ -95,7 +94,6 @@ def _print_details(figures: Sequence[MethodFigures]) -> None:
         "DRAFT WEIGHTS": lambda each: _size(each.draft_weight_bytes),
         "DRAFT CACHE": lambda each: _size(each.draft_kv_bytes),
         "DRAFT OTHER": lambda each: _size(each.draft_other_bytes),
-        "J/TOKEN": lambda each: "-" if each.joules_per_token is None else _number(each.joules_per_token),
         "IDENTICAL": lambda each: f"{each.identical} of {each.compared}" if each.compared else "-",
     }
     _print_columns(speeds, figures)
@@ -132,9 +130,8 @@ def _print_columns(columns: Mapping[str, Callable[[_Item], str]], items: Sequenc
 
 def _print_notes(report: BenchReport) -> None:
     click.echo("")
-    click.echo(f"Peak memory across all methods: {format_bytes(report.peak_memory_bytes)}.")
-    if report.no_energy:
-        click.echo(f"Energy was not measured: {report.no_energy}.")
+    if report.rows:
+        click.echo(f"Peak memory across all methods: {format_bytes(report.peak_memory_bytes)}.")
     of_all = [each for each in report.figures if each.category is None]
     silent = [each for each in of_all if each.config.method != "none" and not each.drafted_tokens]
     for each in silent:
@@ -156,7 +153,11 @@ def _verdict(report: BenchReport) -> str:
     ]
     if not of_all:
         return "Only replies without drafting were measured."
-    best = max(of_all, key=lambda each: each.speed_up or 0.0)
+    # A method that drafted nothing decodes plainly, so that a difference in speed is chance.
+    drafting = [each for each in of_all if each.drafted_tokens]
+    if not drafting:
+        return "No method drafted any tokens, so that none could be faster than plain decoding."
+    best = max(drafting, key=lambda each: each.speed_up or 0.0)
     where = f"at temperature {best.temperature:g}"
     if best.speed_up is None or best.speed_up < _MIN_SPEED_UP:
         return f"No method is clearly faster than plain decoding here (best: {best.config.name}, {where})."

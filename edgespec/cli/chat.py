@@ -15,17 +15,17 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, WORKER_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
 from edgespec.cli.settings import preset_of
+from edgespec.options.reply_options import REPLY_OPTIONS
 
 if TYPE_CHECKING:
     from edgespec import Preview, Runtime
-    from edgespec.catalog import Progress
+    from edgespec.store.download import Progress
     from edgespec.tui.worker import Load
 
 __all__ = ["command"]
 
-# Options that the chat does not offer, because it cannot show or change them.
-_UNUSED = ("logit_bias", "logprobs", "regex", "grammar", "choice")
-_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
+# The chat can show and change these options. It also keeps a schema, which `/schema` changes.
+_REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat or name == "schema")
 
 
 @click.command(
@@ -76,14 +76,14 @@ def command(
 
     The chat is saved as you go: each message when you send it, and the reply about once a second. --resume
     opens the last chat, and /continue finishes a reply that was interrupted. Without --target, you chat with
-    the built-in demo model.
+    SmolLM2, a small model that `scripts/setup` installs, or with the tiny demo model if it is missing.
     """
     if sys.stdin is None:
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
-    from edgespec.installation import chat_command
-    from edgespec.options import load_arguments_for_another_model
+    from edgespec.options.settings import load_arguments_for_another_model
+    from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
     from edgespec.tui.plain_run import run_plain_chat
 

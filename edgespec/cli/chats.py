@@ -179,7 +179,7 @@ def import_chats(file: str, as_json: bool) -> None:
     Each run adds the chats as new chats, even if they were imported before.
     """
     from edgespec.chat.importing import ExportedChats
-    from edgespec.tui.transfer import imported_text
+    from edgespec.tui.commands.chats import imported_text
 
     store, chats = _store(), ExportedChats(Path(file))
     added: list[str] = []
@@ -211,7 +211,7 @@ def delete_chat(chat: str, yes: bool, as_json: bool) -> None:
     Also delete the saved replies, the cache of earlier chats and the history of prompts, because they may
     contain its text. Other chats are kept. If several titles match CHAT, nothing is deleted.
     """
-    from edgespec.saved_data import delete_chat
+    from edgespec.api.saved_data import delete_chat
 
     store = _store()
     stored = _find(store, chat, only=True)

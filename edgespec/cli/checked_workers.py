@@ -12,13 +12,12 @@ from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import rate
 from edgespec.cluster.cancellable import wait_for
 from edgespec.cluster.libraries import LLAMA_CPP, Library
-from edgespec.cluster.link import probe_worker, usable_bytes
-from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.ssh import reach_workers
 from edgespec.cluster.status import WorkerStatus
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 __all__ = ["CheckedWorker", "check_workers"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from edgespec.errors import ConfigurationError
-from edgespec.files import home_folder
+from edgespec.system.files import home_folder
 
 __all__ = ["CLIENTS", "DEFAULT_URL", "Client", "Server"]
 
@@ -120,7 +120,7 @@ def _claude_code(server: Server) -> str:
 
 
 def _codex(server: Server) -> str:
-    from edgespec.settings_file import quoted
+    from edgespec.options.settings_file import quoted
 
     context = f"model_context_window = {server.context_tokens}\n" if server.context_tokens else ""
     return (

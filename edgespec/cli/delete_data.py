@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import is_terminal, print_json
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 __all__ = ["command"]
 
@@ -40,8 +40,7 @@ def command(ctx: click.Context, /, kind: str, as_json: bool) -> int:
 
     \b
     replies       earlier prompts and replies that the suffix method drafts from
-    learned       trained draft models, measured speeds and acceptance rates, and the layers that
-                  the swift method skips
+    learned       trained draft models, measured speeds and acceptance rates
     prefix-cache  the cache of earlier chats; the next reply in each chat takes longer to start
     history       prompts that you browse with Up and Down in the chat
     all           all of the above [default]

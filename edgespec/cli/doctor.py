@@ -1,4 +1,4 @@
-"""`edgespec doctor`: check the machine, libraries, folders and the demo model."""
+"""`edgespec doctor`: check the machine, the libraries, the folders and the default model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import declared_options, json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
-from edgespec.disk_checks import free_bytes, write_error
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import error_reason, format_bytes, write_advice
-from edgespec.installation import pip_command, setup_command
+from edgespec.options.default_model import default_model, why_toy
+from edgespec.system.disk_checks import free_bytes, write_error
+from edgespec.system.files import error_reason, format_bytes, write_advice
+from edgespec.system.installation import pip_command, setup_command
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgespec.machine import MachineInfo
+    from edgespec.api.machine import MachineInfo
 
 __all__ = ["Check", "command"]
 
-_DEMO_TOKENS = 16
-# The demo model is reported as slow below this speed. An idle machine is several times faster.
+_REPLY_TOKENS = 16
+# The default model is reported as slow below this speed. On an idle machine, the demo model is several times
+# faster, and SmolLM2 twice as fast.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
@@ -59,14 +61,14 @@ class Check:
 )
 @json_option
 def command(as_json: bool, workers: str | None) -> int:
-    """Check the machine, the installed libraries, the folders and the settings, then run the demo model.
+    """Check the machine, the installed libraries, the folders and the settings, then run the default model.
 
     To find full and read-only disks, it writes a small file to each folder and deletes it. Each warning is
     followed by what to do next. With --workers, it also checks each worker and measures the connection to it.
-    The exit status is 1 if the demo model does not run, or a worker cannot be used.
+    The exit status is 1 if the default model does not run, or a worker cannot be used.
     """
+    from edgespec.api.machine import inspect_machine
     from edgespec.cli.checked_workers import check_workers
-    from edgespec.machine import inspect_machine
 
     machine = inspect_machine()
     checks = [*_hardware(machine), *_libraries(machine), *_folders(machine), _settings()]
@@ -76,8 +78,8 @@ def command(as_json: bool, workers: str | None) -> int:
     for worker in checked:
         next_step = worker.error.next_step if worker.error else ""
         checks.append(Check(f"worker {worker.address}", worker.error is None, worker.finding, next_step))
-    demo = interruptible(_demo)
-    checks.append(demo)
+    model = interruptible(_default_model)
+    checks.append(model)
     if as_json:
         report: dict[str, object] = {
             "machine": machine.to_json(),
@@ -88,7 +90,7 @@ def command(as_json: bool, workers: str | None) -> int:
         print_json(report)
     else:
         _print(checks)
-    return FAILED if not demo.ok or any(worker.error for worker in checked) else DONE
+    return FAILED if not model.ok or any(worker.error for worker in checked) else DONE
 
 
 def _hardware(machine: MachineInfo) -> list[Check]:
@@ -187,21 +189,24 @@ def _settings() -> Check:
     return Check("settings", True, f"{settings.path}{there}")
 
 
-def _demo(stop: Stop) -> Check:
+def _default_model(stop: Stop) -> Check:
     import edgespec
 
+    name = default_model()
     started = time.perf_counter()
     try:
-        with ProgressLine(stop) as progress, edgespec.load("demo", progress=progress) as runtime:
+        with ProgressLine(stop) as progress, edgespec.load(name, progress=progress) as runtime:
             load_seconds = time.perf_counter() - started
             stop.on_request(runtime.cancel)
-            reply = runtime.generate("How do I list files?", max_tokens=_DEMO_TOKENS, temperature=0.0, seed=0)
+            reply = runtime.generate(
+                "How do I list files?", max_tokens=_REPLY_TOKENS, temperature=0.0, seed=0
+            )
     except CancelledError:
         raise
     except EdgespecError as error:
-        return Check("demo", False, error.what, error.next_step)
+        return Check(name, False, error.what, error.next_step)
     if reply.finish_reason == "cancelled":
-        raise CancelledError("the demo was cancelled")
+        raise CancelledError(f"{name} was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
     method = f"with method {reply.method.effective}"
     if reply.method.effective == "none":
@@ -212,8 +217,9 @@ def _demo(stop: Stop) -> Check:
     )
     if rate < _SLOW_TOKENS_PER_SECOND:
         busy = "close other programs that use the CPU, or lower --threads"
-        return Check("demo", True, f"{finding}, which is slow", busy)
-    return Check("demo", True, finding)
+        return Check(name, True, f"{finding}, which is slow", busy)
+    missing = why_toy(name)
+    return Check(name, True, finding, f"{missing}; run {setup_command()}" if missing else "")
 
 
 def _print(checks: list[Check]) -> None:

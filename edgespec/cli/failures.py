@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from edgespec.errors import CancelledError, EdgespecError, OptionError
-from edgespec.files import error_reason, write_advice
-from edgespec.spelling import nearest
+from edgespec.system.files import error_reason, write_advice
+from edgespec.system.spelling import nearest
 
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "exit_status"]
 

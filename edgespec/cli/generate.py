@@ -16,7 +16,9 @@ from edgespec.cli.options import (
     LOAD_NAMES,
     REPLY_NAMES,
     WORKER_NAMES,
+    PromptText,
     declared_options,
+    drop_sampling_defaults,
     json_option,
     pick,
     preset_option,
@@ -46,7 +48,7 @@ __all__ = ["command"]
         'edgespec generate --json --seed 1 --method none "Hello"',
     ),
 )
-@click.argument("words", metavar="[PROMPT] [-]", nargs=-1)
+@click.argument("words", type=PromptText(), metavar="[PROMPT] [-]", nargs=-1)
 @click.option(
     "--file", "paths", metavar="PATH", multiple=True,
     help="Attach a text or PDF file, a folder, or a pattern such as 'src/**/*.py'. Can be repeated.",
@@ -71,7 +73,8 @@ def command(words: tuple[str, ...], paths: tuple[str, ...], as_json: bool, raw: 
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json", click.get_current_context())
     text = _with_files(_prompt_text(words), paths)
-    reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
+    given = drop_sampling_defaults(options)
+    reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, given))
     if as_json:
         print_json(reply.to_json())
     return INTERRUPTED if reply.finish_reason == "cancelled" else DONE
@@ -109,6 +112,8 @@ def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime:
+        if runtime.why_no_template and not raw:
+            warn(f"the prompt is continued as plain text, because {runtime.why_no_template}")
         progress = ProgressLine(stop, in_pipe=False)
         with progress:
             settings = pick(options, ("system", *REPLY_NAMES))

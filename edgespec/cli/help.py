@@ -9,9 +9,12 @@ from typing import Any
 import click
 
 from edgespec.cli.failures import WRONG_USAGE
-from edgespec.spelling import nearest
+from edgespec.system.spelling import nearest
 
-__all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
+__all__ = ["BEFORE_RUN", "HelpfulCommand", "HelpfulGroup", "SectionOption"]
+
+BEFORE_RUN = "edgespec.cli.before_run"
+"""The key in `ctx.meta` of a function that is called with the context before the command runs."""
 
 
 class SectionOption(click.Option):
@@ -71,11 +74,9 @@ class HelpfulCommand(_Helpful):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, ignoring settings that the chosen drafting method does not use."""
-        if ctx.meta:
-            from edgespec.cli.settings import ignore_unread_settings
-
-            ignore_unread_settings(ctx)
+        """Run the command, after the function that an option stored in `ctx.meta` for this moment."""
+        if before_run := ctx.meta.get(BEFORE_RUN):
+            before_run(ctx)
         return super().invoke(ctx)
 
 

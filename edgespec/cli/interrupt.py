@@ -99,7 +99,7 @@ def interruptible(
     """
     from concurrent.futures import Future, wait
 
-    from edgespec.heap import limit_malloc_arenas
+    from edgespec.system.heap import limit_malloc_arenas
 
     stop = Stop()
     outcome: Future[_Result] = Future()

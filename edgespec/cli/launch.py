@@ -14,7 +14,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import note, print_json, print_table, printable, write_text
 from edgespec.errors import ConfigurationError, EdgespecError, OptionError
-from edgespec.files import write_private_file
+from edgespec.system.files import write_private_file
 
 __all__ = ["command"]
 
@@ -162,7 +162,7 @@ def _write(path: Path, text: str, shared: bool) -> _Written:
         shared: Whether to keep the other entries of the file.
     """
     try:
-        old = path.read_text("utf-8") if path.exists() else ""
+        old = path.read_text("utf-8-sig") if path.exists() else ""
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is not a UTF-8 text file", "move it elsewhere") from error
     new = _with_entry(old, text) if shared else text

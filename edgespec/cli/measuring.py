@@ -15,8 +15,8 @@ from edgespec.cli.interrupt import Stop
 from edgespec.cli.options import KindType
 from edgespec.cli.screen import ProgressLine, is_terminal
 from edgespec.errors import OptionError
-from edgespec.option_kinds import Integer, ListOf, MethodName, Number
-from edgespec.options import MAX_DRAFT_LENGTH
+from edgespec.options.option_kinds import Integer, ListOf, MethodName, Number
+from edgespec.options.settings import MAX_DRAFT_LENGTH
 
 __all__ = [
     "RepliesProgress",
@@ -56,6 +56,7 @@ def reject_remember(options: dict[str, Any]) -> None:
             "--remember cannot be used for measurements, because the suffix method would draft from earlier"
             " replies to the same prompts",
             "remove --remember",
+            option="remember",
         )
 
 

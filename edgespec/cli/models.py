@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from edgespec.cli.failures import DONE, FAILED
-from edgespec.cli.head_details import is_head_folder, published_head
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_list import list_models
-from edgespec.cli.models_shown import Shown
+from edgespec.cli.models_shown import Shown, is_head_folder, published_head
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import ProgressLine, is_terminal, line_of, note, print_json, printable
 from edgespec.errors import (
@@ -21,15 +20,17 @@ from edgespec.errors import (
     MemoryBudgetError,
     ModelFileError,
     ModelNotFoundError,
+    NotDownloadedError,
     OptionError,
 )
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.catalog import ModelEntry, Resolved
+    from edgespec.store.catalogue import ModelEntry
+    from edgespec.store.reference import Resolved
 
-__all__ = ["command"]
+__all__ = ["command", "write_name"]
 
 _LOOK_CONTEXT_TOKENS = 256
 
@@ -75,17 +76,13 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     Until two models have been used together, the expected speed-up is estimated from their sizes. The exit
     status is 1 if a file could not be read.
     """
-    from edgespec.catalog import (
-        choose_draft,
-        draft_options,
-        find_installed,
-        head_info,
-        head_options,
-        published_heads,
-        read_model_info,
-        resolve,
-    )
-    from edgespec.catalog.head_reference import resolve_head
+    from edgespec.model.formats.head_files import head_info
+    from edgespec.store.catalogue import load_catalogue
+    from edgespec.store.drafts import choose_draft, draft_options
+    from edgespec.store.head_reference import resolve_head
+    from edgespec.store.heads import head_options, published_heads
+    from edgespec.store.installed import find_installed, read_model_info, refusal_of
+    from edgespec.store.reference import resolve
 
     head = published_head(reference)
     is_head = head is not None or is_head_folder(reference)
@@ -96,19 +93,24 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     except ModelNotFoundError as error:
         if shown.entry is None and head is None:
             raise
-        shown.missing = error.what
+        # There is nothing to show about a version that does not exist, such as another quantisation.
+        if shown.entry and not isinstance(error, NotDownloadedError) and not load_catalogue().find(reference):
+            raise
+        shown.missing, shown.next_step = error.what, error.next_step
         if shown.entry is not None:
             shown.heads = published_heads(shown.entry)
     else:
         shown.entry = found.entry or shown.entry
         installed = find_installed(include_embedded=True)
         try:
-            shown.info = head_info(found.path) if is_head else read_model_info(found, installed.metadata)
+            shown.info = head_info(found.path) if is_head else read_model_info(found)
+            shown.problem = refusal_of(found, shown.info)
         except ModelFileError as error:
             shown.problem = str(error)
-        if not shown.info or shown.info.kind == "model":
+        # A model that the backend refuses needs no draft model.
+        if not shown.info or (shown.info.kind == "model" and not shown.problem):
             shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
-            shown.heads = head_options(found, installed.metadata)
+            shown.heads = head_options(found)
         if probe:
             has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
             shown.facts, shown.problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))
@@ -161,8 +163,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
     To delete an alias, run `edgespec models remove NAME`.
     """
-    from edgespec.catalog.aliases import check_alias
-    from edgespec.cli.own_names import write_name
+    from edgespec.store.aliases import check_alias
 
     remark = check_alias(name.strip(), reference.strip())
     write_name("aliases", name.strip(), reference.strip())
@@ -187,8 +188,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
     """Choose the draft model that `--draft auto` uses for the model REF. DRAFT may be none."""
-    from edgespec.catalog.aliases import check_pair
-    from edgespec.cli.own_names import write_name
+    from edgespec.store.aliases import check_pair
 
     if (draft is None) != remove:
         raise click.UsageError("specify either DRAFT or --remove")
@@ -217,9 +217,8 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
     Ollama and LM Studio models and your own files are never deleted.
     """
-    from edgespec.catalog.catalogue import user_aliases
-    from edgespec.catalog.removal import plan_removal
-    from edgespec.cli.own_names import write_name
+    from edgespec.store.catalogue import user_aliases
+    from edgespec.store.removal import plan_removal
 
     name = reference.strip()
     if name.lower() in user_aliases():
@@ -241,8 +240,8 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
 def _resolver(reference: str) -> Callable[..., Resolved]:
     """Return `resolve_head` if the catalogue lists `reference` as a head, and `resolve` otherwise."""
-    from edgespec.catalog import resolve
-    from edgespec.catalog.head_reference import resolve_head
+    from edgespec.store.head_reference import resolve_head
+    from edgespec.store.reference import resolve
 
     return resolve_head if published_head(reference) else resolve
 
@@ -257,8 +256,7 @@ def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) 
 
 def _catalogued(reference: str) -> ModelEntry | None:
     """Return the catalogue entry for a name, alias or repository, whether or not the model is downloaded."""
-    from edgespec.catalog import load_catalogue
-    from edgespec.catalog.catalogue import user_aliases
+    from edgespec.store.catalogue import load_catalogue, user_aliases
 
     catalogue = load_catalogue()
     text = reference.strip()
@@ -288,3 +286,29 @@ def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts
             return runtime.target, ""
     except (MemoryBudgetError, BackendMissingError) as error:
         return None, str(error)
+
+
+def write_name(table: Literal["aliases", "pairs"], name: str, reference: str | None) -> None:
+    """Set the reference for a name, or remove the name if `reference` is None. Ignores case.
+
+    Raises:
+        ModelNotFoundError: The name to remove does not exist.
+        ConfigurationError: The file cannot be changed.
+    """
+    import difflib
+    import tomllib
+
+    from edgespec.options.settings_file import quoted, read_text, write_value
+    from edgespec.store.catalogue import user_aliases, user_aliases_path, user_pairs
+
+    names = user_aliases() if table == "aliases" else user_pairs()
+    if reference is None and name.lower() not in names:
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+        raise ModelNotFoundError(
+            f"there is no {'alias' if table == 'aliases' else 'draft model saved for'} {name}",
+            f"did you mean {near[0]}?" if near else "`edgespec models list` shows all",
+        )
+    path = user_aliases_path()
+    written = tomllib.loads(read_text(path) or "").get(table, {})
+    spelled = next((each for each in written if each.lower() == name.lower()), name)
+    write_value(path, (table, spelled), None if reference is None else quoted(reference))

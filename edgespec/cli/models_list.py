@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,13 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import interruptible
 from edgespec.cli.models_shown import STORED_BY, entry_json, installed_json, prepared_json
 from edgespec.cli.options import declared_options, json_option
-from edgespec.cli.screen import is_terminal, note, print_json, print_table, rate
-from edgespec.errors import ModelFileError, ModelNotFoundError
-from edgespec.files import format_bytes
+from edgespec.cli.screen import is_terminal, note, print_json, print_table, rate, warn
+from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.catalog import ModelEntry
     from edgespec.cli.checked_workers import CheckedWorker
+    from edgespec.store.catalogue import ModelEntry
 
 __all__ = ["list_models"]
 
@@ -42,7 +43,8 @@ _MAX_UNUSABLE = 3
 def list_models(as_json: bool, workers: str | None) -> None:
     """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
 
-    The DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
+    SIZE is the size of the model's file, which is an estimate if nothing is downloaded. The
+    DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
     use. TOKENS/S shows how fast a model would be with its recommended draft model, after `edgespec
     recommend` has measured this machine. The second table lists models from Ollama, LM Studio and the
     Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer columns. For
@@ -52,9 +54,9 @@ def list_models(as_json: bool, workers: str | None) -> None:
     from their sizes: on this machine alone, or with the layers on the workers. `edgespec plan` computes it
     for one model.
     """
-    from edgespec.assembly.speed_prediction import predict_entry
-    from edgespec.catalog import find_installed, load_catalogue
-    from edgespec.catalog.catalogue import user_aliases, user_pairs
+    from edgespec.loading.speed_prediction import predict_entry
+    from edgespec.store.catalogue import load_catalogue, user_aliases, user_pairs
+    from edgespec.store.installed import find_installed
 
     entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
@@ -86,7 +88,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
             entry.name,
             _short_names(entry),
             entry.format,
-            format_bytes(entry.approximate_file_bytes),
+            _size(entry, files),
             ", ".join(files) or "-",
         ]
         for entry, files in listed
@@ -138,6 +140,11 @@ def list_models(as_json: bool, workers: str | None) -> None:
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
     if not any(speeds.values()):
         note("To see how fast each model would be on this machine, run `edgespec recommend` once.")
+    elif any(speed and speed.is_disturbed for speed in speeds.values()):
+        warn(
+            "TOKENS/S is probably too low, because other programs were busy when this machine was measured;"
+            " run `edgespec recommend` again when they are not"
+        )
     note("This list has no heads. `edgespec models show MODEL` lists the heads for a model.")
     if not own and not pairs:
         note("To give a model an alias, see `edgespec models alias --help`.")
@@ -150,9 +157,9 @@ def list_models(as_json: bool, workers: str | None) -> None:
 
 def _check(workers: str, entries: Sequence[ModelEntry]) -> tuple[list[CheckedWorker], dict[str, str]]:
     """Check the workers, and return them with the result of `_fits` for each model."""
+    from edgespec.api.machine import inspect_machine
     from edgespec.cli.checked_workers import check_workers
     from edgespec.cluster.machines import parse_machines
-    from edgespec.machine import inspect_machine
 
     machine = inspect_machine()
     checked = interruptible(lambda stop: check_workers(workers, machine.llama_cpp.version, stop))
@@ -170,8 +177,8 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
         local_bytes: Memory of this machine for layers if the others are on workers.
         checked: The workers.
     """
-    from edgespec.assembly.speed_prediction import recommended_draft
-    from edgespec.catalog.suggestion import needed_bytes
+    from edgespec.loading.speed_prediction import recommended_draft
+    from edgespec.store.suggestion import needed_bytes
 
     draft = recommended_draft(entry)
     draft_bytes = draft.approximate_file_bytes if draft else 0
@@ -182,6 +189,15 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
     # The draft model is always on this machine.
     needed = needed_bytes(entry.approximate_file_bytes, entry.parameters)
     return "workers" if shared and needed <= shared + local_bytes else ""
+
+
+def _size(entry: ModelEntry, files: Mapping[str, str]) -> str:
+    """Return the size of a model's default version: of its file, or an estimate if it is not here."""
+    path = files.get(entry.quantisation)
+    if path is not None:
+        with suppress(EdgespecError, OSError):
+            return format_bytes(entry.file_format.read_info(Path(path)).size_bytes)
+    return format_bytes(entry.approximate_file_bytes)
 
 
 def _short_names(entry: ModelEntry) -> str:
@@ -207,7 +223,7 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional
 
 def _files(entry: ModelEntry) -> dict[str, str]:
     """Return a catalogue model's files on this machine, keyed by quantisation."""
-    from edgespec.catalog import resolve
+    from edgespec.store.reference import resolve
 
     files = {}
     for quantisation in dict.fromkeys((entry.quantisation, *entry.aliases.values())):

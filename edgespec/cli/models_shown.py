@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.cli.head_details import head_entry_json, head_lines
-from edgespec.files import format_bytes
+from edgespec.errors import EdgespecError
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.catalog import (
-        DraftChoice,
-        DraftOption,
-        HeadEntry,
-        HeadOption,
-        InstalledModel,
-        ModelEntry,
-        ModelFormat,
-        ModelInfo,
-        Resolved,
-    )
-    from edgespec.prepare.store import PreparedModel
+    from edgespec.model.model_info import ModelInfo
+    from edgespec.store.catalogue import HeadEntry, ModelEntry, ModelFormat
+    from edgespec.store.drafts import DraftChoice, DraftOption
+    from edgespec.store.heads import HeadOption
+    from edgespec.store.installed import InstalledModel
+    from edgespec.store.prepared.prepared_files import PreparedModel
+    from edgespec.store.reference import Resolved
 
-__all__ = ["STORED_BY", "Shown", "entry_json", "installed_json", "prepared_json"]
+__all__ = [
+    "STORED_BY",
+    "Shown",
+    "entry_json",
+    "installed_json",
+    "is_head_folder",
+    "prepared_json",
+    "published_head",
+]
 
 STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face"}
 _MAX_DRAFTS = 8
@@ -44,6 +49,7 @@ class Shown:
         head: Catalogue entry of a head, if there is one.
         found: The resolved model. None if it is not on this machine.
         missing: Why the model was not found on this machine.
+        next_step: What to do if it was not found.
         info: Metadata read from the model files.
         facts: Properties of the loaded model. None without `--probe`.
         options: Models that can draft for this one, best first.
@@ -57,6 +63,7 @@ class Shown:
     head: HeadEntry | None = None
     found: Resolved | None = None
     missing: str = ""
+    next_step: str = ""
     info: ModelInfo | None = None
     facts: ModelFacts | None = None
     options: Sequence[DraftOption] = ()
@@ -73,7 +80,7 @@ class Shown:
     @property
     def is_too_small(self) -> bool:
         """Whether the model is so small that a speed-up cannot be estimated from sizes."""
-        from edgespec.catalog import MIN_ESTIMABLE_BYTES
+        from edgespec.store.speedup_estimate import MIN_ESTIMABLE_BYTES
 
         size_bytes = self.info.pass_bytes if self.info else 0
         size_bytes = size_bytes or (self.entry.approximate_file_bytes if self.entry else 0)
@@ -117,7 +124,7 @@ class Shown:
         if (known := self.found or self.entry) is not None:
             lines.append(("format", known.file_format.label))
         if self.found is None:
-            lines.append(("on this machine", f"no; download it with `edgespec models pull {self.reference}`"))
+            lines.append(("on this machine", f"no; {self.next_step}"))
         if self.info is not None:
             lines += _info_lines(self.info)
         if self.facts is not None:
@@ -269,7 +276,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("context", f"{entry.context_tokens:,} tokens"),
         ("chat template", entry.chat_template),
         ("good draft models", ", ".join(entry.drafts) or "none"),
-        ("source", entry.repository or "included in edgespec"),
+        ("source", entry.repository or ("installed with" if entry.package else "included in") + " edgespec"),
         ("licence", entry.licence),
     ]
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
@@ -323,3 +330,96 @@ def _draft_lines(
         lines.append(("draft model", f"and {len(options) - _MAX_DRAFTS} more"))
     chosen = choice.draft.name if choice.draft else "none"
     return [*lines, ("--draft auto", f"{chosen}: {choice.reason}")]
+
+
+def published_head(reference: str) -> HeadEntry | None:
+    """Return the catalogue entry of the head with this name or in this repository, or None."""
+    from edgespec.store.catalogue import load_catalogue
+
+    return load_catalogue().find_head(reference.strip().removeprefix("hf:"))
+
+
+def is_head_folder(reference: str) -> bool:
+    """Return whether the reference is the path of a folder that contains a head."""
+    from edgespec.model.formats.head_files import head_info
+
+    path = Path(reference.strip()).expanduser()
+    try:
+        return path.is_dir() and head_info(path).kind == "head"
+    except (EdgespecError, OSError):
+        return False
+
+
+def head_entry_json(entry: HeadEntry) -> dict[str, Any]:
+    """Return a head's catalogue entry as a JSON object."""
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "targets": list(entry.targets),
+        "file_bytes": entry.approximate_file_bytes,
+        "embedded": bool(entry.embedded_file),
+        "repository": entry.repository,
+        "published_speedup": entry.published_speedup or None,
+        "published_on": entry.published_on,
+    }
+
+
+def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) -> list[tuple[str, str]]:
+    """Return the (name, value) lines about a head.
+
+    Args:
+        reference: The reference that the user typed.
+        entry: The head's catalogue entry, if there is one.
+        info: Metadata of the head's files. None if the head is not on this machine.
+    """
+    from edgespec.model.formats.head_files import method_of
+
+    kind = entry.kind if entry else info.heads[0] if info and info.heads else "unknown"
+    method = method_of(kind)
+    lines = [
+        ("what it is", f"a head: it drafts for one model and cannot run alone ({kind}, method {method})"),
+    ]
+    if entry:
+        lines.append(("drafts for", ", ".join(entry.targets)))
+    if entry and not entry.embedded_file:
+        lines.append(("source", entry.repository))
+    if info is None:
+        if entry:
+            lines.append(("size", f"about {format_bytes(entry.approximate_file_bytes)}"))
+        lines.append(("on this machine", f"no; download it with `edgespec models pull {reference}`"))
+    else:
+        lines += _file_lines(kind, info)
+    if entry and entry.published_speedup:
+        measured = f"{entry.published_speedup:.1f}x on {entry.published_on}, measured by its publisher"
+        lines.append(("speed-up", measured))
+    target = entry.targets[0] if entry else "MODEL"
+    use = f"--target {target} --head {shlex.quote(reference)}"
+    where = "" if entry else ", where MODEL is the model that it was trained for"
+    return [
+        *lines,
+        ("use it with", f"{use}{where} (add --method {method} to draft even when that is slower)"),
+    ]
+
+
+def _file_lines(kind: str, info: ModelInfo) -> list[tuple[str, str]]:
+    lines = [("size", ", ".join(filter(None, (format_bytes(info.size_bytes), info.quantisation))))]
+    if info.parameters:
+        lines.append(("parameters", f"{info.parameters:,}"))
+    lines.append(("reads", _reads(kind, info)))
+    if info.draft_vocab_size:
+        is_all = info.draft_vocab_size == info.vocab_size
+        share = "all" if is_all else f"{info.draft_vocab_size:,} of the"
+        lines.append(("can draft", f"{share} {info.vocab_size:,} tokens of the target"))
+    return [*lines, ("licence", info.licence)] if info.licence else lines
+
+
+def _reads(kind: str, info: ModelInfo) -> str:
+    """Describe the hidden states that a head reads."""
+    if info.read_layers:
+        *first, last = map(str, info.read_layers)
+        where = f"the hidden states of the target's layers {', '.join(first)} and {last}"
+    elif kind in ("EAGLE-3", "DFlash"):
+        where = "hidden states of several layers of the target; the files do not say which"
+    else:
+        where = "the last hidden state of the target"
+    return f"{where} ({info.hidden_size:,} numbers each)" if info.hidden_size else where

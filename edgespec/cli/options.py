@@ -1,4 +1,4 @@
-"""Turn the declarations in `edgespec.options` into command line options."""
+"""Turn the declarations in `edgespec.options.settings` into command line options."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from edgespec.cli.help import SectionOption
 from edgespec.cli.settings import SettingOption, use_preset
 from edgespec.errors import OptionError
-from edgespec.method_names import DRAFTER_NAMES
-from edgespec.option_kinds import Choice, Flag, HeadName, Kind, MethodName, ModelName, PathName
-from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS, REPLY_OPTIONS, SETTINGS, Option
-from edgespec.presets import preset_names
+from edgespec.options.default_model import why_toy
+from edgespec.options.methods import method_names, methods_by_need
+from edgespec.options.option_kinds import (
+    Choice,
+    Flag,
+    HeadName,
+    Kind,
+    MethodName,
+    ModelName,
+    PathName,
+    Text,
+    TextList,
+)
+from edgespec.options.presets import preset_names
+from edgespec.options.settings import LOAD_OPTIONS, MODEL_OPTIONS, REPLY_OPTIONS, SETTINGS, Option
+from edgespec.system.stdio import check_utf8
 
 __all__ = [
     "LOAD_NAMES",
@@ -27,7 +40,9 @@ __all__ = [
     "WORKER_NAMES",
     "KindType",
     "OutputPath",
+    "PromptText",
     "declared_options",
+    "drop_sampling_defaults",
     "every_setting",
     "head_reference",
     "json_option",
@@ -50,7 +65,8 @@ METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
 REPLY_NAMES = (*_names(REPLY_OPTIONS, "reply"), *SAMPLING_NAMES)
-METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
+_MODELS = [each.name for each in methods_by_need() if each.runs_model and each.needs != "head"]
+METHODS = ("auto", "none", *method_names(), *(f"{name}+suffix" for name in _MODELS))
 _DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS, **REPLY_OPTIONS}
 _HEADINGS = {
     "reply": "Reply and sampling",
@@ -83,10 +99,21 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         not accept every value that their own checks return.
         """
         if isinstance(value, str):
+            if isinstance(self.kind, Text | TextList) and not isinstance(self.kind, ModelName):
+                check_utf8(str(param.opts[-1] if param is not None else self.kind.metavar), value)
             value = self.kind.parse(value)
             if param is not None and not self.kind.repeatable:
                 _check(self.kind, param, value)
         return value
+
+
+class PromptText(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """The click parameter type for text that the model reads."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        return check_utf8("the prompt", value)
 
 
 class OutputPath(click.Path):
@@ -125,10 +152,9 @@ def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete model names and aliases. If none match, complete file names."""
-    from edgespec.catalog import load_catalogue
-    from edgespec.catalog.catalogue import user_aliases
-    from edgespec.catalog.other_programs import installed_names
     from edgespec.errors import EdgespecError
+    from edgespec.store.catalogue import load_catalogue, user_aliases
+    from edgespec.store.other_programs import installed_names
 
     try:
         own = list(user_aliases())
@@ -140,7 +166,7 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
 
 def _complete_head(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete names of published heads. If none match, complete file names."""
-    from edgespec.catalog import load_catalogue
+    from edgespec.store.catalogue import load_catalogue
 
     return _complete_name([head.name for head in load_catalogue().heads], typed)
 
@@ -167,6 +193,30 @@ def head_reference(name: str) -> Decorator:
     return click.argument(name, metavar="HEAD", shell_complete=_complete_head)
 
 
+def _say_why_toy(ctx: click.Context, param: click.Parameter, target: str) -> str:
+    """Print a note if the user named no model and only the tiny demo model is available."""
+    is_default = ctx.get_parameter_source(str(param.name)) is ParameterSource.DEFAULT
+    if is_default and not ctx.resilient_parsing and (reason := why_toy(target)):
+        from edgespec.cli.screen import note
+        from edgespec.system.installation import setup_command
+
+        note(f"{reason}, so this is {target}, a tiny test model; run {setup_command()}")
+    return target
+
+
+def drop_sampling_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the current command without the sampling settings that the user has not set.
+
+    A model can have its own defaults for them.
+    """
+    ctx = click.get_current_context()
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in SAMPLING_NAMES or ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+
+
 def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.Option:
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
@@ -190,6 +240,8 @@ def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.
     if kind.repeatable:
         settings["multiple"] = True
         settings["callback"] = lambda _ctx, param, values: _check(kind, param, values)
+    if name == "target":
+        settings["callback"] = _say_why_toy
     for kind_class, complete in _COMPLETERS.items():
         if isinstance(kind, kind_class):
             settings["shell_complete"] = complete

@@ -14,7 +14,7 @@ from edgespec.cli.options import LOAD_NAMES, WORKER_NAMES, declared_options, jso
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
-    from edgespec.assembly.preview import Preview
+    from edgespec.loading.preview import Preview
 
 __all__ = ["command"]
 
@@ -69,7 +69,7 @@ def command(as_json: bool, **options: Any) -> int:
 
 
 def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
-    from edgespec.assembly.preview import plan
+    from edgespec.loading.preview import plan
 
     with ProgressLine(stop) as progress:
         return plan(**options, progress=progress)

@@ -11,12 +11,12 @@ import click
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import Decorator, OutputPath, head_reference, json_option, model_reference
-from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable, warn
 from edgespec.errors import OptionError
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.prepare.store import PreparedModel
+    from edgespec.store.prepared.prepared_files import PreparedModel
 
 __all__ = ["command"]
 
@@ -66,7 +66,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
     The two new files together replace the original, and edgespec checks that they give the same replies. All
     other methods work with them too, so you can delete the original.
     """
-    from edgespec.prepare.layerskip import measured_exit, prepare_layerskip
+    from edgespec.loading.prepare.layerskip import measured_exit, prepare_layerskip
 
     layer = _exit(exit_layer)
 
@@ -75,6 +75,9 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
     prepared = _resolve_and_prepare(reference, "layerskip", make)
     exits = prepared.facts.get("exits", [])
+    found = measured_exit(prepared)
+    if found and not found.is_faster:
+        warn(f"this model {found.shortfall}; use another method, or delete {prepared.folder}")
     if as_json:
         print_json(_json(prepared))
         return
@@ -82,9 +85,6 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
         print_table(
             ("EXIT LAYER", "SAME TOKEN", "DRAFT LENGTH", "SPEED-UP"), [_exit_row(found) for found in exits]
         )
-    found = measured_exit(prepared)
-    if found and not found.is_faster:
-        note(f"This model {found.shortfall}.")
     _print_result(
         prepared, f"exit after layer {prepared.settings['exit_layer']} of {prepared.facts['layer_count']}"
     )
@@ -108,7 +108,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     """
 
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
-        from edgespec.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
+        from edgespec.loading.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
 
@@ -151,8 +151,8 @@ def head(head: str, reference: str, to: Path, as_json: bool) -> None:
     HEAD is the head's folder, as published on Hugging Face, its name in edgespec's catalogue, or its Hugging
     Face repository. REF is the GGUF model that the head was trained for.
     """
-    from edgespec.catalog.head_reference import resolve_head
-    from edgespec.prepare.head import prepare_head
+    from edgespec.store.head_reference import resolve_head
+    from edgespec.store.prepared.head import prepare_head
 
     def find(progress: ProgressLine) -> Path:
         return resolve_head(head, progress=progress).path
@@ -175,7 +175,7 @@ def draft(draft: Path, reference: str, to: Path, as_json: bool) -> None:
     DRAFT is the folder of the draft model, in MLX or Hugging Face format. REF is the GGUF model to use it
     with, which must have the same vocabulary. Llama, Qwen2 and Qwen3 draft models can be converted.
     """
-    from edgespec.prepare.draft import prepare_draft
+    from edgespec.loading.prepare.draft import prepare_draft
 
     _convert("draft", prepare_draft, lambda _progress: draft, reference, to, as_json)
 
@@ -198,7 +198,7 @@ def _convert(
         to: The file to write.
         as_json: Whether to print the result as JSON.
     """
-    from edgespec.catalog import resolve
+    from edgespec.store.reference import resolve
 
     def work(stop: Stop) -> int:
         with ProgressLine(stop) as progress:
@@ -225,7 +225,7 @@ def _resolve_and_prepare(
     reference: str, kind: str, make: Callable[[Path, ProgressLine], PreparedModel]
 ) -> PreparedModel:
     """Resolve the model, downloading it if needed, and call `make` with its path."""
-    from edgespec.catalog import resolve
+    from edgespec.store.reference import resolve
 
     def work(stop: Stop) -> PreparedModel:
         with ProgressLine(stop) as progress:

@@ -15,6 +15,7 @@ from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, exit_stat
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.screen import printable
 from edgespec.errors import EdgespecError
+from edgespec.system.stdio import use_utf8
 
 __all__ = ["Program", "program"]
 
@@ -58,9 +59,9 @@ class Program(HelpfulGroup):
             if sys.stderr is not None:
                 sys.stderr.write("error: cannot write output because stdout is closed\n")
             sys.exit(FAILED)
-        with suppress(AttributeError):
-            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-            sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
+        use_utf8(sys.stdout)
+        if sys.stderr is not None:
+            use_utf8(sys.stderr)
         extra |= {"prog_name": "edgespec", "standalone_mode": False}
         try:
             status = super().main(*args, **extra)
@@ -99,5 +100,5 @@ def program() -> None:
 
     A small draft model proposes the next tokens, and your model checks several of them at once, keeping only
     those it would have written itself. You can use models you downloaded with Ollama or LM Studio. Without
-    --target, edgespec runs a small built-in demo model.
+    --target, edgespec runs SmolLM2, a small model that `scripts/setup` installs, or else a tiny demo model.
     """

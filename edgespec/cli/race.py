@@ -20,7 +20,9 @@ from edgespec.cli.options import (
     REPLY_NAMES,
     WORKER_NAMES,
     OutputPath,
+    PromptText,
     declared_options,
+    drop_sampling_defaults,
     json_option,
     pick,
 )
@@ -50,14 +52,13 @@ _OTHER_ROWS = 14
     examples=(
         'edgespec race "How do I list files by size?"',
         'edgespec race --target 8b-q4 --to race.svg "Write a Python class for a stack"',
-        'edgespec race --target 8b-q4 --to race.cast -n 300 "Explain recursion"',
         'edgespec race --method ngram --temperature 0 --json "Count to twenty"',
     ),
 )
-@click.argument("prompt")
+@click.argument("prompt", type=PromptText())
 @click.option(
     "--to", type=OutputPath(path_type=Path), metavar="FILE",
-    help="Also save the race as an animated picture (.svg) or a recording for asciinema (.cast).",
+    help="Also save a picture of the finished race (.svg).",
 )  # fmt: skip
 @json_option
 def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
@@ -77,7 +78,8 @@ def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
         check_picture_path(to)
     if options["max_tokens"] is None:
         options["max_tokens"] = DEFAULT_RACE_TOKENS
-    race = interruptible(lambda stop: _race(stop, prompt, as_json, options))
+    given = drop_sampling_defaults(options)
+    race = interruptible(lambda stop: _race(stop, prompt, as_json, given))
     if to is not None:
         save_picture(race, prompt, to)
         note(f"saved {to}")

@@ -11,19 +11,17 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import declared_options, json_option
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, rate, warn
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from edgespec.assembly.recommendation import Candidate, Recommendation
+    from edgespec.loading.recommendation import Candidate, Recommendation
 
 __all__ = ["command"]
 
 _BAR_COLUMNS = 20
 _WIDTHS = (2, 4, 8)
-# Warn if other programs used more than this number of processor cores while this machine was measured.
-_BUSY_CORES = 0.3
 _LEGEND = """\
 *             the recommended model
 MEMORY        memory for the model, its draft model and a context of 8,192 tokens
@@ -65,17 +63,17 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
         print_json(_json(result))
     else:
         _print(result)
-    if result.machine.busy_cores > _BUSY_CORES:
+    if result.machine.is_disturbed:
         warn(
             f"other programs kept {result.machine.busy_cores:.1f} processor cores busy when this machine was"
             " measured, so the predictions are too low and the recommended model may be too small; close them"
-            " and run this command with --measure"
+            " and run this command again, which then measures this machine again"
         )
     return DONE
 
 
 def _recommend(stop: Stop, task: Any, measure: bool, sizes: dict[str, Any]) -> Recommendation:
-    from edgespec.assembly.recommendation import recommend
+    from edgespec.loading.recommendation import recommend
 
     with ProgressLine(stop) as progress:
         return recommend(task, **sizes, remeasure=measure, progress=progress)
@@ -161,7 +159,7 @@ def _verdict(best: Candidate) -> str:
     speed = best.speed
     lines = [
         f"Recommended: {best.reference}, at about {rate(speed.fastest_tokens_per_second)} tokens per second"
-        + (f" ({speed.speedup:.1f}x with the draft model {best.draft})." if best.draft else "."),
+        + (f" ({speed.speedup:.1f}x with the draft model {best.draft})." if best.uses_draft else "."),
         f"  {best.command}",
     ]
     if best.faster_type:

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from edgespec.cli.commands import load_command
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand, SectionOption
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import LOAD_NAMES, SAMPLING_NAMES, WORKER_NAMES, declared_options, pick
+from edgespec.cli.options import (
+    LOAD_NAMES,
+    SAMPLING_NAMES,
+    WORKER_NAMES,
+    declared_options,
+    drop_sampling_defaults,
+    pick,
+)
 from edgespec.cli.screen import note, print_json, printable
-from edgespec.cli.serve_chat import DEFAULT_CHAT_PORT, chat_words, serve_chat
 from edgespec.errors import CancelledError
 
 __all__ = ["command"]
 
 _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
+# Default port of the chat. It differs from that of the API server, so that both can run at the same time.
+_DEFAULT_CHAT_PORT = 11436
+# Options that `edgespec serve --chat` handles itself. All others are passed to the chat processes.
+_OWN_NAMES = ("chat", "port", "api_key", "as_json")
 
 
 class _ServeCommand(HelpfulCommand):
@@ -53,7 +65,7 @@ class _ServeCommand(HelpfulCommand):
 @click.option(
     "--port", type=click.IntRange(0, 65535), metavar="PORT",
     cls=SectionOption,
-    help=f"Port to listen on; 0 chooses a free one. [default: 11435, or {DEFAULT_CHAT_PORT} with --chat]",
+    help=f"Port to listen on; 0 chooses a free one. [default: 11435, or {_DEFAULT_CHAT_PORT} with --chat]",
 )  # fmt: skip
 @click.option(
     "--api-key", metavar="KEY", envvar="EDGESPEC_API_KEY", cls=SectionOption,
@@ -62,8 +74,8 @@ class _ServeCommand(HelpfulCommand):
 )  # fmt: skip
 @click.option(
     "--allow-origin", metavar="ORIGIN", multiple=True, cls=SectionOption,
-    help="Let web pages and apps with this origin use the server, such as http://localhost:3000. Can be"
-    " repeated.",
+    help="Let web pages and apps with this origin use the server, such as http://localhost:3000,"
+    " https://*.example.com or chrome-extension://*. Can be repeated.",
 )  # fmt: skip
 @click.option(
     "--idle-unload", default=300.0, type=click.FloatRange(0.0), metavar="SECONDS",
@@ -96,20 +108,22 @@ def command(ctx: click.Context, /, as_json: bool, chat: bool, port: int | None, 
     Settings such as --temperature apply to requests that do not set them. Press Ctrl-C to stop.
     """
     if chat:
-        words, chat_port = chat_words(ctx, ctx.obj), DEFAULT_CHAT_PORT if port is None else port
-        interruptible(lambda stop: serve_chat(stop, words, chat_port, options["api_key"], as_json=as_json))
+        words, chat_port = _chat_words(ctx, ctx.obj), _DEFAULT_CHAT_PORT if port is None else port
+        interruptible(lambda stop: _serve_chat(stop, words, chat_port, options["api_key"], as_json=as_json))
         return DONE
-    options["port"] = 11435 if port is None else port
-    interruptible(lambda stop: _serve(stop, as_json, options))
+    options = drop_sampling_defaults(options) | {"port": 11435 if port is None else port}
+    chosen = ctx.get_parameter_source("target") is not ParameterSource.DEFAULT
+    interruptible(lambda stop: _serve(stop, as_json, options, chosen))
     return DONE
 
 
-def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
+def _serve(stop: Stop, as_json: bool, options: dict[str, Any], chosen: bool) -> None:
+    """Serve models until a stop is requested. `chosen` tells whether the user chose the target."""
     from edgespec.server.http_server import HttpServer
     from edgespec.server.settings import ServerSettings
 
     settings = ServerSettings(
-        target=options["target"],
+        target=options["target"] if chosen else None,
         draft=options["draft"],
         load_options=pick(
             options, [name for name in (*LOAD_NAMES, *WORKER_NAMES) if name not in ("target", "draft")]
@@ -142,7 +156,7 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
                 }
             )
         else:
-            click.echo(f"Serving {settings.target} at {server.url}")
+            click.echo(f"Serving {settings.model} at {server.url}")
             click.echo(f"For programs that use OpenAI's API: {server.url}/v1")
             click.echo(f"For programs that use Anthropic's or Ollama's API: {server.url}")
             click.echo("Press Ctrl-C to stop.")
@@ -175,3 +189,56 @@ def _log_on_stderr() -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.level, log.propagate = before
+
+
+def _chat_words(ctx: click.Context, args: Sequence[str]) -> list[str]:
+    """Return the command that starts a chat process, including the options that `serve` passes on to it.
+
+    Args:
+        ctx: The context of `serve`.
+        args: The command line arguments of `serve`.
+
+    Raises:
+        click.UsageError: `edgespec chat` does not have one of the options.
+    """
+    chat = load_command("chat")
+    assert chat is not None
+    known = {each.name for each in chat.params}
+    values, _, given = ctx.command.make_parser(ctx).parse_args(list(args))
+    words = [sys.executable, "-m", "edgespec", "chat"]
+    for option in dict.fromkeys(each for each in given if isinstance(each, click.Option)):
+        if option.name in _OWN_NAMES:
+            continue
+        if option.name not in known:
+            raise click.UsageError(f"{option.opts[-1]} cannot be used with --chat", ctx)
+        value = values[option.name]
+        if isinstance(value, bool):
+            words.append((option.opts if value else option.secondary_opts)[-1])
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                words += [option.opts[-1], str(each)]
+    return words
+
+
+def _serve_chat(stop: Stop, words: Sequence[str], port: int, key: str | None, *, as_json: bool) -> None:
+    """Serve the chat to browsers until a stop is requested."""
+    from edgespec.tui.browser import BrowserChat
+
+    server = BrowserChat(words, port, key)
+
+    def stop_server() -> None:
+        note("stopping; open chats have a few seconds to save (press Ctrl-C again to stop at once)")
+        server.stop()
+
+    stop.on_request(stop_server)
+
+    def on_ready() -> None:
+        if as_json:
+            print_json({"chat_url": server.address})
+        else:
+            click.echo(f"Open this address in a browser on this machine: {server.address}")
+            click.echo("Each tab loads its own copy of the model. Closing the tab unloads it.")
+            click.echo("Press Ctrl-C to stop.")
+        sys.stdout.flush()
+
+    server.run(on_ready)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import click
 from click.core import ParameterSource
 
 from edgespec.cli.commands import COMMANDS, load_command
-from edgespec.cli.help import SectionOption
+from edgespec.cli.help import BEFORE_RUN, SectionOption
 from edgespec.errors import (
+    CancelledError,
     CapabilityError,
     ConfigurationError,
     DownloadError,
@@ -24,11 +24,11 @@ from edgespec.errors import (
     ModelNotFoundError,
     OptionError,
 )
-from edgespec.files import config_folder
-from edgespec.options import SETTINGS, Option, setting_value, unread_options
-from edgespec.presets import preset_path, read_preset
-from edgespec.settings_file import KeyPath, error_at, read_text
-from edgespec.spelling import nearest
+from edgespec.options.presets import preset_path, read_preset
+from edgespec.options.settings import SETTINGS, Option, setting_value, unread_options
+from edgespec.options.settings_file import KeyPath, error_at, read_text
+from edgespec.system.files import config_folder
+from edgespec.system.spelling import nearest
 
 __all__ = [
     "ALL_COMMANDS",
@@ -36,7 +36,6 @@ __all__ = [
     "SettingOption",
     "SettingValue",
     "Settings",
-    "ignore_unread_settings",
     "preset_of",
     "settings_of",
     "settings_path",
@@ -51,8 +50,8 @@ ALL_COMMANDS = ""
 _PREFIX = "EDGESPEC_"
 VARIABLES = {
     "EDGESPEC_CONFIG_DIR": "folder for the settings file and aliases",
-    "EDGESPEC_DATA_DIR": "folder for chats and saved measurements",
-    "EDGESPEC_CACHE_DIR": "folder for files that can be regenerated",
+    "EDGESPEC_DATA_DIR": "folder for chats, replies and trained weights",
+    "EDGESPEC_CACHE_DIR": "folder for files and measurements that can be made again",
     "EDGESPEC_API_KEY": "key that programs must send to `edgespec serve`",
     "EDGESPEC_DEBUG": "set to 1 to show a traceback with each error",
 }
@@ -83,7 +82,7 @@ class SettingOption(SectionOption):
     """A command line option that can also be set in the environment or the settings file.
 
     Attributes:
-        declaration: The option's declaration in `edgespec.options`.
+        declaration: The option's declaration in `edgespec.options.settings`.
     """
 
     def __init__(self, *args: Any, declaration: Option, **settings: Any) -> None:
@@ -96,6 +95,7 @@ class SettingOption(SectionOption):
         Raises:
             ConfigurationError: A setting is invalid.
         """
+        ctx.meta[BEFORE_RUN] = _ignore_unread_settings
         value, source = super().consume_value(ctx, opts)
         if source is ParameterSource.DEFAULT_MAP:
             ctx.meta.setdefault(_USED_KEY, {})[self.name] = SettingValue(
@@ -252,7 +252,7 @@ def _from_file(
         elif name in SETTINGS:
             read(ALL_COMMANDS, (name,), given)
         elif name in ("aliases", "pairs"):
-            from edgespec.catalog.catalogue import user_aliases_path
+            from edgespec.store.catalogue import user_aliases_path
 
             refuse((name,), f"{name} are not settings", f"move the {name} to {user_aliases_path()}")
         elif name in ("tools", "presets"):
@@ -264,7 +264,7 @@ def _from_file(
     return values
 
 
-def ignore_unread_settings(ctx: click.Context) -> None:
+def _ignore_unread_settings(ctx: click.Context) -> None:
     """Ignore settings that no drafter in this run's method uses, printing a note for each.
 
     On the command line, such an option is an error. Settings, however, apply to all runs, whatever the
@@ -283,14 +283,15 @@ def ignore_unread_settings(ctx: click.Context) -> None:
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
     """If a setting caused the error, add to its message the file or variable that contains the setting."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
-    about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | CapabilityError | DownloadError)
-    for name, found in used.items():
-        if isinstance(error, OptionError):
-            dashed = re.escape("--" + name.replace("_", "-"))
-            is_about = bool(re.search(rf"^{name}\b|{dashed}\b", str(error)))
-        else:
-            is_model = about_a_model and name in ("target", "draft", "head")
-            is_about = is_model and str(found.value).strip() in error.what
-        if is_about:
-            return ConfigurationError(f"{error.what} ({name} is set in {found.where})", error.next_step)
-    return error
+    name = error.option or _model_setting(error, used)
+    if name not in used or isinstance(error, CancelledError):
+        return error
+    return ConfigurationError(f"{error.what} ({name} is set in {used[name].where})", error.next_step)
+
+
+def _model_setting(error: EdgespecError, used: Mapping[str, SettingValue]) -> str:
+    """Return the name of the setting whose model could not be loaded, or an empty string."""
+    if not isinstance(error, ModelNotFoundError | ModelFileError | CapabilityError | DownloadError):
+        return ""
+    models = [name for name in ("target", "draft", "head") if name in used]
+    return next((name for name in models if str(used[name].value).strip() in error.what), "")

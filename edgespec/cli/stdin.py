@@ -11,7 +11,8 @@ import sys
 import click
 
 from edgespec.errors import OptionError
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
+from edgespec.system.stdio import decode_input
 
 __all__ = ["read_piped_text", "read_stdin"]
 
@@ -42,14 +43,7 @@ def read_stdin() -> str:
         raise OptionError(
             f"stdin has more than {format_bytes(_MAX_BYTES)} of text", "shorten it to fit the model's context"
         )
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"stdin is not valid UTF-8 at byte {error.start + 1}",
-            "convert the text to UTF-8, for example with iconv",
-        ) from error
-    return text.removesuffix("\n").removesuffix("\r")
+    return decode_input(data).removesuffix("\n").removesuffix("\r")
 
 
 def read_piped_text() -> str:

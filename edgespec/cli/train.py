@@ -16,7 +16,7 @@ from edgespec.cli.measuring import duration_text, prompts_option
 from edgespec.cli.options import Decorator, KindType, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import CancelledError
-from edgespec.option_kinds import Integer
+from edgespec.options.option_kinds import Integer
 
 if TYPE_CHECKING:
     from edgespec.train import DrafterFigures, TrainingPrompt, TrainingResult
@@ -116,7 +116,7 @@ def _training_options(example: str) -> Decorator:
             default=1_000_000,
             show_default=True,
             help="Number of conversation tokens to train with. More tokens take longer and give a better"
-            " result.",
+            f" result. At least {_MIN_TOKENS:,}.",
         ),
         prompts_option(
             help="JSON Lines file with `prompt` or `messages` on each line. The model answers these first,"
@@ -236,7 +236,7 @@ def _run(request: _Request) -> TrainingResult:
 
 def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> TrainingResult:
     """Train in the worker thread. See `_run`."""
-    from edgespec.catalog import resolve
+    from edgespec.store.reference import resolve
     from edgespec.train import DraftToTrain, TrainingSettings, find_draft, load_target, train_drafter
 
     def announce(seconds: float, continued: str) -> None:

@@ -25,8 +25,9 @@ from edgespec.cli.measuring import (
 from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import print_json, print_table, printable
 from edgespec.errors import CancelledError
-from edgespec.option_kinds import Number
-from edgespec.reply_options import CONSTRAINT_NAMES
+from edgespec.options.methods import methods as known_methods
+from edgespec.options.option_kinds import Number
+from edgespec.options.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:
     from edgespec.losslessness import Prompt, VerifyReport
@@ -37,13 +38,25 @@ __all__ = ["SMALLEST_P_VALUE", "command"]
 SMALLEST_P_VALUE = 0.001
 # Maximum number of differing replies to list per method.
 _MAX_SHOWN_DIVERGENCES = 5
+# Explanations of the reasons for faults.
+_REASONS = {
+    "rejected_tokens": "rejected draft tokens changed later tokens, so they were not removed from the model's"
+    " cache",
+    "stale_cache": "the reply is wrong because of what earlier replies left in the model's cache",
+    "other_replies": "the reply depends on the replies that were generated at the same time",
+    "not_repeatable": "the same passes of the model give different results each time",
+    "ending": "the reply ends too early or too late",
+    "not_reproduced": "the passes of the reply give other tokens: its drafter changed the model's cache, or"
+    " wrong tokens were accepted",
+}
 
-_COUNTS = {
+_COLUMNS = {
     "prompts": "PROMPTS",
     "replies": "REPLIES",
     "identical": "IDENTICAL",
-    "near_tie": "NEAR-TIE",
-    "violations": "VIOLATIONS",
+    "rounding": "ROUNDING",
+    "faults": "FAULTS",
+    "largest_difference": "LARGEST-DIFF",
     "drafted_tokens": "DRAFTED",
     "accepted_tokens": "ACCEPTED",
 }
@@ -83,8 +96,8 @@ _PROMPTS_PER_CATEGORY = 2
     metavar="SECONDS",
     default=2,
     show_default=True,
-    help="Time to wait after each reply, for the methods that improve between replies (swift, or model with"
-    " --learn). Ignored for other methods.",
+    help="Time to wait after each reply, for a draft model that learns between replies (--learn)."
+    " Ignored for other methods.",
 )
 @json_option
 def command(
@@ -96,31 +109,38 @@ def command(
 
     \b
     identical   exactly the same tokens
-    near-tie    the replies differ only because two tokens were equally likely
-                within the rounding error measured on this machine
-    violation   any other difference; the exit status is then 1
+    rounding    passes over several tokens are rounded differently than passes
+                over one token; everything else was checked and is correct
+    fault       any other difference; the exit status is then 1
+
+    To tell these apart, verify repeats the passes of a reply that differs, with the reply's own tokens and an
+    empty cache. If this gives the same tokens again, whatever the rejected draft tokens are, the difference
+    is rounding. LARGEST-DIFF is the largest difference between the logits of these passes and of passes over
+    single tokens. With --exact, and wherever else edgespec promises identical replies, those that differ
+    by rounding break the promise, and the exit status is 1.
 
     With --parallel N, the methods generate N replies at a time, as a server does. Each reply is compared with
     one that was generated alone.
 
     With --acceptance rejection, the probabilities of the replies are compared instead, and a p-value below
-    0.001 counts as a violation. Methods always draft here, even when that is slower. If a method drafts
+    0.001 counts as a fault. Methods always draft here, even when that is slower. If a method drafts
     nothing, it cannot be checked, and the exit status is also 1.
 
     Each prompt is answered once for every combination of method, temperature and draft length. With the
-    default values and a draft model, these are about 700 replies, which takes minutes even with the demo
-    model, and there is no partial result. For a quick check, add --temperatures 0 --draft-lengths 4 -n 32.
+    default values and a draft model, that is about 700 replies. They take minutes even with the demo model,
+    and there is no partial result. For a quick check, add --temperatures 0 --draft-lengths 4 -n 32.
 
-    In the output, PROMPTS, IDENTICAL, NEAR-TIE and VIOLATIONS are numbers of prompts. A prompt is identical
-    only if all of its replies are. REPLIES is the number of replies that were compared. DRAFTED and ACCEPTED
-    are numbers of tokens.
+    In the output, PROMPTS, IDENTICAL, ROUNDING and FAULTS are numbers of prompts. A prompt is identical only
+    if all of its replies are. REPLIES is the number of replies that were compared. DRAFTED and ACCEPTED are
+    numbers of tokens.
     """
     from edgespec.losslessness import read_prompts
 
     texts = read_prompts(prompts) if prompts else _few_of_each_category(read_prompts(None))
     report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
     facts = report.to_json()
-    proved = not (report.violations or report.nothing_drafted or report.nothing_shared)
+    failed = report.faults or report.broken_promises
+    proved = not (failed or report.nothing_drafted or report.nothing_shared)
     proved = proved and _smallest_p_value(facts) >= SMALLEST_P_VALUE
     if as_json:
         print_json(facts)
@@ -138,13 +158,18 @@ def _verify(
     acceptance: str,
     options: dict[str, Any],
 ) -> VerifyReport:
-    from edgespec.assembly.loading import always_draft
+    from edgespec.api.loading import always_draft
     from edgespec.losslessness import all_cases, check_at_once, count_replies, verify
 
     if options["parallel"] > 1:
         lengths = pick(options, ("temperatures", "draft_lengths"))
-        # Without --methods, count the cases of the two methods that are always available.
-        cases = all_cases(prompts, methods or ("suffix", "ngram"), **lengths)
+        # Without --methods, count the cases of the methods that are always available.
+        always = tuple(
+            each.name
+            for each in known_methods()
+            if each.always_loaded and not (each.runs_model or each.only_constrained)
+        )
+        cases = all_cases(prompts, methods or always, **lengths)
         check_at_once(acceptance, len(cases))
     wanted = pick(options, (*MODEL_NAMES, *WORKER_NAMES))
     constraint = {name: options[name] for name in CONSTRAINT_NAMES if options[name]}
@@ -154,7 +179,8 @@ def _verify(
         loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime,
         RepliesProgress(stop) as progress,
     ):
-        drafters = (*runtime.drafters, "grammar") if is_constrained else runtime.drafters
+        constrained = [each.name for each in known_methods() if each.only_constrained]
+        drafters = (*runtime.drafters, *constrained) if is_constrained else runtime.drafters
         compared = {
             "methods": methods or _all_methods(drafters),
             "acceptance": acceptance,
@@ -213,10 +239,15 @@ def _verdict(facts: dict[str, Any]) -> str:
     """Return a one-sentence conclusion for a report without failed checks."""
     if facts["acceptance"] == "rejection":
         return "Passed: drafting did not measurably change the probabilities of the replies."
-    near_ties = sum(method["near_tie"] for method in facts["methods"].values())
-    apart = f", apart from {near_ties} near-ties (see `edgespec verify --help`)" if near_ties else ""
-    replies = sum(method["replies"] for method in facts["methods"].values())
-    return f"Passed: drafting did not change a single token of these {replies:,} replies{apart}."
+    methods = facts["methods"].values()
+    replies = sum(method["replies"] for method in methods)
+    if not any(method["divergences"] for method in methods):
+        return f"Passed: drafting did not change a single token of these {replies:,} replies."
+    rounded = sum(len(method["divergences"]) for method in methods)
+    return (
+        f"Passed: {rounded:,} of these {replies:,} replies differ by rounding, and there are no faults (see"
+        " `edgespec verify --help`)."
+    )
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -229,9 +260,9 @@ def _print(facts: dict[str, Any]) -> None:
     rows = []
     for name, method in facts["methods"].items():
         value = method["smallest_corrected_p_value"]
-        counts = [str(method[key]) for key in _COUNTS]
+        counts = [_cell(method[key]) for key in _COLUMNS]
         rows.append([name, *counts, "-" if value is None else f"{value:.3g}"])
-    heads = ("METHOD", *_COUNTS.values(), "P-VALUE")
+    heads = ("METHOD", *_COLUMNS.values(), "P-VALUE")
     # Only tests of probabilities have p-values.
     columns = len(heads) if facts["acceptance"] == "rejection" else len(heads) - 1
     print_table(heads[:columns], [row[:columns] for row in rows])
@@ -241,7 +272,34 @@ def _print(facts: dict[str, Any]) -> None:
     for name in facts["nothing_shared"]:
         click.echo(f"the replies with {name} shared no pass of the model, so nothing was checked")
     for name, method in facts["methods"].items():
-        for divergence in method["divergences"][:_MAX_SHOWN_DIVERGENCES]:
-            click.echo(
-                printable(f"{name}: " + ", ".join(f"{key} {value}" for key, value in divergence.items()))
-            )
+        # Show faults first.
+        divergences = sorted(method["divergences"], key=lambda each: each["verdict"] != "fault")
+        for divergence in divergences[:_MAX_SHOWN_DIVERGENCES]:
+            click.echo(printable(f"{name}: {_described(divergence)}"))
+    if facts["broken_promises"]:
+        click.echo(
+            "\nFailed: when the model was loaded, passes of all sizes gave the same bits, but the passes"
+            " of these replies did not. edgespec's promise of identical replies does not hold for this build."
+        )
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _described(divergence: dict[str, Any]) -> str:
+    """Describe where a reply differs, and why."""
+    where = ", ".join(
+        f"{name.replace('_', ' ')} {divergence[name]}"
+        for name in ("prompt", "temperature", "draft_length", "position", "plain_token", "other_token")
+    )
+    numbers = [
+        f"{name.replace('_', ' ')} {divergence[name]:.3g}"
+        for name in ("largest_difference", "leak")
+        if divergence[name] is not None
+    ]
+    reason = divergence["reason"]
+    why = f": {_REASONS[reason]}" if reason else ""
+    return f"{', '.join([where, *numbers])}, {divergence['verdict']}{why}"

@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from edgespec.checks import parse_size
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
@@ -22,8 +21,9 @@ from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import parse_address
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import OptionError
-from edgespec.files import cache_folder, format_bytes
-from edgespec.option_kinds import Integer, Size
+from edgespec.options.option_kinds import Integer, Size
+from edgespec.system.checks import parse_size
+from edgespec.system.files import cache_folder, format_bytes
 
 __all__ = ["command"]
 
@@ -100,9 +100,9 @@ def _is_loopback(host: str) -> bool:
 
 def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
     from edgespec import __version__
-    from edgespec.assembly.worker_speed import saved_speed_json
     from edgespec.cluster.weight_cache import WeightCache
     from edgespec.cluster.worker_server import WorkerServer
+    from edgespec.loading.worker_speed import saved_speed_json
 
     memory, cache = options["memory"], options["cache"]
     memory_bytes = None if memory is None else parse_size("--memory", memory)

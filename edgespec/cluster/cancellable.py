@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from edgespec import waiting
 from edgespec.errors import CancelledError
+from edgespec.system import waiting
 
 __all__ = ["ConnectProgress", "wait_for"]
 

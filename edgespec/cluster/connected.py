@@ -10,8 +10,7 @@ from typing import TypeVar
 from edgespec.cluster.cancellable import ConnectProgress, wait_for
 from edgespec.cluster.guarded_calls import GuardedCalls
 from edgespec.cluster.libraries import Library
-from edgespec.cluster.link import Link
-from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.cluster.link import Link, LinkSpeed, measure_link
 from edgespec.cluster.machines import Machines
 from edgespec.cluster.ssh import reach_workers
 

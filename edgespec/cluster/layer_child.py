@@ -9,7 +9,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from edgespec.child_process import ChildProcess, module_arguments
+from edgespec.system.child_process import ChildProcess, module_arguments
 
 __all__ = ["LayerChild", "remove_folders", "temporary_folder"]
 

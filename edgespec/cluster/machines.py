@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgespec.checks import parse_size
 from edgespec.errors import OptionError
+from edgespec.system.checks import parse_size
 
 __all__ = ["Machines", "SshAddress", "WorkerAddress", "parse_address", "parse_machines"]
 

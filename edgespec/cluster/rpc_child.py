@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edgespec.child_process import ChildProcess, module_arguments
 from edgespec.cluster.rpc_probe import RpcServer, probe_rpc_server
 from edgespec.errors import WorkerError
+from edgespec.system.child_process import ChildProcess, module_arguments
 
 __all__ = ["LOOPBACK", "RpcChild"]
 

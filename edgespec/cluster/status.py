@@ -22,7 +22,7 @@ __all__ = [
 
 # The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
 # status, the worker sends a byte every second, until either side closes the connection. After `MEASURE`, the
-# worker sends its status and answers the messages of `link_speed.py`. `LAYERS` starts a process that runs
+# worker sends its status and answers the messages of `link.py`. `LAYERS` starts a process that runs
 # layers of an MLX target. The worker accepts it once while it is reserved. The connection then carries the
 # messages of `messages.py`.
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
@@ -53,7 +53,7 @@ class WorkerStatus:
         devices: The devices that the worker lends.
         memory_bytes: The memory that the worker offers, on all devices together.
         busy: Whether another target uses the worker.
-        speed: The measured speed of the machine, as written by `edgespec.assembly.worker_speed`. Empty if
+        speed: The measured speed of the machine, as written by `edgespec.loading.worker_speed`. Empty if
             it was not measured.
         mlx_lm: The versions of mlx-lm and mlx, which must be the same on all machines of an MLX target. Empty
             if they are not installed.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.cluster.messages import Buffer
-from edgespec.disk_checks import free_bytes
 from edgespec.errors import WorkerError
-from edgespec.files import (
+from edgespec.system.disk_checks import free_bytes
+from edgespec.system.files import (
     error_reason,
     file_state,
     format_bytes,

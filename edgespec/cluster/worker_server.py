@@ -16,8 +16,7 @@ import psutil
 
 from edgespec.cluster.layer_child import LayerChild
 from edgespec.cluster.libraries import installed_mlx
-from edgespec.cluster.link import set_timeouts
-from edgespec.cluster.link_speed import answer_messages
+from edgespec.cluster.link import answer_messages, set_timeouts
 from edgespec.cluster.rpc_child import LOOPBACK, RpcChild
 from edgespec.cluster.rpc_probe import HELLO
 from edgespec.cluster.status import LAYERS, LEAD, MEASURE, PROBE, Device, WorkerStatus

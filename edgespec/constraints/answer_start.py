@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Vocabulary
 from edgespec.chat.reasoning import REASONING_MARKERS, piece_with_markers
 from edgespec.constraints.tokenizer import ConstraintTokenizer
+from edgespec.model.base import Vocabulary
 
 __all__ = ["Answer", "AnswerPhase", "AnswerStart", "Gap", "Opening", "Reasoning", "Unconstrained"]
 

@@ -10,16 +10,17 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgespec.backends.base import Vocabulary
+from edgespec.chat.tool_calls.grammar import AnswerRule
 from edgespec.constraints.answer_start import AnswerStart
 from edgespec.constraints.endless import requires_endless_value
-from edgespec.constraints.matcher import new_matcher, readable, text_of
+from edgespec.constraints.matcher import as_expression, new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.constraints.trial import ConstraintTrial, borrowed_trial
-from edgespec.enforceable_schemas import enforceable_schema, subschemas
 from edgespec.errors import OptionError
+from edgespec.model.base import Vocabulary
+from edgespec.options.schemas.enforceable import enforceable_schema, subschemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -32,6 +33,13 @@ _MAX_CHARACTERS = 1 << 18
 _MAX_SHOWN_CHARACTERS = 300
 # Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_LOOK_AROUND = re.compile(r"lookarounds not supported yet; (Word|Start|End)")
+# The parts of regular expressions that llguidance gives these names.
+_LOOKS = {
+    "Word": r"a word boundary, such as \b,",
+    "Start": r"^ or \A after the start",
+    "End": r"$ or \z before the end",
+}
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
 _UNKNOWN_FORMAT = re.compile("Unknown format: (.+)")
 # Matches the beginning of a rule in llama.cpp's grammars.
@@ -85,17 +93,33 @@ class ConstraintCompiler:
         """Raise OptionError if a constraint is invalid or no text satisfies it. See `processor`."""
         self._matcher(constraint)
 
+    def answer_rule(self, constraint: Constraint) -> AnswerRule:
+        """Return a constraint as part of the grammar of a reply that can also be calls of tools.
+
+        Raises OptionError if the constraint is invalid or no text satisfies it.
+        """
+        self.check(constraint)
+        expression = as_expression(constraint.option, _checked_text(constraint))
+        return AnswerRule(expression, is_json=constraint.option == "schema")
+
     def processor(
-        self, constraint: Constraint, prompt: Sequence[int], reply_start: str = ""
+        self,
+        constraint: Constraint,
+        prompt: Sequence[int],
+        reply_start: str = "",
+        *,
+        text_may_precede: bool = False,
     ) -> ConstraintProcessor:
         """Return the logits processor that makes one reply satisfy a constraint.
 
-        The constraint applies to the answer only, and not to the reasoning before it.
+        The constraint applies only to the answer, not to the reasoning before it.
 
         Args:
             constraint: The constraint.
             prompt: Tokens of the prompt. Its end shows whether the model can still decide to reason.
             reply_start: Text at the end of the prompt that belongs to the reply.
+            text_may_precede: Whether `reply_start` may violate the constraint, such as text before a tool
+                call. If it does, the constraint applies only to the text after it.
 
         Raises:
             CapabilityError: No token of the vocabulary ends a reply.
@@ -108,7 +132,10 @@ class ConstraintCompiler:
             start = AnswerStart(tokenizer, self._vocabulary, prompt, reply_start, answer_tokens)
             given = tokenizer.for_llguidance.tokenize_str(start.text)
         if matcher.try_consume_tokens(given) < len(given):
-            name = _KINDS[constraint.option].name
+            if text_may_precede:
+                return ConstraintProcessor(tokenizer, self._matcher(constraint), start)
+            # The grammar of a reply that can be calls or an answer is not known to the user.
+            name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
                 f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
                 f"continue the reply without the {name}, or ask for a new reply",
@@ -212,6 +239,11 @@ def _refused(option: str, text: str, message: str) -> OptionError:
         )
     if option == "regex" and (error := _REGEX_ERROR.search(message)):
         return OptionError(f"invalid regular expression {_shortened(text)!r}: {error[1]}", kind.hint)
+    if option == "regex" and (look := _LOOK_AROUND.search(message)):
+        return OptionError(
+            f"the regular expression {_shortened(text)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
+            "remove it, because the whole reply must match anyway, or write out what may stand there",
+        )
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
         verb = "are" if "," in keywords[1] else "is"
         names = _shortened(keywords[1].replace('"', ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["new_matcher", "readable", "text_of"]
+__all__ = ["as_expression", "new_matcher", "readable", "text_of"]
 
 # Parts of llguidance's messages to remove: an internal mark, and the stack frames at the end.
 _NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
@@ -23,11 +24,31 @@ _STYLE: JsonCompileOptions = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
+# Characters to escape in a regular expression of a Lark grammar.
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def text_of(constraint: Constraint) -> str:
     """Return the text that llguidance compiles."""
     return _choices(constraint.value) if constraint.option == "choice" else constraint.value
+
+
+def as_expression(option: str, text: str) -> str:
+    """Return a constraint as an expression in llguidance's Lark format, as part of a larger grammar.
+
+    Args:
+        option: Name of the option that sets the constraint.
+        text: The constraint as text for `new_matcher`.
+    """
+    match option:
+        case "schema":
+            return f"%json {json.dumps({**json.loads(text), 'x-guidance': _STYLE})}"
+        case "grammar":
+            return f"%lark {{\n{text}\n}}"
+        case _:
+            # A slash ends a regular expression in Lark, and so does a line break.
+            escaped = re.sub(r"(?s)\\.|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), text)
+            return f"/{escaped}/"
 
 
 def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:

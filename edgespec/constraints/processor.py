@@ -64,6 +64,25 @@ class ConstraintProcessor(LogitsProcessor):
         # The current state, and the state whose tokens the matcher has consumed.
         self._state = self._matched = _State(None, -1, start.phase)
         self._masked: deque[_State] = deque()
+        # `_checked` is the answer that `may_end` was last called with. The matcher has read it, or is None if
+        # the constraint does not allow this answer.
+        self._checker: LLMatcher | None = matcher.deep_copy()
+        self._initial, self._checked = matcher.deep_copy(), ""
+
+    def may_end(self, answer: str) -> bool:
+        """Return whether the reply could end after `answer`, that is, whether it satisfies the constraint.
+
+        Args:
+            answer: The new text of the answer, excluding the part at the end of the prompt. It usually
+                extends the answer of the previous call.
+        """
+        if not answer.startswith(self._checked):
+            self._checker, self._checked = self._initial.deep_copy(), ""
+        tokens = self._tokenizer.for_llguidance.tokenize_str(answer[len(self._checked) :])
+        if self._checker and self._checker.try_consume_tokens(tokens) < len(tokens):
+            self._checker = None
+        self._checked = answer
+        return self._checker is not None and self._checker.is_accepting()
 
     def push(self, token: int) -> None:
         state = self._state

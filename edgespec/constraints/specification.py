@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from edgespec.errors import OptionError
-from edgespec.reply_options import CONSTRAINT_NAMES
+from edgespec.options.reply_options import CONSTRAINT_NAMES
 
 __all__ = ["Constraint", "constraint_from"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Vocabulary
 from edgespec.errors import CapabilityError
+from edgespec.model.base import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Lock, Thread
 
-from edgespec.child_process import ChildProcess, module_arguments
 from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.system.child_process import ChildProcess, module_arguments
 
 __all__ = ["ConstraintTrial", "borrowed_trial"]
 

@@ -10,7 +10,7 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.logprobs import TokenLogprob, token_logprobs
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.stats import RoundTimer, Stats
+from edgespec.engine.stats import Round, RoundTimer, Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
@@ -55,12 +55,15 @@ class Step:
         accepted: Number of leading `tokens` that are accepted draft tokens.
         finish_reason: Why the reply ends after these tokens, or None if it continues.
         logprobs: The log-probability of each token, if it was requested.
+        prompt_logprobs: The log-probability of each token of the prompt after the first, if this was
+            requested. Only the first step of such a reply has them.
     """
 
     tokens: tuple[int, ...]
     accepted: int
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 def decode(
@@ -147,11 +150,14 @@ def decode(
             sampler.push(last_token)
         emitted_total += len(tokens)
         accepted = min(len(result.path), len(tokens))
+        is_shared = logits.other_tokens > 0
+        stats.rounds.append(
+            Round(tree.tokens, tree.parents, result.path, len(tokens), is_shared, first_logits is not None)
+        )
         if first_logits:
             stats.count_prompt_pass()
             first_logits = None
         else:
-            is_shared = logits.other_tokens > 0
             stats.count_round(tree.depths, accepted, len(tokens), is_shared=is_shared)
         timer.lap("overhead")
         timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)

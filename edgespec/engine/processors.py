@@ -24,6 +24,7 @@ __all__ = [
     "LogitBias",
     "LogitsProcessor",
     "MinP",
+    "MinTokens",
     "Penalties",
     "Temperature",
     "TopK",
@@ -150,6 +151,34 @@ class LogitBias(LogitsProcessor):
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         return self._tokens[self._tokens < vocab_size]
+
+
+class MinTokens(LogitsProcessor):
+    """Excludes the tokens that end the reply until it has a minimum number of tokens.
+
+    If a constraint allows no other token, the reply may end earlier.
+    """
+
+    def __init__(self, end_tokens: Iterable[int], minimum: int) -> None:
+        self._ends = np.array(sorted(end_tokens), np.int64)
+        self._minimum = minimum
+        self._count = 0
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, logits = candidates
+        kept = ~np.isin(tokens, self._ends, assume_unique=True)
+        if self._count >= self._minimum or not kept.any():
+            return candidates
+        return tokens[kept], logits[kept]
+
+    def push(self, token: int) -> None:  # noqa: ARG002
+        self._count += 1
+
+    def pop(self, count: int) -> None:
+        self._count -= count
+
+    def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        return self._ends[self._ends < vocab_size] if self._count < self._minimum else _NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from edgespec.errors import OptionError
@@ -79,24 +80,36 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (lowest, highest, _, hint) in SETTING_RANGES.items():
-            value, is_whole = getattr(self, name), isinstance(lowest, int)
-            types = int if is_whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, types) or not lowest <= value <= highest:
+            given, is_whole = getattr(self, name), isinstance(lowest, int)
+            value = _plain(given, Integral if is_whole else Real)
+            if value is None or not lowest <= value <= highest:
                 span = f"{lowest} to {highest}" if is_whole else f"{lowest:g} to {highest:g}"
                 kind = "an integer" if is_whole else "a number"
-                raise OptionError(f"{name} must be {kind} from {span}, not {value!r}", hint)
+                raise OptionError(f"{name} must be {kind} from {span}, not {given!r}", hint, option=name)
+            object.__setattr__(self, name, value)
         biases: Any = self.logit_bias
         if not isinstance(biases, Mapping):
-            raise OptionError(f"logit_bias must be a dict, not {biases!r}", "map token ids to numbers")
+            raise OptionError(
+                f"logit_bias must be a dict, not {biases!r}",
+                'map token ids to numbers, such as {"1523": -2.5}',
+                option="logit_bias",
+            )
+        plain: dict[int, float] = {}
         for token, bias in biases.items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            token_id, number = _plain(token, Integral), _plain(bias, Real)
+            if token_id is None or token_id < 0:
                 raise OptionError(
-                    f"logit_bias contains an invalid token id: {token!r}", "use non-negative integers"
+                    f"logit_bias contains an invalid token id: {token!r}",
+                    "use non-negative integers",
+                    option="logit_bias",
                 )
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
+            if number is None or not number < math.inf:
                 raise OptionError(
-                    f"logit_bias for token {token} must be a finite number or -inf, not {bias!r}"
+                    f"logit_bias for token {token} must be a finite number or -inf, not {bias!r}",
+                    option="logit_bias",
                 )
+            plain[token_id] = number
+        object.__setattr__(self, "logit_bias", plain)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -114,3 +127,10 @@ class SamplingParams:
         return self.penalty_window != 0 and (
             self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
+
+
+def _plain(value: Any, kind: type[Integral] | type[Real]) -> Any:
+    """Return a number of any kind, such as NumPy's, as Python's. None if it is none, or is a boolean."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -117,6 +117,18 @@ class TokenTree:
             self.block_verifiable,
         )
 
+    def padded(self, width: int) -> TokenTree:
+        """Return a tree of at least `width` nodes, in which the last token is repeated as a chain."""
+        more = width - self.width
+        if more <= 0:
+            return self
+        return TokenTree(
+            (*self.tokens, *self.tokens[-1:] * more),
+            (*self.parents, *range(self.width - 1, width - 1)),
+            (*self.draft_probs, *(None,) * more),
+            self.block_verifiable,
+        )
+
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:

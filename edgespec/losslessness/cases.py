@@ -83,6 +83,7 @@ def check_at_once(acceptance: str, cases: int) -> None:
         raise OptionError(
             f"--acceptance {acceptance} cannot be combined with --parallel",
             "omit one of them, because concurrent replies are compared token by token",
+            option="acceptance",
         )
     if cases < 2:
         raise OptionError("there is only one reply, so --parallel has no effect", "use more prompts")

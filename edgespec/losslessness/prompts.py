@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.catalog.catalogue import models_folder
+from edgespec.api.runtime import Runtime
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
+from edgespec.chat.tokenizing import tokenize_whole
 from edgespec.errors import OptionError, shorten
-from edgespec.files import error_reason, format_bytes
-from edgespec.runtime import Runtime
+from edgespec.store.catalogue import models_folder
+from edgespec.system.files import error_reason, format_bytes
 
 __all__ = ["Prompt", "prompt_tokens", "read_prompts"]
 
@@ -54,13 +55,13 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     try:
         with file.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error_reason(error)
         raise OptionError(f"cannot read prompts from {file}: {reason}", "check the path") from error
     if len(data) > _MAX_BYTES:
         raise OptionError(f"{file} has more than {format_bytes(_MAX_BYTES)} of prompts", "use fewer prompts")
-    prompts = [_prompt(line, at, file) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
+    prompts = [_prompt(line, at, file) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:
         raise OptionError(f"{file} contains no prompts", 'write one per line, such as {"prompt": "Hello"}')
     return prompts
@@ -107,5 +108,5 @@ def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt. Without a chat template, its messages are joined by newlines."""
     if runtime.template is None:
         text = "\n".join(message.content for message in prompt.messages)
-        return runtime.vocabulary.tokenize(text, special=True, start=True)
+        return tokenize_whole(runtime.vocabulary, text)
     return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages).tokens

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
+from edgespec.decode.reply import Reply
+from edgespec.losslessness.replay import Reason, Verdict
 from edgespec.losslessness.statistics import holm
-from edgespec.reply import Reply
 
-__all__ = ["Divergence", "MethodFindings", "MethodResult", "Verdict", "VerifyReport"]
-
-Verdict = Literal["near_tie", "violation"]
+__all__ = ["Divergence", "MethodFindings", "MethodResult", "VerifyReport"]
 
 # A statistical test fails if its p-value after Holm's correction is below this value.
 _SIGNIFICANCE = 0.001
@@ -18,45 +16,42 @@ _SIGNIFICANCE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between a method's reply and the reply from plain decoding.
+    """A reply that differs from the reply of plain decoding, or a fault that did not change any token.
 
     Attributes:
         prompt: Name of the prompt.
         temperature: Temperature of both replies.
         draft_length: Draft length of the method.
-        position: Index of the first token that differs.
-        gap: Difference between the scores of the two tokens, in logits. None if one of the replies ended
-            here, or a constraint forbids one of the tokens.
-        cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
-            as the method's, over the same tokens. None if one of the replies ended here.
-        sharing_error: Largest difference between the logits of the reply alone and together with other
-            replies, over the same tokens. None if replies were generated one at a time, or one of them ended
-            here.
-        leak: Largest difference in logits caused by the text of other replies. Unless it is 0, the reply read
-            another reply's cached keys and values. None in the same cases as `sharing_error`.
+        position: Index of the first token that differs. If both replies are equal, index of the first token
+            that is wrong or has wrong logits.
         plain_token: Token from plain decoding. None if its reply had ended.
         other_token: Token from the method. None if its reply had ended.
-        verdict: `near_tie` if the rounding error explains the difference, otherwise `violation`.
+        verdict: `rounding` or `fault`. See `judge`.
+        reason: Why the reply is wrong. None for `rounding`.
+        largest_difference: Largest difference between the logits of the method's passes and of single-token
+            passes, over the same tokens. With several replies at once, also the largest difference
+            between the logits of a reply alone and together with other replies. None if it was not measured.
+        leak: Largest difference in logits caused by the text of other replies. Unless it is 0, the reply read
+            another reply's cached keys and values. None if replies were generated one at a time.
     """
 
     prompt: str
     temperature: float
     draft_length: int
     position: int
-    gap: float | None
-    cross_width_error: float | None
-    sharing_error: float | None
-    leak: float | None
     plain_token: int | None
     other_token: int | None
     verdict: Verdict
+    reason: Reason | None = None
+    largest_difference: float | None = None
+    leak: float | None = None
 
 
 @dataclass(slots=True)
 class MethodResult:
     """The results of one drafting method.
 
-    Every prompt counts once, by its worst reply: identical + near_tie + violations == prompts.
+    Every prompt counts once, by its worst reply: identical + rounding + faults == prompts.
 
     Attributes:
         replies: Number of replies that were compared, or sampled in rejection mode.
@@ -64,8 +59,10 @@ class MethodResult:
         target_passes: Number of target passes for these replies, excluding passes over the prompt.
         shared_passes: Number of target passes that also processed tokens of other replies.
         identical: Number of prompts whose replies are all identical to plain decoding.
-        near_tie: Number of prompts whose replies differ, but only by differences that rounding can explain.
-        violations: Number of prompts with a difference that rounding cannot explain, or a failed test.
+        rounding: Number of prompts with replies that differ only because passes of different widths are
+            rounded differently.
+        faults: Number of prompts with a reply that is wrong for another reason, or with a failed test.
+        largest_difference: The largest `largest_difference` of the divergences. None if none was measured.
         divergences: The first difference of each reply that differs.
         smallest_corrected_p_value: Smallest p-value of the method's statistical tests after Holm's
             correction. None if there were no tests.
@@ -80,8 +77,9 @@ class MethodResult:
     accepted_tokens: int = 0
     shared_passes: int = 0
     identical: int = 0
-    near_tie: int = 0
-    violations: int = 0
+    rounding: int = 0
+    faults: int = 0
+    largest_difference: float | None = None
     divergences: list[Divergence] = field(default_factory=list)
     smallest_corrected_p_value: float | None = None
     note: str = ""
@@ -107,10 +105,12 @@ class MethodFindings:
     def finished_result(self) -> MethodResult:
         result, corrected = self.result, holm([p for _, p in self.tests])
         wrong = {name for (name, _), p in zip(self.tests, corrected, strict=True) if p < _SIGNIFICANCE}
-        wrong |= {d.prompt for d in result.divergences if d.verdict == "violation"}
-        near_ties = {d.prompt for d in result.divergences} - wrong
-        result.violations, result.near_tie = len(wrong), len(near_ties)
-        result.identical = result.prompts - len(wrong) - len(near_ties)
+        wrong |= {d.prompt for d in result.divergences if d.verdict == "fault"}
+        rounded = {d.prompt for d in result.divergences} - wrong
+        result.faults, result.rounding = len(wrong), len(rounded)
+        result.identical = result.prompts - len(wrong) - len(rounded)
+        differences = [d.largest_difference for d in result.divergences if d.largest_difference is not None]
+        result.largest_difference = max(differences, default=None)
         result.smallest_corrected_p_value = min(corrected, default=None)
         return result
 
@@ -122,6 +122,8 @@ class VerifyReport:
     Attributes:
         parallel: Number of replies that were generated at once with each method.
         heads: Names of the loaded heads.
+        exact: Whether edgespec promised at load that all passes agree bit for bit. Replies that differ by
+            rounding then break the promise. See `Capabilities.exact`.
     """
 
     target: str
@@ -130,10 +132,20 @@ class VerifyReport:
     methods: dict[str, MethodResult]
     parallel: int = 1
     heads: tuple[str, ...] = ()
+    exact: bool = False
 
     @property
-    def violations(self) -> int:
-        return sum(result.violations for result in self.methods.values())
+    def faults(self) -> int:
+        return sum(result.faults for result in self.methods.values())
+
+    @property
+    def rounding(self) -> int:
+        return sum(result.rounding for result in self.methods.values())
+
+    @property
+    def broken_promises(self) -> int:
+        """Number of prompts whose replies differ by rounding although edgespec promised equal bits."""
+        return self.rounding if self.exact else 0
 
     @property
     def nothing_drafted(self) -> tuple[str, ...]:
@@ -152,6 +164,7 @@ class VerifyReport:
     def to_json(self) -> dict[str, object]:
         """Return the report as the object that `verify --json` prints."""
         return asdict(self) | {
+            "broken_promises": self.broken_promises,
             "nothing_drafted": list(self.nothing_drafted),
             "nothing_shared": list(self.nothing_shared),
         }

@@ -8,18 +8,17 @@ in passes that also contain tokens of other replies. The texts of the other repl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import cycle, islice
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.losslessness.rescore import Alone, Rescored, largest_difference, logit_rows
+from edgespec.losslessness.logit_rows import Alone, largest_difference, logit_rows
+from edgespec.model.base import LanguageModel
 
 __all__ = ["SharingErrors", "measure_sharing"]
 
@@ -38,16 +37,15 @@ _SHARED_EVERY = 4
 
 
 class SharingErrors(NamedTuple):
-    """The changes in a reply's logits that other replies in the same context cause.
+    """The changes in a reply's logits caused by other replies in the same context.
 
     Attributes:
-        rescored: The logits at one token position, alone and together with other replies. Its error is the
-            largest difference between them at this position or an earlier one.
+        largest_difference: Largest difference between the logits alone and together with the others.
         leak: Largest difference caused by the texts of the other replies. Unless it is 0, the reply read KV
             cells of another reply.
     """
 
-    rescored: Rescored
+    largest_difference: float
     leak: float
 
 
@@ -58,9 +56,8 @@ def measure_sharing(
     others: Sequence[Sequence[int]],
     *,
     width: int,
-    explains: Callable[[Rescored], bool],
 ) -> SharingErrors:
-    """Compute the logits after a reply, both alone and together with other replies in the same context.
+    """Compute the logits of a reply, both alone and together with other replies in the same context.
 
     Overwrites the KV caches of all models.
 
@@ -70,7 +67,6 @@ def measure_sharing(
         reply: The first tokens of the reply.
         others: Texts for the other models, at least one. They are repeated if necessary.
         width: Number of tokens per verify pass of each other model.
-        explains: Called after each measurement. Returning True ends the measurements.
     """
     model, *neighbours = models
     for each in neighbours:
@@ -79,7 +75,6 @@ def measure_sharing(
     total = len(prompt) + len(reply)
     leak = _measure_leak(models, prompt, reply, others)
     errors: list[float] = []
-    wide: list[NDArray[np.float32]] = []
     with ThreadPoolExecutor(len(neighbours)) as pool:
         while len(errors) < _MAX_MEASUREMENTS and np.count_nonzero(errors) < _ENOUGH_ERRORS:
             passes: Alone
@@ -88,13 +83,12 @@ def measure_sharing(
             else:
                 passes = _MovingPasses(models, others, total, seed=len(errors))
             rows = logit_rows(model, prompt, reply, passes=passes)
-            wide.append(rows[-1])
             errors.append(largest_difference(plain, rows))
-            if leak or explains(Rescored(plain[-1], wide, max(errors))):
+            if leak:
                 break
     for each in models:
         each.truncate(0)
-    return SharingErrors(Rescored(plain[-1], wide, max(errors)), leak)
+    return SharingErrors(max(errors), leak)
 
 
 def _measure_leak(

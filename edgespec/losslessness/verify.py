@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, isfinite
+from math import inf
 from time import monotonic
 from typing import Any
 
-from edgespec.backends.base import LanguageModel
-from edgespec.checks import check_integer, check_number
+from edgespec.api.runtime import Runtime
 from edgespec.constraints import ConstraintCompiler
+from edgespec.decode.reply import Reply
+from edgespec.decode.request import check_options
 from edgespec.engine.distribution import Distribution
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
@@ -22,13 +24,13 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError, shorten
 from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
-from edgespec.losslessness.report import Divergence, MethodFindings, Verdict, VerifyReport
-from edgespec.losslessness.rescore import Rescored, is_near_tie, rescore, score_gap
+from edgespec.losslessness.replay import Judgement, MadeReply, PromptRead, Reason, find_fault, judge
+from edgespec.losslessness.report import Divergence, MethodFindings, VerifyReport
 from edgespec.losslessness.sharing import measure_sharing
 from edgespec.losslessness.statistics import Sample, p_value
-from edgespec.reply import Reply
-from edgespec.request import check_options
-from edgespec.runtime import Runtime
+from edgespec.model.base import LanguageModel
+from edgespec.system.checks import check_integer, check_number
+from edgespec.system.cores import CPU_LOAD
 
 __all__ = ["verify"]
 
@@ -36,6 +38,8 @@ __all__ = ["verify"]
 _TESTED_POSITIONS = 3
 # Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
+# Number of cached tokens of another prompt that follow the prefix shared with the current prompt.
+_UNSHARED_TOKENS = 8
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
 
@@ -60,17 +64,21 @@ def verify(
 ) -> VerifyReport:
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
-    In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the logits
-    at the first difference are computed again (see `rescore`). The difference is a violation if rounding
-    errors do not explain it, or if the target was loaded with `exact`.
+    In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the passes
+    of the reply run again in an empty context (see `judge`). If they give the reply's tokens again, the
+    difference is rounding, otherwise it is a fault. The passes of every reply of plain decoding run again,
+    and so do those of one reply with each method and draft length.
 
     In rejection mode above temperature 0, the first three tokens of many replies must follow the distribution
     of plain decoding. A G-test checks each position, given the tokens before it. P-values below 0.001, after
-    Holm's correction over all tests of a method, are violations.
+    Holm's correction over all tests of a method, are faults.
 
     With `at_once`, the methods generate as many replies at a time as the runtime allows, and plain decoding
-    one at a time. The rounding errors that other replies in a shared context cause are measured too (see
-    `measure_sharing`). If the text of another reply changes the logits, that is a violation.
+    one at a time. If a reply differs, the same method generates it alone, and that reply is judged. If the
+    text of another reply changes the logits (see `measure_sharing`), that is a fault too.
+
+    Meanwhile, the number of CPU threads does not follow the load of the machine, because it can change how
+    logits are rounded.
 
     The report contains the number of drafted tokens. If it is 0, nothing was verified. Load the runtime with
     `always_draft` to draft even where drafting is slower.
@@ -125,18 +133,28 @@ def verify(
         planned_tokens=compared * max_tokens + sampled * min(_TESTED_POSITIONS, max_tokens),
     )
     findings = {method: MethodFindings(len(prompts)) for method in methods}
-    if at_once:
-        run.check_at_once(cases, findings)
-    else:
-        for case in cases:
-            run.check(case, findings[case.method])
+    with CPU_LOAD.ignored():
+        if at_once:
+            run.check_at_once(cases, findings)
+        else:
+            for prompt in prompts:
+                run.check_prompt([case for case in cases if case.prompt is prompt], findings)
     if progress:
         progress("done", 1.0)
     draft = runtime.draft.name if runtime.draft else None
     results = {method: each.finished_result() for method, each in findings.items()}
     heads = tuple(head.name for head in runtime.heads)
     at_a_time = runtime.parallel if at_once else 1
-    return VerifyReport(runtime.target.name, draft, acceptance, results, at_a_time, heads)
+    is_exact = runtime.target.capabilities.exact
+    return VerifyReport(runtime.target.name, draft, acceptance, results, at_a_time, heads, is_exact)
+
+
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """A reply, and the prompts that its target read for it since its cache was empty."""
+
+    reply: Reply
+    reads: tuple[PromptRead, ...]
 
 
 @dataclass
@@ -155,7 +173,14 @@ class _Verification:
     done_tokens: float = 0
     description: str = ""
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    plain: dict[tuple[str, float], Reply] = field(default_factory=dict)
+    plain: dict[tuple[str, float], _Generated] = field(default_factory=dict)
+    # For each reply in `plain`, its fault and the position of its first wrong token, or None if it is right.
+    plain_faults: dict[tuple[str, float], tuple[Judgement, int] | None] = field(default_factory=dict)
+    # The methods and draft lengths for which an identical reply has been checked for leaks.
+    leaks_checked: set[tuple[str, int]] = field(default_factory=set)
+    # The prompts whose tokens are in the target's cache, in the order in which it read them.
+    reads: tuple[PromptRead, ...] = ()
+    last_prompt: Sequence[int] = ()
 
     @cached_property
     def constraints(self) -> ConstraintCompiler:
@@ -166,12 +191,62 @@ class _Verification:
             self.description, self.done_tokens / self.planned_tokens
         )
 
-    def check(self, case: Case, findings: MethodFindings) -> None:
-        self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
-        if case.is_sampled(self.acceptance):
-            self._check_distribution(case, findings)
-        else:
-            self._check_tokens(case, findings)
+    def check_prompt(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
+        """Check all cases of one prompt.
+
+        All replies to the prompt are generated before any is judged, because a replay empties the cache.
+        """
+        self._begin_prompt(cases[0].prompt)
+        replies: list[tuple[Case, _Generated]] = []
+        for case in cases:
+            self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
+            if not case.is_sampled(self.acceptance):
+                self._plain(case)
+                replies.append((case, self._reply(case, **self._drafting(case))))
+                self._run_idle_work()
+        for case, made in replies:
+            self._compare(case, made, findings[case.method])
+        for case in cases:
+            self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
+            if case.is_sampled(self.acceptance):
+                self._check_distribution(case, findings[case.method])
+
+    def _begin_prompt(self, prompt: Prompt) -> None:
+        """Empty all caches, and read the start of another prompt into the target's cache.
+
+        A replay can only reproduce the cached tokens that a reply used if it knows which prompts they came
+        from. The first reply to the prompt then reuses the tokens that both prompts share.
+        """
+        tokens, before = self._prompt_tokens(prompt), self.last_prompt
+        self.last_prompt = tokens
+        self._clear_cache()
+        if before and self._reuses_prefixes:
+            start = before[: common_prefix_length(before, tokens) + _UNSHARED_TOKENS]
+            stream = self.runtime.stream_tokens(start, max_tokens=1, method="none", temperature=0.0)
+            self._note_read(start, stream.wait())
+
+    def _clear_cache(self) -> None:
+        self.runtime.clear_cache()
+        self.reads = ()
+
+    @property
+    def _reuses_prefixes(self) -> bool:
+        """Whether replies may use cached tokens.
+
+        For recurrent models, the passes over a prompt depend on the stored checkpoints of their state. In a
+        shared context, the positions of a reply's KV cells depend on the cached tokens of all replies.
+        """
+        return self.runtime.target.capabilities.partial_truncate and self.runtime.parallel == 1
+
+    def _note_read(self, tokens: Sequence[int], reply: Reply) -> None:
+        """Record which tokens of the prompt came from the cache, and which ones the target has read."""
+        cached = reply.stats.cached_prompt_tokens
+        if self.reads:
+            # A correct cache never keeps more than this. If it does, the replay must not do the same.
+            cached = min(cached, common_prefix_length(self.reads[-1].tokens, tokens))
+        # Drop the prompts that have no tokens left in the cache.
+        kept = tuple(read for read in self.reads if read.cached_tokens < cached)
+        self.reads = (*kept, PromptRead(tuple(tokens), cached if kept else 0))
 
     def _run_idle_work(self) -> None:
         end = monotonic() + self.idle_seconds
@@ -182,12 +257,15 @@ class _Verification:
             self.tokens[prompt.name] = prompt_tokens(self.runtime, prompt)
         return self.tokens[prompt.name]
 
-    def _reply(self, case: Case, enough_tokens: float = inf, **options: Any) -> Reply:
+    def _reply(self, case: Case, enough_tokens: float = inf, **options: Any) -> _Generated:
         if not self.should_continue():
             raise CancelledError("verification was cancelled")
+        if not self._reuses_prefixes:
+            self._clear_cache()
         reply = self._generate(case, enough_tokens, **options)
+        self._note_read(self._prompt_tokens(case.prompt), reply)
         self.done_tokens += min(enough_tokens, self.max_tokens)
-        return reply
+        return _Generated(reply, self.reads)
 
     def _generate(self, case: Case, enough_tokens: float = inf, **options: Any) -> Reply:
         stream = self.runtime.stream_tokens(
@@ -210,10 +288,10 @@ class _Verification:
         """Generate concurrent replies, and compare each with a reply that plain decoding generated alone."""
         for case in cases:
             self.description = f"{case.prompt.name}, alone"
-            self.runtime.clear_cache()
+            self._clear_cache()
             self._plain(case)
         self._run_idle_work()
-        self.runtime.clear_cache()
+        self._clear_cache()
         self.description = f"{self.runtime.parallel} replies at once"
         # Sort the cases so that replies to different prompts are generated together.
         mixed = sorted(cases, key=lambda case: (case.temperature, case.draft_length, case.method))
@@ -226,7 +304,9 @@ class _Verification:
                 self.runtime.cancel()
                 raise
         for case, reply in replies:
-            self._compare(case, reply, findings[case.method])
+            self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
+            # A reply that shared passes with others cannot be replayed, because it depends on them.
+            self._compare(case, _Generated(reply, ()), findings[case.method])
 
     def _finished(self, running: Future[Reply]) -> Reply:
         if not self.should_continue():
@@ -235,7 +315,7 @@ class _Verification:
         self.done_tokens += self.max_tokens
         return reply
 
-    def _plain(self, case: Case) -> Reply:
+    def _plain(self, case: Case) -> _Generated:
         key = (case.prompt.name, case.temperature)
         if key not in self.plain:
             self.plain[key] = self._reply(case, method="none", acceptance="invariant")
@@ -244,82 +324,137 @@ class _Verification:
     def _drafting(self, case: Case) -> dict[str, Any]:
         return {"method": case.method, "draft_length": case.draft_length, "acceptance": self.acceptance}
 
-    def _check_tokens(self, case: Case, findings: MethodFindings) -> None:
-        self._plain(case)
-        other = self._reply(case, **self._drafting(case))
-        self._run_idle_work()
-        self._compare(case, other, findings)
-
-    def _compare(self, case: Case, other: Reply, findings: MethodFindings) -> None:
-        plain = self._plain(case)
-        findings.count(other)
-        if other.tokens != plain.tokens:
-            findings.result.divergences.append(self._divergence(case, plain, other))
-
-    def _divergence(self, case: Case, plain: Reply, other: Reply) -> Divergence:
-        pairs = zip(plain.tokens, other.tokens, strict=False)
-        shorter = min(len(plain.tokens), len(other.tokens))
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-        plain_token, other_token = (
-            reply.tokens[at] if at < len(reply.tokens) else None for reply in (plain, other)
+    def _compare(self, case: Case, other: _Generated, findings: MethodFindings) -> None:
+        """Count a reply, and judge it if it differs from plain decoding or if plain decoding is wrong."""
+        if not self.should_continue():
+            raise CancelledError("verification was cancelled")
+        findings.count(other.reply)
+        plain, plain_fault = self._plain(case), self._judge_plain(case)
+        position, leak = _first_difference(plain.reply.tokens, other.reply.tokens), None
+        if plain_fault:
+            judgement, position = plain_fault
+        elif position is not None:
+            judgement, leak = self._judge(case, other, position)
+        elif fault := self._find_leak(case, other):
+            judgement, position = fault
+        else:
+            return
+        findings.result.divergences.append(
+            Divergence(
+                prompt=case.prompt.name,
+                temperature=case.temperature,
+                draft_length=case.draft_length,
+                position=position,
+                plain_token=_token_at(plain.reply.tokens, position),
+                other_token=_token_at(other.reply.tokens, position),
+                verdict=judgement.verdict,
+                reason=judgement.reason,
+                largest_difference=judgement.largest_difference,
+                leak=leak,
+            )
         )
-        gap = error = sharing = None
-        verdict: Verdict = "violation"
-        if plain_token is not None and other_token is not None:
-            mean_drafted = other.stats.drafted_tokens / max(1, other.stats.target_passes)
-            widths = {case.draft_length + 1, round(mean_drafted) + 1} - {1}
-            start, shared = self._prompt_tokens(case.prompt), plain.tokens[:at]
-            params = self._params(temperature=case.temperature)
-            history = [*start, *shared]
 
-            def explains(rescored: Rescored) -> bool:
-                return is_near_tie(rescored, params, self.seed, history, plain_token, other_token)
+    def _judge_plain(self, case: Case) -> tuple[Judgement, int] | None:
+        """Return the fault of plain decoding's reply and its position, or None if the reply is right."""
+        key = (case.prompt.name, case.temperature)
+        if key not in self.plain_faults:
+            plain = self.plain[key]
+            with self.runtime.borrowed_target() as target:
+                fault = find_fault(target, self._made(case, plain))
+            if fault:
+                reason, position = fault
+                reason = self._refined(reason, case, plain, method="none", acceptance="invariant")
+                self.plain_faults[key] = Judgement("fault", reason), position
+            else:
+                self.plain_faults[key] = None
+        return self.plain_faults[key]
 
-            constraint = self._constraint(case.prompt, shared)
-            with self.runtime.borrowed_targets() as targets:
-                rescored = rescore(targets[0], start, shared, sorted(widths))
-                if len(targets) > 1:
-                    sharing = measure_sharing(
-                        targets,
-                        start,
-                        shared,
-                        self._texts_beside(case, len(targets) - 1),
-                        width=max(widths, default=1),
-                        explains=lambda beside: explains(rescored.joined(beside).constrained(constraint)),
-                    )
-            error = rescored.error
-            rescored = (rescored.joined(sharing.rescored) if sharing else rescored).constrained(constraint)
-            gap = score_gap(rescored.plain, params, self.seed, history, plain_token, other_token)
-            gap = gap if isfinite(gap) else None
-            is_possible = not self.runtime.target.capabilities.exact and not (sharing and sharing.leak)
-            if is_possible and explains(rescored):
-                verdict = "near_tie"
-        _, prompt, temperature, draft_length = case
-        return Divergence(
-            prompt.name,
-            temperature,
-            draft_length,
-            at,
-            gap,
-            error,
-            sharing.rescored.error if sharing else None,
-            sharing.leak if sharing else None,
-            plain_token,
-            other_token,
-            verdict,
-        )
+    def _find_leak(self, case: Case, other: _Generated) -> tuple[Judgement, int] | None:
+        """Check, for one identical reply of each method, that rejected tokens do not change later logits."""
+        key, made = (case.method, case.draft_length), self._made(case, other)
+        if key in self.leaks_checked or not other.reads or not made.has_rejected_tokens:
+            return None
+        self.leaks_checked.add(key)
+        with self.runtime.borrowed_target() as target:
+            fault = find_fault(target, made, finds_leaks=True)
+        return (Judgement("fault", fault[0]), fault[1]) if fault else None
+
+    def _judge(self, case: Case, other: _Generated, position: int) -> tuple[Judgement, float | None]:
+        """Judge a reply that differs from plain decoding. Also return `Divergence.leak`."""
+        plain = self._plain(case).reply
+        if position in (len(plain.tokens), len(other.reply.tokens)):
+            # The tokens before this position are equal, and they alone decide whether a reply ends.
+            return Judgement("fault", Reason.ENDING), None
+        if not other.reads:
+            return self._judge_at_once(case, position)
+        with self.runtime.borrowed_target() as target:
+            made = self._made(case, other)
+            judgement = judge(target, made, self._made(case, self._plain(case)), position)
+        if judgement.reason:
+            reason = self._refined(judgement.reason, case, other, **self._drafting(case))
+            judgement = judgement._replace(reason=reason)
+        return judgement, None
+
+    def _judge_at_once(self, case: Case, position: int) -> tuple[Judgement, float | None]:
+        """Judge a reply that was generated together with others, after generating it again alone."""
+        alone = self._generated_alone(case, **self._drafting(case))
+        plain = self._plain(case).reply.tokens
+        found = Judgement("rounding")
+        own_position = _first_difference(plain, alone.reply.tokens)
+        if own_position is not None:
+            found, _ = self._judge(case, alone, own_position)
+        if found.verdict == "fault" or self.runtime.parallel == 1:
+            return found, None
+        widths = [len(each.tokens) for each in alone.reply.stats.rounds]
+        with self.runtime.borrowed_targets() as targets:
+            sharing = measure_sharing(
+                targets,
+                self._prompt_tokens(case.prompt),
+                plain[:position],
+                self._texts_beside(case, len(targets) - 1),
+                width=max(widths),
+            )
+        largest = max(sharing.largest_difference, found.largest_difference or 0.0)
+        if sharing.leak or not largest:
+            return Judgement("fault", Reason.OTHER_REPLIES, largest), sharing.leak
+        return Judgement("rounding", None, largest), sharing.leak
+
+    def _generated_alone(self, case: Case, **options: Any) -> _Generated:
+        """Generate a reply without cached tokens, while no other reply is being generated."""
+        self._clear_cache()
+        reply = self._generate(case, **options)
+        self._note_read(self._prompt_tokens(case.prompt), reply)
+        return _Generated(reply, self.reads)
+
+    def _refined(self, reason: Reason, case: Case, wrong: _Generated, **options: Any) -> Reason:
+        """Return STALE_CACHE if the reply is wrong only when it reuses cached tokens, else `reason`."""
+        if reason is not Reason.NOT_REPRODUCED or len(wrong.reads) < 2:
+            return reason
+        alone = self._generated_alone(case, **options)
+        with self.runtime.borrowed_target() as target:
+            fault = find_fault(target, self._made(case, alone))
+        return reason if fault else Reason.STALE_CACHE
+
+    def _made(self, case: Case, generated: _Generated) -> MadeReply:
+        tokens = self._prompt_tokens(case.prompt)
+        params = self._params(temperature=case.temperature)
+
+        def sampler() -> Sampler:
+            return Sampler(params, self.seed, tokens, self._constraint(case.prompt, ()))
+
+        return MadeReply(generated.reads, generated.reply.stats.rounds, generated.reply.tokens, sampler)
 
     def _texts_beside(self, case: Case, count: int) -> list[Sequence[int]]:
         """Return up to `count` texts, each of another prompt followed by its reply."""
         names = [name for name in self.tokens if name != case.prompt.name][:count] or [case.prompt.name]
-        return [[*self.tokens[name], *self.plain[name, case.temperature].tokens] for name in names]
+        return [[*self.tokens[name], *self.plain[name, case.temperature].reply.tokens] for name in names]
 
     def _check_distribution(self, case: Case, findings: MethodFindings) -> None:
         options = {"method": case.method, "draft_length": case.draft_length, "acceptance": "rejection"}
         options |= {"max_tokens": max(_TESTED_POSITIONS, case.draft_length + 1), **_NO_FILTERS}
         after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
         for i in range(self.samples):
-            reply = self._reply(case, _TESTED_POSITIONS, **(options | {"seed": self.seed + i}))
+            reply = self._reply(case, _TESTED_POSITIONS, **(options | {"seed": self.seed + i})).reply
             findings.count(reply)
             drawn = reply.tokens[:_TESTED_POSITIONS]
             for position, token in enumerate(drawn):
@@ -362,6 +497,15 @@ class _Verification:
         for token in reply:
             processor.push(token)
         return [processor]
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Return the index of the first differing token, or None if the replies are equal."""
+    return None if a == b else common_prefix_length(a, b)
+
+
+def _token_at(tokens: Sequence[int], position: int) -> int | None:
+    return tokens[position] if position < len(tokens) else None
 
 
 def _distribution(

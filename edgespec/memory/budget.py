@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from edgespec.backends.registry import process_bytes
 from edgespec.errors import MemoryBudgetError
-from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
+from edgespec.model.registry import process_bytes
+from edgespec.system.files import format_bytes
 
 if sys.platform != "win32":
     # Import the module now, because `peak_bytes` may be called during interpreter shutdown, when imports

@@ -6,10 +6,10 @@ from collections import Counter
 from contextlib import suppress
 from time import perf_counter as now
 
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.memory_check import round_up_to_block
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.plan import MemoryPlan
+from edgespec.model.base import LanguageModel
+from edgespec.model.memory_check import round_up_to_block
 
 __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from edgespec.backends.memory_check import BLOCK_TOKENS
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory.plan import Decision, MemoryPlan
+from edgespec.model.memory_check import BLOCK_TOKENS
 
 __all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget"]
 
@@ -45,10 +45,11 @@ _RESTORABLE: tuple[PlanOption, ...] = (
     "draft_kv_type",
     "context",
 )
-# Effect of each KV cache format on quality compared with f32, measured by scripts/bench_kv_types.py.
+# Effect of each KV cache format, without figures, because they depend on the
+# model.`scripts/bench_kv_types.py` measures it.
 _QUALITY = {
-    "q8_0": "the demo model then predicts the same token as with f32 in 99.8 % of cases",
-    "q4_0": "the demo model then predicts the same token as with f32 in 97.8 % of cases",
+    "q8_0": "it needs about half the memory of 16-bit numbers, and few predicted tokens change",
+    "q4_0": "it needs about a quarter of the memory of 16-bit numbers, but more predicted tokens change",
 }
 
 

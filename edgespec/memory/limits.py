@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from edgespec.cgroups import control_groups
-from edgespec.heap import address_space_is_limited
+from edgespec.system.cgroups import control_groups
+from edgespec.system.heap import address_space_is_limited
 
 if sys.platform != "win32":
     import resource

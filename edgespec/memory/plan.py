@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgespec.backends.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.memory.budget import Budget
+from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "create_items", "shared_items"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter as now
 
-from edgespec.files import format_bytes
-from edgespec.heap import release_free_memory
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import SegmentStore
+from edgespec.system.files import format_bytes
+from edgespec.system.heap import release_free_memory
 
 __all__ = ["MemoryPressure"]
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter as now
 
-from edgespec.backends.base import LanguageModel, Progress
-from edgespec.backends.base_model import scaled_progress
 from edgespec.engine.logits import Logits
+from edgespec.engine.logprobs import TokenLogprob
 from edgespec.engine.prefix import common_prefix_length
+from edgespec.engine.scoring import score
 from edgespec.engine.stats import Stats
+from edgespec.errors import CancelledError, EdgespecError
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, HeadState, PrefixCache, reusable_tokens
+from edgespec.memory.prefix_cache import HeadState, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
+from edgespec.model.base import LanguageModel, Progress
+from edgespec.model.base_model import scaled_progress
+from edgespec.model.model_facts import Capabilities
 
-__all__ = ["TargetCache"]
+__all__ = ["TargetCache", "read_prompt"]
+
+# If KV cells depend on how a prompt is split into passes, prompts are read in passes of this many tokens.
+# Only the last pass over whole blocks, and the pass over the tokens after them, can be shorter.
+_READ_TOKENS = 256
+# Tokens per pass that reads a reply in idle time. A new request waits for at most one such pass.
+_IDLE_READ_TOKENS = 64
+# Maximum number of tokens per pass that scores a prompt. Limits the memory for logits.
+_SCORED_TOKENS = 64
 
 
 class TargetCache:
@@ -92,6 +105,36 @@ class TargetCache:
             self._truncate_to_reusable()
             self._cache.add(self._tokens)
 
+    @property
+    def has_reply_to_read(self) -> bool:
+        """Whether the next prompt could reuse more tokens after `read_reply`."""
+        tokens = len(self._tokens)
+        return not self._reuse_is_exact and self._reusable(tokens) > self._reusable(
+            min(self._prefilled_tokens, tokens)
+        )
+
+    def read_reply(self, should_continue: Callable[[], bool]) -> None:
+        """Read the last reply again, in the passes that the next prompt would use for it.
+
+        The KV cells that decoding computed can differ from those that prefill computes. The next prompt could
+        then reuse only the tokens of the last prompt, and would have to wait until the reply is read.
+
+        Args:
+            should_continue: Called between passes. Returning False stops the work.
+        """
+        self.sync_length()
+        if not self.has_reply_to_read or not should_continue():
+            return
+        tokens = self._tokens
+        end = self._reusable(len(tokens))
+        self._truncate_to_reusable()
+        step = max(_IDLE_READ_TOKENS, self._target.facts.capabilities.reuse_block_tokens)
+        with suppress(EdgespecError):
+            while (begin := self._target.length) < end and should_continue():
+                self._target.prefill(tokens[begin : min(begin + step, end)])
+        self._prefilled_tokens = self._target.length
+        self._tokens = tokens[: self._target.length]
+
     def reclaim_idle(self) -> None:
         """Free memory if other programs need it.
 
@@ -126,10 +169,7 @@ class TargetCache:
             cache.add(self._tokens, shared)
         self._tokens = self._tokens[:shared]
         target.truncate(shared)
-        stats.growth_seconds += self._memory_pressure.drop_prefixes()
-        self._memory_pressure.begin_reply()
-        stats.growth_seconds += self._context.grow_to(len(tokens) + extra_tokens)
-        self._context.check_fits(len(tokens))
+        self._make_room(len(tokens), extra_tokens, stats)
         if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
             cache.restore(segment, tokens, target.length)
@@ -143,6 +183,47 @@ class TargetCache:
             self._prefill(branch, progress and scaled_progress(progress, 0.0, done))
             cache.add_branch_point(tokens[:branch])
         return self._prefill_prompt(tokens, progress and scaled_progress(progress, done, 1.0 - done))
+
+    def _make_room(self, prompt_tokens: int, extra_tokens: int, stats: Stats) -> None:
+        """Grow the context for a prompt and `extra_tokens` more. Raises ContextFullError. See `prepare`."""
+        stats.growth_seconds += self._memory_pressure.drop_prefixes()
+        self._memory_pressure.begin_reply()
+        stats.growth_seconds += self._context.grow_to(prompt_tokens + extra_tokens)
+        self._context.check_fits(prompt_tokens)
+
+    def score(
+        self, tokens: Sequence[int], count: int, stats: Stats, progress: Progress | None
+    ) -> tuple[TokenLogprob, ...]:
+        """Return the log-probability of each token of a prompt after the first, given the tokens before it.
+
+        They are those of passes over one token at a time. The next reply is the same as without this call.
+
+        Args:
+            tokens: The prompt.
+            count: Number of most likely tokens whose log-probabilities to return at each position.
+            stats: Records the time spent on resizing.
+            progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
+
+        Raises:
+            CancelledError: `progress` returned False, or the target was interrupted.
+            ContextFullError: There is not enough memory for a context of this length.
+        """
+        target, capabilities = self._target, self._target.facts.capabilities
+        self.set_aside()
+        self._make_room(len(tokens), capabilities.padding_tokens, stats)
+        target.run_ahead(False)
+        target.pipeline_with(None)
+        scores: list[TokenLogprob] = []
+        for computed in score(target, tokens, count, max_width=_scoring_width(capabilities)):
+            scores += computed
+            if progress and not progress("reading the prompt", len(scores) / (len(tokens) - 1)):
+                raise CancelledError("prompt processing was cancelled")
+        if capabilities.exact and self._reuse_is_exact and not self._heads:
+            self._tokens = list(tokens[: target.length])
+        else:
+            # A reply reads the prompt in other passes, whose results can be rounded differently.
+            target.truncate(0)
+        return tuple(scores)
 
     def _reusable(self, length: int) -> int:
         return reusable_tokens(self._target.facts.capabilities, length)
@@ -177,27 +258,69 @@ class TargetCache:
         return self._target.length
 
     def _prefill_prompt(self, tokens: Sequence[int], progress: Progress | None) -> Logits | None:
-        if not self._reuse_is_exact:
-            self._prefill(len(tokens) - 1, progress)
-            return None
         begin, started = self._target.length, now()
-        logits = self._target.prefill_prompt(tokens[begin:], progress)
+        logits = read_prompt(self._target, tokens, progress)
         self._prefilled_tokens = len(tokens) - 1
         self._record_prefill(len(tokens) - 1 - begin, started)
         return logits
 
     def _prefill(self, end: int, progress: Progress | None) -> None:
         begin, started = self._target.length, now()
-        size = end - begin if self._reuse_is_exact else REUSE_BLOCK_TOKENS
-        for start in range(begin, end, max(1, size)):
-            stop = min(end, start + size)
-            part = progress and scaled_progress(
-                progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
-            )
-            self._target.prefill(self._tokens[start:stop], part)
-            self._prefilled_tokens = stop
+        _prefill(self._target, self._tokens[:end], progress)
+        self._prefilled_tokens = end
         self._record_prefill(end - begin, started)
 
     def _record_prefill(self, tokens: int, started: float) -> None:
         if self._prefix_cache:
             self._prefix_cache.reuse_costs.record_prefill(tokens, now() - started)
+
+
+def _scoring_width(capabilities: Capabilities) -> int:
+    """Return the number of tokens per pass that scores a prompt. Passes of this width need no padding.
+
+    Wider passes than one token are used only if they give the same bits. On SmolLM2, others changed
+    log-probabilities by up to 0.5.
+    """
+    limit = min(capabilities.max_width, _SCORED_TOKENS) if capabilities.exact and capabilities.rollback else 1
+    return max((width for width in capabilities.pass_widths if width <= limit), default=limit)
+
+
+def read_prompt(
+    target: LanguageModel, tokens: Sequence[int], progress: Progress | None = None
+) -> Logits | None:
+    """Prefill the tokens of a prompt that are not in the target's cache yet, except the last.
+
+    The resulting KV cells and logits depend only on the prompt, not on how many of its tokens were cached.
+
+    Args:
+        target: The target. Its cache holds a reusable prefix of the prompt (see `reusable_tokens`).
+        tokens: The whole prompt.
+        progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
+
+    Returns:
+        The logits after the last token, or None if it still has to be verified. See
+        `LanguageModel.prefill_prompt`.
+    """
+    if target.facts.capabilities.prefix_reuse_exact:
+        return target.prefill_prompt(tokens[target.length :], progress)
+    # The last token gets its own pass, because its logits are rounded differently in a pass over several
+    # tokens.
+    _prefill(target, tokens[:-1], progress)
+    return None
+
+
+def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | None) -> None:
+    """Append the tokens that are not in the cache yet, in passes that depend only on their positions."""
+    block = target.facts.capabilities.reuse_block_tokens
+    begin, end = target.length, len(tokens)
+    stops = [end]
+    if block > 1:
+        whole = end - end % block
+        stops = [*range(begin + _READ_TOKENS, whole, _READ_TOKENS), *([whole] if whole > begin else []), end]
+    for stop in dict.fromkeys(stops):
+        start = target.length
+        if start < stop:
+            part = progress and scaled_progress(
+                progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
+            )
+            target.prefill(tokens[start:stop], part)

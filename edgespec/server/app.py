@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgespec.server.anthropic import ANTHROPIC
 from edgespec.server.endpoint import PathEndpoint, error_response
 from edgespec.server.errors import ApiError
+from edgespec.server.leniency.origins import ANY_ORIGIN, origins_regex
+from edgespec.server.leniency.paths import unknown_path_advice, with_canonical_paths
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openapi import describe
@@ -25,7 +27,7 @@ __all__ = ["PROTOCOLS", "create_app"]
 _log = logging.getLogger(__name__)
 
 # Paths of Ollama's API that change models.
-_MODEL_CHANGES = frozenset(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete"))
+_MODEL_CHANGES = frozenset(f"/api/{name}" for name in ("push", "create", "copy", "delete"))
 
 PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 """The protocols that the server speaks."""
@@ -44,10 +46,17 @@ def create_app(service: Service) -> ASGIApp:
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
         # Answers CORS preflight requests, in which browsers ask whether a web page may use the server.
+        origins = service.settings.allowed_origins
         app = CORSMiddleware(
-            app, service.settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            app,
+            [ANY_ORIGIN] if ANY_ORIGIN in origins else [],
+            allow_origin_regex=origins_regex(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            # Browsers ask for this if a web page from the internet uses a server on this machine.
+            allow_private_network=True,
         )
-    return app
+    return with_canonical_paths(app, [route.path for route in routes if "{" not in route.path])
 
 
 def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
@@ -66,7 +75,7 @@ def _protocol_of(path: str) -> Protocol:
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"]
     _log.info("%s %s 404", scope["method"], path[:100])
-    message = f"there is nothing at {path[:100]}; /openapi.json lists the paths"
+    message = f"there is nothing at {path[:100]}; {unknown_path_advice(scope)}"
     if path in _MODEL_CHANGES:
         message = (
             f"the server has no {path}, because it does not change the models on this machine; use `edgespec"

@@ -16,12 +16,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from edgespec.errors import BusyError, EdgespecError
-from edgespec.files import format_bytes
 from edgespec.server.errors import ApiError, api_error, validation_error
 from edgespec.server.fields import RequestFields
+from edgespec.server.leniency.body import parse_body
+from edgespec.server.leniency.paths import base_url_advice
 from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import SEND_SECONDS, json_response
 from edgespec.server.service import Service
+from edgespec.system.files import format_bytes
 
 __all__ = ["PathEndpoint", "error_response"]
 
@@ -83,11 +85,16 @@ class PathEndpoint:
         if endpoint is None:
             allowed = ", ".join(self._endpoints)
             return ApiError(
-                405, f"{scope['method']} is not supported here; use {allowed}", headers={"Allow": allowed}
+                405,
+                f"{scope['method']} {scope['path'][:100]} is not supported; use {allowed}, or"
+                f" {base_url_advice(scope)}",
+                headers={"Allow": allowed},
             )
         try:
             data = await self._read_body(scope, receive)
-            return endpoint.body.model_validate_json(data) if endpoint.body else None
+            if endpoint.body is None:
+                return None
+            return parse_body(data, Headers(scope=scope), endpoint.body.model_validate_json)
         except (ApiError, BusyError) as error:
             return api_error(error)
         except ValidationError as error:

@@ -24,8 +24,9 @@ from edgespec.errors import (
     WorkerError,
     WorkerLostError,
 )
-from edgespec.options import LOAD_OPTIONS
-from edgespec.spelling import FOREIGN_NAMES, nearest
+from edgespec.options.settings import LOAD_OPTIONS
+from edgespec.server.leniency.names import CONSTRAINT_HINT, asks_for_constraint
+from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
@@ -145,10 +146,6 @@ def validation_error(
         place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), param=place)
-    if problem["type"] == "json_invalid":
-        if "recursion limit" in problem["msg"]:
-            return invalid_request("the request body is nested too deeply; use at most 200 levels")
-        return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
         near = _near(place[:_MAX_SHOWN_CHARACTERS], known)
         option = FOREIGN_NAMES.get(place, place)
@@ -159,6 +156,8 @@ def validation_error(
             hint = f"it is set when a model is loaded, so start the server with {flag}"
         elif place == "keep_alive":
             hint = "it is the same for all models, so start the server with --idle-unload"
+        elif not near and asks_for_constraint(place, problem["input"]):
+            hint = f"it could constrain the answer, so it cannot be ignored: {CONSTRAINT_HINT}"
         else:
             hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
         return invalid_request(
@@ -170,7 +169,9 @@ def validation_error(
         return invalid_request("the request body must be a JSON object; enclose its fields in braces")
     if problem["type"] == "too_short" and not problem["input"]:
         return invalid_request(f"{place} is empty; add at least one", param=place)
-    messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
+    messages = [
+        each["msg"].removeprefix("Value error, ") for each in problems if _place(each["loc"]) == place
+    ]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"
     return invalid_request(f"{place}: {message}{given}", param=place)

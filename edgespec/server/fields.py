@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_type_hints
@@ -21,20 +23,21 @@ from pydantic import (
 )
 
 from edgespec.errors import OptionError
-from edgespec.options import LOAD_OPTIONS, REPLY_OPTIONS, Option, ReplyArguments
-from edgespec.reply_option_kinds import TokenBiases
+from edgespec.options.reply_option_kinds import TokenBiases
+from edgespec.options.settings import LOAD_OPTIONS, REPLY_OPTIONS, Option, ReplyArguments
 from edgespec.server.errors import invalid_request
-from edgespec.spelling import FOREIGN_NAMES
+from edgespec.server.leniency.names import asks_for_constraint
+from edgespec.server.leniency.values import Repair, field_repair, repair_for, token_biases
+from edgespec.system.spelling import FOREIGN_NAMES
 
 __all__ = [
     "Ignored",
     "ItemFields",
+    "MaxTokensOrZero",
     "Off",
     "One",
     "ReplyFields",
     "RequestFields",
-    "combined_options",
-    "ignored_in_messages",
     "reply_options",
     "require_fields",
 ]
@@ -70,15 +73,30 @@ class _Fields(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
+    unlisted: ClassVar[frozenset[str]] = frozenset()
+    """Fields that `ignored_fields` omits, because the server does what they request, or sent them itself."""
+
     def ignored_fields(self) -> list[str]:
-        """Return the names of the ignored fields that the request sets."""
+        """Return the names of the ignored fields that the request sets, including those in nested objects."""
+        return [*self._own_ignored_fields(), *_ignored_below(self)]
+
+    def _own_ignored_fields(self) -> list[str]:
         known = [
             name
             for name, info in type(self).model_fields.items()
             if _IGNORED in info.metadata and getattr(self, name) is not None
         ]
-        extra = (self.model_extra or {}).items()
-        return [*known, *(name for name, value in extra if value is not None)]
+        extra = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        return [name for name in (*known, *extra) if name not in self.unlisted]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _repair_values(cls, data: Any) -> Any:
+        """Replace values that other languages write differently, such as `[]` for an empty map."""
+        repairs = _repairs(cls)
+        if not repairs or not isinstance(data, dict):
+            return data
+        return {name: repairs[name](value) if name in repairs else value for name, value in data.items()}
 
 
 class ItemFields(_Fields):
@@ -93,7 +111,9 @@ class ItemFields(_Fields):
 class RequestFields(_Fields):
     """A JSON object in a request.
 
-    Unknown fields are rejected unless they are null, or unless the class ignores them.
+    Unknown fields are ignored and listed in `ignored_fields`, because programs send fields that only some
+    servers support. However, misspelt names, names in `advice` and options that are set when a model is
+    loaded are rejected, because the client expects them to have an effect.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -101,15 +121,14 @@ class RequestFields(_Fields):
     # Not in `_Fields`, because private attributes make validation slower.
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
-    ignores_unknown: ClassVar[bool] = False
-    """Whether to ignore unknown fields and to list them in `ignored_fields`.
-
-    Programs send fields that only some servers know. Misspelt names, names in `advice` and options that are
-    set when a model is loaded are rejected nevertheless, because the client expects them to have an effect.
-    """
+    ignores_unknown: ClassVar[bool] = True
+    """Whether to ignore unknown fields. Otherwise, they are rejected unless they are null."""
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of setting fields that other endpoints support, by the name of the field."""
+    """What to do instead of setting fields that other endpoints support, keyed by field name."""
+
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """The fields that are meant by fields of other APIs, in addition to `FOREIGN_NAMES`."""
 
     prompt_field: ClassVar[str] = "messages"
     """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""
@@ -119,9 +138,8 @@ class RequestFields(_Fields):
         """Return the JSON names of all fields."""
         return [info.alias or name for name, info in cls.model_fields.items()]
 
-    def ignored_fields(self) -> list[str]:
-        """Return the names of the ignored fields that the request sets."""
-        return [*super().ignored_fields(), *self._ignored]
+    def _own_ignored_fields(self) -> list[str]:
+        return [*super()._own_ignored_fields(), *self._ignored]
 
     @model_validator(mode="wrap")
     @classmethod
@@ -131,16 +149,21 @@ class RequestFields(_Fields):
         known = _names(cls)
         if not isinstance(data, dict) or data.keys() <= known:
             return handler(data)
-        given = {name: value for name, value in data.items() if name in known or value is not None}
+        # Programs in Go, C# and PHP write empty values for fields that they do not set.
+        given = {
+            name: value
+            for name, value in data.items()
+            if name in known or not (value is None or (name in cls.advice and value in ("", [], {})))
+        }
         unknown = [name for name in given if name not in known]
         if not cls.ignores_unknown or len(unknown) > _MAX_UNKNOWN_FIELDS:
             return handler(given)
         ignored = []
         for name in unknown:
-            option = FOREIGN_NAMES.get(name, name)
+            option = cls.other_names.get(name) or FOREIGN_NAMES.get(name, name)
             if option in known and option not in given:
                 given[option] = given.pop(name)
-            elif not cls._is_refused(name, option):
+            elif not (cls._is_refused(name, option) or asks_for_constraint(name, given[name])):
                 ignored.append(name)
                 del given[name]
         fields = handler(given)
@@ -165,8 +188,45 @@ def _names(fields: type[RequestFields]) -> frozenset[str]:
     return frozenset(fields.known_fields())
 
 
+@cache
+def _repairs(fields: type[_Fields]) -> dict[str, Repair]:
+    """Return the functions that repair values of a class's fields, keyed by the field's name in JSON."""
+    repairs = {info.alias or name: field_repair(name, info) for name, info in fields.model_fields.items()}
+    return {name: repair for name, repair in repairs.items() if repair}
+
+
+def _ignored_below(fields: _Fields) -> list[str]:
+    """Return the ignored fields in nested objects and lists.
+
+    If several items of a list contain the same field, only the first is listed.
+    """
+    first: dict[str, str] = {}
+    # Each entry is an object, its path, and its path without list indices.
+    waiting: deque[tuple[_Fields, str, str]] = deque([(fields, "", "")])
+    searched = 0
+    while waiting and searched < _MAX_SEARCHED_ITEMS:
+        each, place, kind = waiting.popleft()
+        searched += 1
+        if place:
+            for name in each._own_ignored_fields():
+                shown = name[:_MAX_NAME_CHARACTERS]
+                first.setdefault(f"{kind}{shown}", f"{place}{shown}")
+        for name, info in type(each).model_fields.items():
+            value, at = getattr(each, name), info.alias or name
+            if isinstance(value, _Fields):
+                waiting.append((value, f"{place}{at}.", f"{kind}{at}."))
+            elif isinstance(value, list) and value and isinstance(value[0], _Fields):
+                waiting.extend(
+                    (item, f"{place}{at}.{index}.", f"{kind}{at}.*.")
+                    for index, item in enumerate(value[: _MAX_SEARCHED_ITEMS - len(waiting)])
+                )
+    return list(first.values())[:_MAX_UNKNOWN_FIELDS]
+
+
 # Maximum number of entries in a list or object. Bounds the validation time.
 _MAX_ENTRIES = 10_000
+# Value of `min_tokens` for replies that end only at `max_tokens`.
+_NO_END_TOKENS = (1 << 63) - 1
 # Options for which -1 means the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 
@@ -180,6 +240,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
     types = tuple(each for each in get_args(hint | None) if each is not type)
     adapter: TypeAdapter[Any] = TypeAdapter(Union[types])  # type: ignore[arg-type]  # noqa: UP007
     schema = adapter.json_schema() | option.kind.json_schema(name)
+    repair = repair_for(name, Union[types])  # noqa: UP007
     minus_one = name in _MINUS_ONE_IS_DEFAULT
     if minus_one:
         schema["anyOf"] = [
@@ -189,23 +250,17 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
         ]
 
     def check(value: Any) -> Any:
-        if value is None or (minus_one and value == -1):
+        value = repair(value) if repair else value
+        if value is None:
             return None
         if isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
             raise OptionError(f"{name} has {len(value):,} entries", f"use at most {_MAX_ENTRIES:,}")
-        if isinstance(value, dict) and isinstance(option.kind, TokenBiases):
-            value = _integer_keys(value)
+        if isinstance(option.kind, TokenBiases):
+            value = token_biases(value)
         return option.check(name, value)
 
     schema["description"] = option.help
     return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)], Field(default=None, alias=name)
-
-
-def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    """Convert the keys of a JSON object from strings to integers, if all of them are integers."""
-    if all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
-        return {int(key): item for key, item in value.items()}
-    return dict(value)
 
 
 def _reply_fields() -> dict[str, Any]:
@@ -221,37 +276,32 @@ def _attribute(name: str) -> str:
 
 
 _REPLY_FIELDS = _reply_fields()
+_MAX_TOKENS = REPLY_OPTIONS["max_tokens"]
 
 if TYPE_CHECKING:
+    MaxTokensOrZero = int | None
 
     class ReplyFields(RequestFields):
         """The options of a reply, under edgespec's names."""
 
+        ignore_eos: bool | None = None
+
 else:
-    ReplyFields = create_model("ReplyFields", __base__=RequestFields, **_REPLY_FIELDS)
-    ReplyFields.ignores_unknown = True
+    MaxTokensOrZero, _ = _reply_field(
+        "max_tokens", replace(_MAX_TOKENS, kind=replace(_MAX_TOKENS.kind, low=0)), int | None
+    )
+    _ignore_eos = Field(default=None, description="true generates as many tokens as max_tokens allows.")
+    ReplyFields = create_model(
+        "ReplyFields", __base__=RequestFields, ignore_eos=(bool | None, _ignore_eos), **_REPLY_FIELDS
+    )
 
 
 def reply_options(fields: ReplyFields) -> dict[str, Any]:
     """Return the reply options that the request sets."""
     values = {name: getattr(fields, _attribute(name)) for name in REPLY_OPTIONS}
+    if fields.ignore_eos:
+        values["min_tokens"] = _NO_END_TOKENS
     return {name: value for name, value in values.items() if value is not None}
-
-
-def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Combine the options set by two groups of fields. Raises ApiError if both set the same option."""
-    for name in options.keys() & more.keys():
-        raise invalid_request(f"two fields of the request set the {name}; leave out one of them", param=name)
-    return {**options, **more}
-
-
-def ignored_in_messages(messages: Sequence[ItemFields]) -> list[str]:
-    """Return the ignored fields of messages. Each name is listed where it comes first."""
-    first: dict[str, str] = {}
-    for index, message in enumerate(messages[:_MAX_SEARCHED_ITEMS]):
-        for name in message.ignored_fields():
-            first.setdefault(name[:_MAX_NAME_CHARACTERS], f"messages.{index}.{name[:_MAX_NAME_CHARACTERS]}")
-    return list(first.values())[:_MAX_UNKNOWN_FIELDS]
 
 
 def require_fields(place: str, given: BaseModel, names: Sequence[str]) -> None:

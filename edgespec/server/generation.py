@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from edgespec import QueuedReply, Reply, RequestQueue, Stats, TextChunk
+from edgespec.chat.message import Message, as_message
+from edgespec.chat.reply_start import text_to_continue
 from edgespec.chat.tool_calls.tool_set import ToolChoice
-from edgespec.errors import CancelledError
+from edgespec.chat.tool_calls.tool_spellings import read_choice
+from edgespec.decode.reply import TokenLogprobs
+from edgespec.errors import CancelledError, OptionError
 from edgespec.server.models import LoadedModel
 
 __all__ = ["ChatPrompt", "Generation", "ReplyPart", "ReplyRequest", "TextPrompt", "TokenPrompt"]
@@ -45,18 +49,35 @@ class ChatPrompt:
     ) -> ChatPrompt:
         """Return the prompt for a whole conversation.
 
-        If the last message is from the assistant, it becomes the start of the reply. If it is a system
-        message, it becomes a user message, because models reply only to users and tools.
+        Assistant messages at the end become the start of the reply. If the last message is a system message,
+        it becomes a user message, because models reply only to users and tools.
+
+        Raises:
+            OptionError: There is no message to reply to, or the last assistant messages are invalid or
+                contain tool calls without results.
         """
         conversation = list(messages)
-        ends_with_reply = bool(conversation) and conversation[-1]["role"] == "assistant"
-        reply_start = conversation.pop()["content"] if ends_with_reply else ""
+        replies: list[Message] = []
+        while conversation and conversation[-1]["role"] == "assistant":
+            replies.insert(0, as_message(len(conversation), conversation.pop()))
+        if not conversation:
+            raise OptionError(
+                "the conversation has no message to reply to", "add a message with the role user"
+            )
+        reply_start = text_to_continue(replies)
         if len(conversation) > 1 and conversation[-1]["role"] == "system":
             conversation[-1] = {**conversation[-1], "role": "user"}
         return cls(conversation, reply_start, tools, tool_choice)
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
-        """Queue the request for a reply."""
+        """Queue the request for a reply.
+
+        A schema for the answer has no effect if a call of a tool is required, because there is no answer
+        then. Instructor sends both.
+        """
+        known = [str(tool["function"].get("name")) for tool in self.tools]
+        if "schema" in options and read_choice(self.tool_choice, known).mode == "required":
+            del options["schema"]
         return queue.stream_messages(
             self.messages,
             reply_start=self.reply_start,
@@ -104,13 +125,18 @@ class Generation:
 
     Attributes:
         model: The model that generates the replies.
+        model_name: The name to report for the model in the response.
         loaded_ns: Time at which the model was ready for the replies, from `time.perf_counter_ns`.
     """
 
     def __init__(
-        self, model: LoadedModel, requests: Sequence[ReplyRequest], on_end: Callable[[Reply | None], None]
+        self,
+        model: LoadedModel,
+        requests: Sequence[ReplyRequest],
+        on_end: Callable[[Reply | None], None],
+        model_name: str = "",
     ) -> None:
-        self.model = model
+        self.model, self.model_name = model, model_name or model.name
         self.loaded_ns = time.perf_counter_ns()
         self._loop = asyncio.get_running_loop()
         self._requests, self._on_end = requests, on_end
@@ -166,6 +192,12 @@ class Generation:
         stream = self._replies[index].stream
         assert stream is not None
         return stream.stats
+
+    def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
+        """Return `Reply.prompt_logprobs` of a reply. `events` must have yielded a part of it."""
+        stream = self._replies[index].stream
+        assert stream is not None
+        return stream.prompt_logprobs
 
     def cancel(self) -> None:
         """End all replies, even during prefill. Has no effect on finished replies."""

@@ -13,10 +13,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import error_reason
 from edgespec.server.app import create_app
 from edgespec.server.service import Service
 from edgespec.server.settings import ServerSettings
+from edgespec.system.files import error_reason
 
 __all__ = ["HttpServer"]
 
@@ -25,6 +25,9 @@ _HEADER_SECONDS = 20.0
 # Close a connection after this many seconds without a request.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
+# Seconds until the first check whether a client that has closed its side of the connection still reads. They
+# double with each check. A client that has gone is noticed at the second one. Chosen.
+_READER_CHECK_SECONDS = 0.25
 # Maximum number of connections. Additional ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
 # Maximum time in seconds that replies may continue after a stop request.
@@ -127,9 +130,16 @@ class HttpServer:
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for receiving request headers, which uvicorn lacks."""
+    """HTTP/1.1 with a time limit for receiving request headers, and with half-closed connections.
+
+    uvicorn has neither. Programs such as `nc -N` and some libraries close their side of the connection after
+    the request (`shutdown(SHUT_WR)`), and still read the response. On the wire, that looks the same as a
+    client that has gone, whose reply must end. Only sending something tells the two apart, because a client
+    that has gone resets the connection. So the server sends the interim response 100, which clients skip.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
+    _sends_no_more = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -143,8 +153,39 @@ class _TimedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         # This starts the next request if the client has already sent it.
         super().on_response_complete()
-        if not self._is_busy():
+        if self._sends_no_more and self._is_busy():
+            self._check_reader_in(_READER_CHECK_SECONDS)
+        elif self._sends_no_more:
+            self.transport.close()
+        elif not self._is_busy():
             self._start_timer()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection open, because the client may still read its response.
+
+        Clients close their side right after the request. One that does so within the response has gone.
+        """
+        if not self._is_busy() or self.cycle.more_body or self.cycle.response_started:
+            return False
+        if not self._sends_no_more:
+            self._sends_no_more = True
+            self._check_reader_in(_READER_CHECK_SECONDS)
+        return True
+
+    def _check_reader_in(self, seconds: float) -> None:
+        self._stop_timer()
+        self._deadline = self.loop.call_later(seconds, self._check_reader, seconds)
+
+    def _check_reader(self, seconds: float) -> None:
+        """Send an interim response, after which the connection is lost if the client has gone."""
+        if not self._is_busy() or self.cycle.response_started:
+            return
+        if self.scope["http_version"] == "1.0":
+            # Interim responses are not part of HTTP/1.0, which proxies use that close to end a request.
+            self.transport.close()
+            return
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._check_reader_in(2 * seconds)
 
     def _is_busy(self) -> bool:
         """Whether the headers of a request have arrived, and its response is not complete."""

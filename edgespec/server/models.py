@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
+import math
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import edgespec
 from edgespec import MemoryPlan, RequestQueue, Runtime
-from edgespec.catalog import ModelInfo, Resolved, find_installed, resolve
-from edgespec.catalog.catalogue import user_aliases
-from edgespec.catalog.reference_parsing import PathReference, parse_reference
-from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError, WorkerLostError
-from edgespec.files import format_bytes
-from edgespec.options import LOAD_OPTIONS
+from edgespec.errors import (
+    BusyError,
+    ClosedError,
+    EdgespecError,
+    ModelNotFoundError,
+    NotDownloadedError,
+    WorkerLostError,
+)
+from edgespec.model.model_info import ModelInfo
+from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
+from edgespec.store.catalogue import load_catalogue, user_aliases
+from edgespec.store.installed import find_installed, model_info_or_none
+from edgespec.store.reference import Resolved, resolve
+from edgespec.store.reference_parsing import NameReference, PathReference, parse_reference
+from edgespec.system.files import format_bytes
 
-__all__ = ["KnownModel", "LoadedModel", "ModelPool", "without_latest"]
+__all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]
 
 # Seconds between checks for models that were not used for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
@@ -32,14 +44,45 @@ _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option
 _log = logging.getLogger(__name__)
 
 
+# Seconds for which the names of all models are cached. Reading them takes up to a second, so a flood of
+# requests with unknown names must not read them each time.
+_NAMES_SECONDS = 5.0
+# Maximum number of model names in an error message.
+_MAX_SHOWN_NAMES = 10
+_WRITTEN_AS_PATH = re.compile(r"[/\\]|^~|\.gguf$", re.IGNORECASE)
+# Minimum similarity (`difflib`) at which an unknown name is probably misspelt.
+# Many Ollama clients add the tag, and gateways such as LiteLLM name the server's API before the model.
+_ADDED = re.compile(
+    r"^(?:openai|ollama|ollama_chat|anthropic|hosted_vllm|lm_studio|litellm_proxy|custom_openai)/|:latest$",
+    re.IGNORECASE,
+)
+_MISSPELT_SIMILARITY = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """The model on this machine that a request's model name refers to.
+
+    Attributes:
+        name: The name to report in the reply: the one in the request, or the server's own model's name if the
+            request names no model on this machine.
+        reference: The reference to load the model by.
+        resolved: The model's files.
+    """
+
+    name: str
+    reference: str
+    resolved: Resolved
+
+
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model that requests can name.
 
     Attributes:
         name: The name.
-        format: Name of its file format, or an empty string if unknown.
-        created: Modification time of the model's file (Unix time in seconds), or 0 if unknown.
+        format: Name of its file format.
+        created: Modification time of the model's file (Unix time in seconds).
         info: The metadata in the model's files, or None if they could not be read.
         loaded: The loaded model, or None if it is not loaded.
     """
@@ -51,16 +94,11 @@ class KnownModel:
     loaded: LoadedModel | None
 
 
-def without_latest(name: str) -> str:
-    """Return a model name without the tag `:latest`, which many of Ollama's clients add."""
-    return name.removesuffix(":latest")
-
-
 class LoadedModel:
-    """A loaded model and the queue of its requests.
+    """A loaded model and its request queue.
 
     Attributes:
-        name: The name used in the first request for the model.
+        name: The name reported for the model in its first reply.
         runtime: The loaded model. Only the queue's threads may generate with it.
         queue: Runs the model's requests.
     """
@@ -126,14 +164,25 @@ class ModelPool:
     """Lends loaded models to requests. Used in the server's event loop only.
 
     - Models are loaded and unloaded one at a time, in the order of the requests for them.
-    - A model is loaded beside others if it fits into the rest of the memory budget without reductions, such
-      as a shorter context. Otherwise, the models that were not used for the longest time are unloaded first.
+    - A model is loaded alongside others if it fits into the rest of the memory budget without reductions,
+      such as a shorter context. Otherwise, the least recently used models are unloaded first.
     - A model is unloaded only when no request uses it. Requests that arrive during unloading wait until it is
       loaded again, so that a busy model cannot keep others from being loaded.
+
+    Attributes:
+        own_name: The name of the server's own model in replies and lists.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
+        self._target = settings.model
+        self.own_name = _name_of(self._target)
+        path = Path(self._target).expanduser().absolute()
+        # All model names, keyed by lower-case name, and the time at which they were read (`time.monotonic`).
+        self._names, self._names_seconds = dict[str, str](), -math.inf
+        # Clients can also use the path that the user passed, and the file name in the log (without its
+        # suffix).
+        self._path_names = (path.stem, str(path)) if _is_path(self._target) else ()
         # The keys are the files of the models and of their adapters.
         self._entries: dict[tuple[Path, ...], _Entry] = {}
         self._leaving: list[LoadedModel] = []
@@ -150,25 +199,25 @@ class ModelPool:
         return [model for entry in self._entries.values() if (model := entry.loaded)]
 
     @asynccontextmanager
-    async def borrow(self, name: str | None) -> AsyncIterator[LoadedModel]:
+    async def borrow(self, wanted: FoundModel | str | None) -> AsyncIterator[LoadedModel]:
         """Lend a model, after loading it if necessary.
 
         Args:
-            name: A reference to a model on this machine, or None for the server's own model.
+            wanted: The model, as found by `find`, its name, or None for the server's own model.
 
         Raises:
             BusyError: Too many requests wait for the model.
             ClosedError: The server is stopping.
             EdgespecError: The model cannot be found or loaded.
         """
-        name = name or self._settings.target
-        files = await asyncio.to_thread(self._find, name)
+        found = wanted if isinstance(wanted, FoundModel) else await self.find(wanted)
+        name, files = found.name, found.resolved.files
         if self._stopping.is_set():
             raise ClosedError("the server is stopping", "start it again")
         entry = self._entries.get(files)
         if entry is None:
             entry = self._entries[files] = _Entry()
-            entry.ready = asyncio.create_task(self._load(name, files, entry))
+            entry.ready = asyncio.create_task(self._load(found, entry))
             # Retrieve the exception even if no request is waiting, because asyncio would log it otherwise.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
@@ -184,65 +233,95 @@ class ModelPool:
                     self._in_background(self._close_lost(entry))
                 raise
 
+    async def find(self, name: str | None) -> FoundModel:
+        """Return the model that `name` refers to, or the server's own model if it is None.
+
+        Raises:
+            ModelNotFoundError: There is no such model on this machine. The message lists the models.
+        """
+        return await asyncio.to_thread(self._find, name)
+
     async def known(self) -> list[KnownModel]:
-        """Return the models on this machine that requests can name, the server's own first."""
-        loaded = {files: model for files, entry in self._entries.items() if (model := entry.loaded)}
-        return await asyncio.to_thread(self._known, loaded)
+        """Return the models on this machine that requests can name, the server's own first.
+
+        A model with several names, such as the user's aliases, is listed under each of them.
+        """
+        return await asyncio.to_thread(self._known, self._loaded_by_files())
+
+    async def describe(self, name: str | None) -> KnownModel:
+        """Describe the model that `name` refers to. Raises the same errors as `find`."""
+        found, loaded = await self.find(name), self._loaded_by_files()
+        return await asyncio.to_thread(_described, found.name, found.resolved, loaded)
+
+    def _loaded_by_files(self) -> dict[tuple[Path, ...], LoadedModel]:
+        return {files: model for files, entry in self._entries.items() if (model := entry.loaded)}
 
     def _known(self, loaded: Mapping[tuple[Path, ...], LoadedModel]) -> list[KnownModel]:
-        installed = {each.reference: each for each in find_installed(include_embedded=True).models}
-        known: dict[tuple[Path, ...], KnownModel] = {}
-        for name in (self._settings.target, *user_aliases(), *installed):
-            try:
-                files = installed[name].files if name in installed else self._find(name)
-                if name in installed:
-                    self._check_name(name)
-                created = int(files[0].stat().st_mtime)
-            except (EdgespecError, OSError):
-                continue
-            model = next((each for each in installed.values() if each.path == files[0]), None)
-            info, form = (model.info, model.format) if model else (None, "")
-            known.setdefault(files, KnownModel(name, form, created, info, loaded.get(files)))
+        installed = find_installed(include_embedded=True)
+        known: dict[str, KnownModel] = {}
+        for name in (self.own_name, *user_aliases()):
+            with suppress(EdgespecError, OSError):
+                resolved = self._found(name).resolved
+                known.setdefault(name.lower(), _described(name, resolved, loaded))
+        for each in installed.models:
+            # A model without a name of its own can be used only through an alias.
+            with suppress(EdgespecError, OSError):
+                if not _is_path(each.reference):
+                    created = int(each.path.stat().st_mtime)
+                    model = KnownModel(
+                        each.reference, each.format, created, each.info, loaded.get(each.files)
+                    )
+                    known.setdefault(each.reference.lower(), model)
         return list(known.values())
 
-    def _check_name(self, name: str, found: Resolved | None = None) -> None:
-        """Raise ModelNotFoundError if requests may not use a model name of this kind.
-
-        Args:
-            name: The name.
-            found: The model that the name refers to, if known. The model can be a file in the current folder.
-        """
-        is_path = isinstance(parse_reference(name), PathReference)
-        is_file = found is not None and found.source == "path" and name.lower() not in user_aliases()
-        if name != self._settings.target and (is_path or is_file):
-            # Clients must not be able to open arbitrary files on this machine.
-            raise ModelNotFoundError(
-                f"{name[:100]} is the path of a file, but requests can only name models that `edgespec models"
-                " list` shows",
-                "name the model with `edgespec models alias NAME PATH`",
-            )
-
-    def _find(self, name: str) -> tuple[Path, ...]:
-        """Return the files of a model on this machine, which identify it."""
-        self._check_name(name)
+    def _find(self, name: str | None) -> FoundModel:
+        name = (name or "").strip() or self.own_name
         try:
-            found = resolve(name, allow_download=name == self._settings.target)
+            return self._found(name)
         except ModelNotFoundError as error:
-            if (plain := without_latest(name)) != name:
-                return self._find(plain)
-            if name in error.what:
-                raise
-            # The error is about the name behind the client's alias, so add the name that the client used.
-            raise ModelNotFoundError(f"{name[:100]}: {error.what}", error.next_step) from error
-        self._check_name(name, found)
-        return found.files
+            problem = error
+        plain = _ADDED.sub("", name)
+        if plain != name:
+            with suppress(ModelNotFoundError):
+                return replace(self._found(plain), name=name)
+        names = self._recent_names()
+        near = difflib.get_close_matches(name[:100].lower(), names, 2, _MISSPELT_SIMILARITY)
+        others = [names[each] for each in near if each != self.own_name.lower()]
+        unknown = _is_unknown(name)
+        is_file = isinstance(problem, _FileNameError) and not (unknown and _is_path(name))
+        if name in self._path_names or (self._settings.target and not others and not is_file and unknown):
+            return self._found(self.own_name)
+        if is_file:
+            raise problem
+        raise ModelNotFoundError(_reason(name, problem), _advice(problem, others, list(names.values())))
 
-    async def _load(self, name: str, files: tuple[Path, ...], entry: _Entry) -> LoadedModel:
+    def _recent_names(self) -> dict[str, str]:
+        """Return all model names, keyed by lower-case name. The result may be a few seconds old."""
+        now = time.monotonic()
+        if now - self._names_seconds > _NAMES_SECONDS:
+            self._names = {each.name.lower(): each.name for each in self._known({})}
+            self._names_seconds = now
+        return self._names
+
+    def _found(self, name: str) -> FoundModel:
+        """Return the model with exactly this name. Raises ModelNotFoundError if there is none."""
+        if name in (self.own_name, self._target):
+            return FoundModel(self.own_name, self._target, resolve(self._target))
+        if _is_path(name):
+            raise _FileNameError(name)
+        resolved = resolve(name, allow_download=False)
+        if resolved.source == "path" and name.lower() not in user_aliases():
+            # The name is that of a file in the current folder.
+            raise _FileNameError(name)
+        return FoundModel(name, name, resolved)
+
+    async def _load(self, found: FoundModel, entry: _Entry) -> LoadedModel:
+        files = found.resolved.files
         try:
             async with self._turn:
                 if self._stopping.is_set():
                     raise ClosedError("the server is stopping", "start it again")
-                options = await self._make_room(self._options_for(name))
+                options = await self._make_room(self._options_for(found))
                 runtime = await asyncio.to_thread(
                     edgespec.load, **options, progress=lambda *_: not self._stopping.is_set()
                 )
@@ -251,18 +330,23 @@ class ModelPool:
                 _log.info("loaded %s%s", runtime.target.name, _memory_note(runtime.plan))
                 if runtime.target.notice:
                     _log.info("%s: %s", runtime.target.name, runtime.target.notice)
-                return LoadedModel(name, runtime, self._settings.max_waiting)
+                return LoadedModel(found.name, runtime, self._settings.max_waiting)
         except BaseException:
             if self._entries.get(files) is entry:
                 del self._entries[files]
             raise
 
-    def _options_for(self, name: str) -> dict[str, Any]:
+    def _options_for(self, found: FoundModel) -> dict[str, Any]:
         # Any request may use the `auto` method, which needs measured costs.
-        options = {"target": name, **self._settings.load_options, "methods": ("auto",)}
-        if name == self._settings.target:
+        options = {"target": found.reference, **self._settings.load_options, "methods": ("auto",)}
+        if found.reference == self._target:
             return {**options, "draft": self._settings.draft}
-        own = {key: value for key, value in options.items() if key not in _SINGLE_MODEL_OPTIONS}
+        backend = found.resolved.backend
+        # The user chose these options for a target that another library may run.
+        dropped = _SINGLE_MODEL_OPTIONS | backend.ignored_options
+        if not backend.shares_kv_type:
+            dropped |= {"kv_type"}
+        own = {key: value for key, value in options.items() if key not in dropped}
         return {**own, "draft": "none" if self._settings.draft in (None, "none") else "auto"}
 
     async def _make_room(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -312,8 +396,8 @@ class ModelPool:
         Raises:
             ModelNotFoundError: There is no such model.
         """
-        files = await asyncio.to_thread(self._find, name or self._settings.target)
-        await asyncio.shield(self._in_background(self._unload_if_loaded(files)))
+        found = await self.find(name)
+        await asyncio.shield(self._in_background(self._unload_if_loaded(found.resolved.files)))
 
     def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -349,6 +433,81 @@ class ModelPool:
             for model in self.loaded:
                 await asyncio.to_thread(model.close)
             self._entries.clear()
+
+
+class _FileNameError(ModelNotFoundError):
+    """Raised when a request names a file. Clients must not be able to open any file on this machine."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name[:100]} is the path of a file, but requests can only name models that `edgespec models"
+            " list` shows",
+            "name the model with `edgespec models alias NAME PATH`",
+        )
+
+
+def _name_of(target: str) -> str:
+    """Return the name of the server's own model: the reference, or the file name if it is a path."""
+    path = Path(target).expanduser()
+    return (path.name or path.resolve().name) if _is_path(target) else target
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return isinstance(parse_reference(name), PathReference)
+    except ModelNotFoundError:
+        return False
+
+
+def _is_unknown(name: str) -> bool:
+    """Return whether a name cannot refer to any model, not even to one that is not on this machine."""
+    try:
+        reference = parse_reference(name)
+    except ModelNotFoundError:
+        return True
+    if not isinstance(reference, NameReference):
+        # A name such as `my model` is parsed as a path.
+        return isinstance(reference, PathReference) and not _WRITTEN_AS_PATH.search(name)
+    catalogue = load_catalogue()
+    return name.lower() not in user_aliases() and not any(
+        catalogue.find(each) or catalogue.find_head(each) for each in (reference.name, reference.full_name)
+    )
+
+
+def _reason(name: str, problem: ModelNotFoundError) -> str:
+    """Return the reason why a name refers to no model on this machine."""
+    alias = user_aliases().get(name.lower())
+    if alias:
+        return f"{name[:100]} stands for {alias}, but {problem.what}"
+    if _is_unknown(name):
+        return f"there is no model named {name[:100]} on this machine"
+    is_short = isinstance(problem, NotDownloadedError) and isinstance(parse_reference(name), NameReference)
+    return f"{name[:100]}: {problem.what}" if is_short else problem.what
+
+
+def _advice(problem: ModelNotFoundError, near: Sequence[str], names: Sequence[str]) -> str:
+    """Return advice for a request whose model was not found.
+
+    Args:
+        problem: Why it was not found.
+        near: Names of models on this machine that the client may have meant.
+        names: Names of all models on this machine.
+    """
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
+    listed = f"use one of the models {', '.join(names[:_MAX_SHOWN_NAMES])}{more}"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"{problem.next_step}, or {listed}" if isinstance(problem, NotDownloadedError) else listed
+
+
+def _described(
+    name: str,
+    resolved: Resolved,
+    loaded: Mapping[tuple[Path, ...], LoadedModel],
+) -> KnownModel:
+    created = int(resolved.path.stat().st_mtime)
+    info = model_info_or_none(resolved)
+    return KnownModel(name, resolved.format, created, info, loaded.get(resolved.files))
 
 
 def _memory_note(plan: MemoryPlan | None) -> str:

@@ -26,6 +26,7 @@ _ERRORS = {
     405: "The path does not support the method.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body has an encoding that the server does not support.",
     429: "Too many requests are waiting.",
     500: "The server failed.",
     503: "The server is stopping or unloading the model.",

@@ -83,11 +83,11 @@ async def _stream(
 
 
 async def _events(call: Call[Any], generation: Generation, builder: ReplyBuilder) -> AsyncIterator[Event]:
-    model, started = generation.model, False
+    started = False
     async for index, event in generation.events():
         if not started:
             started = True
-            for each in builder.start(call.body.model or model.name, generation.stats(index)):
+            for each in builder.start(generation.model_name, generation.stats(index)):
                 yield each
         if isinstance(event, TextChunk):
             events = builder.add(event)

@@ -12,26 +12,34 @@ from starlette.types import Receive, Scope, Send
 
 from edgespec.server.errors import ApiError, api_error
 
-__all__ = ["EventStream", "json_response", "open_stream", "server_sent_event"]
+__all__ = ["EventStream", "json_line", "json_response", "open_stream", "server_sent_event"]
 
 # After this many seconds of silence, send a comment, so that clients and proxies keep the connection open.
 _PING_SECONDS = 10.0
 # Seconds that a client may take to receive a part of the response.
 SEND_SECONDS = 60.0
 _PING = b": the reply is being prepared\n\n"
+# Many clients split a stream with `str.splitlines`, which also splits at these characters. JSON already
+# escapes the others, such as form feeds.
+_LINE_SEPARATORS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 
 
 def json_response(
     value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return a response with a JSON object."""
-    body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+    body = json_line(value).encode("utf-8", "replace")
     return Response(body, status, headers, media_type="application/json")
+
+
+def json_line(value: Any) -> str:
+    """Return a value as JSON without any character that a client might treat as a line break."""
+    return json.dumps(value, ensure_ascii=False).translate(_LINE_SEPARATORS)
 
 
 def server_sent_event(value: Mapping[str, Any] | str, event: str | None = None) -> bytes:
     """Return a server-sent event, with JSON unless `value` is a string."""
-    data = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    data = value if isinstance(value, str) else json_line(value)
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data}\n\n".encode("utf-8", "replace")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -11,8 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.server.endpoint import error_response
 from edgespec.server.errors import ApiError, invalid_request
+from edgespec.server.hosts import is_loopback
+from edgespec.server.leniency.origins import is_origin, origins_regex
 from edgespec.server.protocol import Protocol
-from edgespec.server.settings import ServerSettings, is_loopback
+from edgespec.server.settings import ServerSettings
 
 __all__ = ["Guard"]
 
@@ -42,7 +45,8 @@ class Guard:
         self._app, self._protocol_of, self._public_paths = app, protocol_of, public_paths
         key = settings.api_key
         self._key_digest = None if key is None else _digest(key.encode("utf-8", "surrogateescape"))
-        self._origins = frozenset(settings.allowed_origins)
+        origins = settings.allowed_origins
+        self._origins = re.compile(origins_regex(origins)) if origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or reject it with 400, 401 or 403."""
@@ -60,20 +64,24 @@ class Guard:
             # smuggling).
             return invalid_request("send either Content-Length or Transfer-Encoding, but not both")
         origin = headers.get("origin")
-        if origin is not None and origin not in self._origins and "*" not in self._origins:
+        if origin is not None and not (self._origins and self._origins.fullmatch(origin)):
+            allowed = (
+                f"--allow-origin {origin}" if len(origin) <= 100 and is_origin(origin) else "--allow-origin"
+            )
+            page = f"the web page or app {origin[:100]}" if origin else "a web page without a name"
             return ApiError(
                 403,
-                f"the web page or app {origin[:100]} may not use this server;"
-                f" to allow it, start the server with --allow-origin {origin[:100]}",
+                f"{page} may not use this server; to allow it, start the server with {allowed}",
                 "permission_error",
                 "origin_not_allowed",
             )
         if self._key_digest is None:
             host = headers.get("host", "")
             if not is_loopback(_host_name(host)):
+                name = f"the host name {host[:100]}" if host else "the empty header Host"
                 return ApiError(
                     403,
-                    f"the host name {host[:100]} is not a name of this machine;"
+                    f"{name} is not a name of this machine;"
                     " use 127.0.0.1 or localhost, or start the server with an API key",
                     "permission_error",
                     "host_not_allowed",

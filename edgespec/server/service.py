@@ -52,8 +52,9 @@ class Service:
         """
         defaults = self.settings.reply_options
         requests = [replace(each, options={**defaults, **each.options}) for each in requests]
-        async with self.models.borrow(model) as loaded:
-            generation = Generation(loaded, requests, self.metrics.count_reply)
+        found = await self.models.find(model)
+        async with self.models.borrow(found) as loaded:
+            generation = Generation(loaded, requests, self.metrics.count_reply, found.name)
             try:
                 await generation.start()
                 yield generation
@@ -83,7 +84,8 @@ class Service:
             BusyError: Too many requests are waiting.
             EdgespecError: The model cannot be loaded or cannot embed texts, or a text is invalid.
         """
-        async with self.models.borrow(model) as loaded:
+        found = await self.models.find(model)
+        async with self.models.borrow(found) as loaded:
             queued = loaded.queue.embed(texts, truncate=truncate)
             try:
                 embeddings = await asyncio.wrap_future(queued.future)
@@ -91,7 +93,7 @@ class Service:
                 queued.cancel()
         if dimensions:
             embeddings = [each.shortened(dimensions) for each in embeddings]
-        return loaded.name, embeddings
+        return found.name, embeddings
 
     async def count_tokens(self, model: str | None, prompt: ChatPrompt, thinking: str | None = None) -> int:
         """Load a model if necessary and return the number of tokens in a prompt.

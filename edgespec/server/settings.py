@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Any
 
 from edgespec.errors import OptionError
+from edgespec.options.default_model import default_model
+from edgespec.server.hosts import is_loopback
+from edgespec.server.leniency.origins import origins_regex
 
-__all__ = ["ServerSettings", "is_loopback"]
+__all__ = ["ServerSettings"]
 
 DEFAULT_PORT = 11435  # Next to Ollama's port 11434, so that both can run.
 # Default number of seconds without requests after which a model is unloaded, as in Ollama.
@@ -19,25 +21,26 @@ DEFAULT_MAX_WAITING = 16
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What to serve, and to whom.
+    """The server's settings: what it serves, and to whom.
 
     Attributes:
-        target: The model for requests that name none.
+        target: The model for requests that name no model, or a name that no model can have. If None, the
+            default model serves requests that name no model.
         draft: Its draft model. Other models use the best one on this machine.
         load_options: Options of `edgespec.load`. Options for a single model apply to `target` only.
         reply_options: Options of replies whose requests do not set them.
         host: Address to listen on.
         port: Port to listen on. 0 chooses a free one.
         api_key: Key that clients must send. Required unless `host` is a loopback address.
-        allowed_origins: Origins of the web pages that may use the server.
+        allowed_origins: Origins of the web pages that may use the server, in the syntax of `origins_regex`.
         idle_unload_seconds: Unload a model that was not used for this long. 0 never unloads it.
         max_waiting: Maximum number of requests that wait for each model.
 
     Raises:
-        OptionError: The server would be reachable from other machines without a key.
+        OptionError: The server would be reachable from other machines without a key, or an origin is invalid.
     """
 
-    target: str = "demo"
+    target: str | None = None
     draft: str | None = "auto"
     load_options: Mapping[str, Any] = field(default_factory=dict)
     reply_options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +51,13 @@ class ServerSettings:
     idle_unload_seconds: float = DEFAULT_IDLE_UNLOAD_SECONDS
     max_waiting: int = DEFAULT_MAX_WAITING
 
+    @property
+    def model(self) -> str:
+        """The reference to the server's own model."""
+        return self.target or default_model()
+
     def __post_init__(self) -> None:
+        origins_regex(self.allowed_origins)
         if self.api_key is not None and not self.api_key.strip():
             raise OptionError(
                 "the API key is empty", "set --api-key or EDGESPEC_API_KEY to a long random text"
@@ -58,13 +67,3 @@ class ServerSettings:
                 f"--host {self.host} makes the server reachable from other machines, but there is no API key",
                 "set EDGESPEC_API_KEY or --api-key to a long random text",
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

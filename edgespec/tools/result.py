@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ToolResult", "limited"]
 
+# Begins the text of a failed call, from which the model sees that the call failed.
+_FAILED = "Error: "
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
@@ -33,12 +36,22 @@ class ToolResult:
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         text = "\n".join(parts) or "(The tool returned nothing.)"
-        return cls(f"Error: {text}" if result.is_error else text, result.is_error, seconds)
+        return cls(f"{_FAILED}{text}" if result.is_error else text, result.is_error, seconds)
 
     @classmethod
     def failure(cls, problem: str, seconds: float = 0.0) -> ToolResult:
         """Return the result of a call that failed before or while reaching the tool."""
-        return cls(f"Error: {problem}", True, seconds)
+        return cls(f"{_FAILED}{problem}", True, seconds)
+
+    @classmethod
+    def saved(cls, text: str) -> ToolResult:
+        """Return the result in a saved chat, which contains only its text."""
+        return cls(text, failed=text.startswith(_FAILED))
+
+    @property
+    def problem(self) -> str:
+        """The error message of a failed call, without the words that tell the model of the failure."""
+        return self.text.removeprefix(_FAILED)
 
 
 def _text(content: Any) -> str:

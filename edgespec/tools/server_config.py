@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edgespec.errors import ConfigurationError
-from edgespec.files import config_folder
-from edgespec.settings_file import error_at, quoted, read_text, write_value
-from edgespec.spelling import nearest
+from edgespec.options.settings_file import error_at, quoted, read_text, write_value
+from edgespec.system.files import config_folder
+from edgespec.system.spelling import nearest
 
 __all__ = ["ServerConfig", "allow_always", "read_servers", "servers_path"]
 

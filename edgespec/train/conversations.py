@@ -10,9 +10,9 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.errors import ModelFileError
-from edgespec.files import replace_when_written
+from edgespec.model.drafter_training import TrainingBatch
+from edgespec.system.files import replace_when_written
 
 __all__ = [
     "BATCH_TOKENS",

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import Guesser
 from edgespec.errors import CancelledError
+from edgespec.model.base import Progress
+from edgespec.model.drafter_training import Guesser
 from edgespec.train.conversations import Conversation, batch_of, batches
 
 __all__ = ["DEPTH", "DrafterFigures", "measure_drafter"]

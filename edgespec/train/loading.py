@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import Student, Teacher
-from edgespec.backends.registry import format_at
-from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError, OptionError, TemplateError
-from edgespec.files import error_reason, sampled_sha256
+from edgespec.model.base import Progress
+from edgespec.model.drafter_training import Student, Teacher
+from edgespec.model.registry import format_at
+from edgespec.store.drafts import choose_draft
+from edgespec.store.reference import Resolved, resolve
+from edgespec.system.files import error_reason, sampled_sha256
 
 __all__ = ["DraftToTrain", "TrainingTarget", "find_draft", "load_target"]
 

@@ -1,7 +1,7 @@
 """Train a drafter on conversations that the target writes, and publish it if it beats the earlier one.
 
-Conversations and training state are saved as training proceeds, so that an interrupted training can be
-continued. The result is the same as without the interruption.
+Conversations and training state are saved as training proceeds, so that interrupted training can be
+resumed. The result is the same as without the interruption.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import DrafterTrainer, Student
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import error_reason, write_advice
-from edgespec.prepare.head import needs_conversion, prepare_head
+from edgespec.model.base import Progress
+from edgespec.model.drafter_training import DrafterTrainer, Student
+from edgespec.store.prepared.head import needs_conversion, prepare_head
+from edgespec.system.files import error_reason, write_advice
 from edgespec.train.conversations import (
     BATCH_TOKENS,
     Conversation,

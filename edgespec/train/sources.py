@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.auto.text_kind import text_kind
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import read_chat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.losslessness import read_prompts
+from edgespec.methods.auto.text_kind import text_kind
 
 __all__ = ["TrainingPrompt", "chat_prompts", "file_prompts", "own_prompt"]
 

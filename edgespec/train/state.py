@@ -12,9 +12,9 @@ from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgespec.backends.drafter_training import DrafterTrainer
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import read_regular_file, replace_when_written
+from edgespec.model.drafter_training import DrafterTrainer
+from edgespec.system.files import read_regular_file, replace_when_written
 from edgespec.train.conversations import Conversation
 from edgespec.train.evaluation import DEPTH, DrafterFigures
 from edgespec.train.lock import LOCK_FILE

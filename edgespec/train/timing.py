@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import Student, Teacher
 from edgespec.errors import CancelledError
+from edgespec.model.base import Progress
+from edgespec.model.drafter_training import Student, Teacher
 from edgespec.train.conversations import PASSES, Conversation, batch_of, token_counts
 from edgespec.train.writing import BATCH_CONVERSATIONS
 
 __all__ = ["TrainingSpeed", "measure_speed"]
 
-# Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
-# a factor of two.
-_TRIAL_TOKENS = 24
+# Maximum tokens per conversation in the short and the long writing trial. The long trial estimates a real
+# batch's time per token to within a factor of two. Slow machines run only the short one, so that the estimate
+# does not take minutes.
+_TRIAL_TOKENS = (2, 24)
+_LONG_WRITE_SECONDS = 5.0
 # Number of conversations in each trial step. Larger steps take less time per token and are closer to real
 # ones. A step cannot be interrupted, so a slow machine runs only the first.
 _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
@@ -65,9 +67,13 @@ def measure_speed(
         CancelledError: `progress` returned False.
     """
     count = BATCH_CONVERSATIONS
-    began = time.perf_counter()
-    texts = teacher.write([list(question_start)] * count, [1.0] * count, _TRIAL_TOKENS, 0, progress)
-    write_seconds = (time.perf_counter() - began) / sum(map(len, texts))
+    for max_tokens in _TRIAL_TOKENS:
+        began = time.perf_counter()
+        texts = teacher.write([list(question_start)] * count, [1.0] * count, max_tokens, 0, progress)
+        seconds = time.perf_counter() - began
+        if seconds > _LONG_WRITE_SECONDS:
+            break
+    write_seconds = seconds / sum(map(len, texts))
     trial = [
         Conversation(np.array([*question_start, *text], np.int32), len(question_start), "") for text in texts
     ]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import Teacher
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import EdgespecError, TemplateError
+from edgespec.model.base import Progress
+from edgespec.model.drafter_training import Teacher
 from edgespec.train.conversations import Conversation
 from edgespec.train.sources import TrainingPrompt, own_prompt
 
@@ -95,7 +95,7 @@ class ConversationWriter:
         ]
         if not written and not given:
             raise EdgespecError(
-                "the model wrote no questions, so there is nothing to train with",
+                "the model wrote no questions, so there is nothing to train on",
                 "pass questions with --prompts",
             )
         return written

@@ -32,7 +32,7 @@ from edgespec.tui.key_order import KeyOrder
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
-from edgespec.tui.texts import sentences
+from edgespec.tui.texts import rounding_warning, sentences
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.markdown_reader import load_parsers
 from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
@@ -123,6 +123,25 @@ class ChatApp(App[None]):
             await self._keys.add(event)
         else:
             await super().on_event(event)
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Hand the terminal to another program, and take it back even if the `with` block raises.
+
+        Textual's own context manager leaves the driver stopped after an exception, so the screen disappears
+        and key presses no longer arrive.
+
+        Raises:
+            SuspendNotSupported: The terminal cannot be handed over.
+        """
+        failure: BaseException | None = None
+        with super().suspend():
+            try:
+                yield
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), _NO_CONTROLS]
@@ -231,7 +250,9 @@ class ChatApp(App[None]):
         name = switched.runtime.target.name
         if switched.failure is None:
             self.switched_to = chat.model_name = reference
-            await chat.transcript.note(f"This chat now uses {name}.")
+            # In an empty chat, the welcome box contains the warning.
+            warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""
+            await chat.transcript.note(f"This chat now uses {name}. {warning}".rstrip())
         else:
             await chat.show_error(switched.failure)
             await chat.transcript.note(f"This chat still uses {name}.")

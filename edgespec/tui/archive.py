@@ -14,7 +14,7 @@ from edgespec.chat.saved_chat import MAX_CHAT_BYTES, SavedChat, title_of
 from edgespec.chat.search import find_chat
 from edgespec.chat.store import ChatStore, StoredChat
 from edgespec.errors import ChatFileError, OptionError
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["UNDO_SECONDS", "Archive"]
@@ -48,7 +48,7 @@ class Archive:
         self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
-        """Raise OptionError if the chat is too long for a further message or reply."""
+        """Raise OptionError if the chat is too long for another message or reply."""
         size_bytes = self._store.size_bytes(chat.id) if chat.id else 0
         files = turn.prompt[-1].files if turn.sent and turn.prompt else ()
         added = len(turn.sent) + sum(len(file.text) for file in files)
@@ -250,12 +250,12 @@ class Archive:
             raise failure
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat and the cached data of all chats. See `edgespec.saved_data.delete_chat`."""
+        """Delete a chat and the cached data of all chats. See `edgespec.api.saved_data.delete_chat`."""
         await asyncio.to_thread(self._delete, chat_id)
 
     def _delete(self, chat_id: str) -> None:
         # Imported only when used, because this import would delay the first screen.
-        from edgespec.saved_data import delete_chat
+        from edgespec.api.saved_data import delete_chat
 
         with self._lock:
             self._forget_failure(chat_id)

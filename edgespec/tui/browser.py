@@ -18,7 +18,7 @@ from aiohttp import WSCloseCode, web
 from textual_serve.server import Server, to_int
 
 from edgespec.errors import EdgespecError
-from edgespec.files import error_reason
+from edgespec.system.files import error_reason
 from edgespec.tui.browser_process import ChatProcess
 
 __all__ = ["BrowserChat"]

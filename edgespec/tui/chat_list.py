@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import UNDO_SECONDS
+from edgespec.tui.commands.chats import MAX_TITLE
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.saved_chats import MAX_TITLE, open_chat, save_as
+from edgespec.tui.saved_chats import open_chat
 from edgespec.tui.screens.dialogs import RenameScreen
 
 if TYPE_CHECKING:
     from edgespec.chat.store import StoredChat
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["delete_chat", "pin_chat", "rename_chat", "rename_open_chat", "restore_chat", "restore_in_list"]
+__all__ = ["delete_chat", "pin_chat", "rename_chat", "restore_chat", "restore_in_list"]
 
 
 async def rename_chat(screen: ChatScreen, chat: StoredChat) -> None:
@@ -23,13 +24,6 @@ async def rename_chat(screen: ChatScreen, chat: StoredChat) -> None:
     title = " ".join((typed or "").split())[:MAX_TITLE]
     if title and title != chat.title:
         await _change(screen, chat, title=title)
-
-
-async def rename_open_chat(screen: ChatScreen) -> None:
-    """Ask for a new title of the open chat, and save it under this title."""
-    typed = await screen.app.push_screen_wait(RenameScreen(screen.current_chat.shown_title))
-    if typed is not None:
-        await save_as(screen, typed)
 
 
 async def pin_chat(screen: ChatScreen, chat: StoredChat) -> None:
@@ -94,10 +88,8 @@ async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
         await begin()
 
 
-async def restore_chat(screen: ChatScreen) -> bool:
-    """Restore and open the most recently deleted chat. Return False if there is none to restore."""
-    if not screen.archive.hidden:
-        return False
+async def restore_chat(screen: ChatScreen) -> None:
+    """Restore and open the most recently deleted chat, if there is one."""
     try:
         stored = await screen.archive.restore()
     except ChatFileError as error:
@@ -105,7 +97,6 @@ async def restore_chat(screen: ChatScreen) -> bool:
     else:
         if stored is not None:
             await open_chat(screen, stored)
-    return True
 
 
 async def restore_in_list(screen: ChatScreen) -> None:

@@ -10,13 +10,14 @@ from textual.binding import Binding, BindingType
 
 from edgespec.chat.message import Message
 from edgespec.errors import OptionError
-from edgespec.tui import commands, saved_chats, selection
+from edgespec.tui import saved_chats, screen_commands, selection
 from edgespec.tui.chat_list import delete_chat, pin_chat, rename_chat, restore_in_list
 from edgespec.tui.chat_settings import edit_settings, edit_system
+from edgespec.tui.commands import table
+from edgespec.tui.commands.results import Context
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
-from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.help import MOST_USED, OTHER_KEYS, HelpScreen
 from edgespec.tui.texts import sentences
@@ -77,10 +78,10 @@ class ChatScreen(TurnScreen):
         await self.send_text(event.text)
 
     async def send_text(self, text: str) -> None:
-        """Send a text as a message, or run it as a slash command. Does nothing if it is blank."""
+        """Send text as a message, or run it as a slash command. Does nothing if it is blank."""
         if not text.strip():
             return
-        typed = commands.read(text)
+        typed = table.read(text)
         if typed is not None and self.editing is None:
             await self._run_command(typed, text)
             return
@@ -117,9 +118,9 @@ class ChatScreen(TurnScreen):
         self.prompt.replace_text(text)
         return True
 
-    async def _run_command(self, typed: commands.Typed, text: str) -> None:
+    async def _run_command(self, typed: table.Typed, text: str) -> None:
         try:
-            await commands.run(self, typed)
+            await screen_commands.run(self, typed)
         except OptionError as error:
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
@@ -133,12 +134,28 @@ class ChatScreen(TurnScreen):
             return
         self.history.add(text)
 
+    def command_context(self, argument: str) -> Context:
+        """Return what a slash command with these words sees of the chat."""
+        return Context(
+            argument=argument,
+            chat=self.current_chat,
+            new_chat=OpenChat(self.first_system, dict(self.first_settings)),
+            runtime=self.runtime,
+            model_name=self.model_name,
+            model_thread=self.model_thread,
+            method=self.method,
+            stats=self.stats,
+            writing=self.writing,
+            archive=self.archive,
+            tools=self.tool_use,
+            preferences=self.preferences,
+            list_hint="Press F2 for the list of chats",
+        )
+
     async def action_back(self) -> None:
         """Handle Esc: hide the list of paths, stop the reply or cancel editing, or close a side column."""
         if self.paths.display:
             self.paths.hide()
-        elif self.prompt.leave_insert_mode():
-            return
         elif self.writing:
             self.stop_reply()
         elif self.editing is not None:
@@ -171,15 +188,7 @@ class ChatScreen(TurnScreen):
             self.say("Press Ctrl+C again to quit. The chat is saved.")
 
     async def action_regenerate(self) -> None:
-        if not self.current_chat.entries and not self.writing:
-            self.say("There is no reply to regenerate yet.")
-            return
-
-        async def again() -> None:
-            if (place := self.current_chat.last_place("user")) is not None:
-                await self.take_turn(self.current_chat.regenerate(place))
-
-        await self.when_free(again)
+        await screen_commands.run_named(self, "regen")
 
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
@@ -195,8 +204,7 @@ class ChatScreen(TurnScreen):
             await self.when_free(edit)
 
     async def action_copy_reply(self) -> None:
-        entry = self.current_chat.last_reply
-        await copy_text(self, entry.content.strip() if entry is not None else "", "last reply")
+        await screen_commands.run_named(self, "copy")
 
     async def action_copy_code(self) -> None:
         await self.code_copier.copy_next(self, self.current_chat.last_reply)
@@ -210,19 +218,11 @@ class ChatScreen(TurnScreen):
 
     async def action_new_chat(self) -> None:
         """Start a new chat with the system prompt and settings given on the command line."""
-
-        async def new_chat() -> None:
-            await self.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
-
-        await self.when_free(new_chat)
+        await screen_commands.run_named(self, "new")
 
     async def action_clear(self) -> None:
         """Start a new chat with the same system prompt and settings. The current chat remains saved."""
-
-        async def clear() -> None:
-            await self.show_chat(OpenChat(self.current_chat.system, dict(self.current_chat.settings)))
-
-        await self.when_free(clear)
+        await screen_commands.run_named(self, "clear")
 
     @on(Sidebar.Chosen)
     async def _chat_chosen(self, event: Sidebar.Chosen) -> None:
@@ -272,7 +272,7 @@ class ChatScreen(TurnScreen):
         self.run_worker(edit_settings(self))
 
     def action_models(self) -> None:
-        self.run_worker(pick_model(self))
+        self.run_worker(screen_commands.pick_model(self))
 
     def action_help(self) -> None:
         self.app.push_screen(HelpScreen(self.BINDINGS))
@@ -297,12 +297,6 @@ class ChatScreen(TurnScreen):
 
     def action_theme(self) -> None:
         self.preferences.theme = "dark" if self.preferences.theme == "light" else "light"
-        self.post_message(self.PreferencesChanged())
-
-    def use_vi_keys(self, use: bool) -> None:
-        """Turn vi keys in the input on or off, and save that choice."""
-        self.preferences.vi = use
-        self.prompt.use_vi_keys(use)
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:

@@ -19,16 +19,18 @@ from textual.widgets import Collapsible, Static
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError
-from edgespec.tui import commands, selection
+from edgespec.tui import selection
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread
+from edgespec.tui.commands import table
 from edgespec.tui.copying import CodeCopier
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
+from edgespec.tui.plain_streams import QUOTES
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.speed_history import SpeedHistory
-from edgespec.tui.texts import drafter_names, error_text, notices, speed_up_short, welcome_rows
+from edgespec.tui.texts import drafter_names, error_text, exactness_for, notices, speed_up_short, welcome_rows
 from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
@@ -143,7 +145,6 @@ class ChatView(Screen[None]):
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
         self.prompt.replace_text(self._take_typed().rstrip("\n"))
-        self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
@@ -235,6 +236,7 @@ class ChatView(Screen[None]):
                     reply=reply,
                     memory_bytes=self._memory_bytes,
                     loss_limits=self.runtime.loss_limits,
+                    exactness=exactness_for(self.runtime, self.current_chat.settings),
                 )
             )
 
@@ -244,7 +246,7 @@ class ChatView(Screen[None]):
         editing = self.editing is not None
         role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
         names = {"user": "Editing your message", "assistant": "Editing the reply"}
-        title = names.get(role, "Editing the message" if role else prompt.vi_mode.upper())
+        title = names.get(role, "Editing the message" if role else "")
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             title = f"Version {label}" if label else ""
@@ -258,8 +260,10 @@ class ChatView(Screen[None]):
         elif editing:
             enter = "Enter resends" if role == "user" else "Enter saves"
             hint = "Esc cancels" if narrow else f"{enter} · Esc cancels"
-        elif typed := commands.hint(prompt.text, prompt.size.width - 2):
+        elif typed := table.hint(prompt.text, prompt.size.width - 2):
             hint = typed
+        elif prompt.is_in_block:
+            hint = f"{QUOTES} and Enter send" if narrow else f"A line with only {QUOTES} sends the message"
         elif self.writing:
             hint = "Esc stops the reply"
         else:
@@ -289,7 +293,6 @@ class ChatView(Screen[None]):
 
     @on(Collapsible.Toggled)
     @on(PathList.Toggled)
-    @on(PromptInput.ModeChanged)
     def _hints_changed(self) -> None:
         self._refresh_hints()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from textual.app import App, SuspendNotSupported
 
 from edgespec.errors import OptionError
-from edgespec.files import error_reason, read_regular_file
+from edgespec.system.files import error_reason, read_regular_file
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["show_message", "write_prompt"]
 
 # Tried in this order if neither VISUAL nor EDITOR is set. nano shows its keys on the screen.
 _COMMON_EDITORS = ("nano", "vi")
-_ADVICE = "Set the environment variable EDITOR to your editor, such as nano or vim"
+_OTHER_EDITORS = ("vim", "emacs")
 
 
 def write_prompt(screen: ChatScreen) -> None:
@@ -58,40 +58,50 @@ def show_message(screen: ChatScreen, message: Message) -> None:
 def _edited(app: App[None], text: str) -> str:
     """Open `text` in the editor and return the saved text. Raises OptionError if the editor fails."""
     command = _editor()
-    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
-        path = Path(folder, "message.md")
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+            path = Path(folder, "message.md")
             path.write_text(text, encoding="utf-8", errors="replace", newline="")
             status = _run(app, [*command, str(path)])
-            edited = read_regular_file(path, 4 * MAX_INPUT_CHARACTERS).decode("utf-8")
-        except SuspendNotSupported:
-            raise OptionError("An editor cannot be opened in this terminal", "Use another terminal") from None
-        except UnicodeDecodeError:
-            raise OptionError(
-                "The text was not changed, because the editor did not save it in UTF-8", _ADVICE
-            ) from None
-        except OSError as error:
-            raise OptionError(f"The editor {command[0]} failed: {error_reason(error)}", _ADVICE) from error
+            edited = read_regular_file(path, 4 * MAX_INPUT_CHARACTERS).decode("utf-8-sig")
+    except SuspendNotSupported:
+        raise OptionError("An editor cannot be opened in this terminal", "Use another terminal") from None
+    except UnicodeDecodeError:
+        raise OptionError(
+            "The text was not changed, because the editor did not save it in UTF-8", _advice()
+        ) from None
+    except OSError as error:
+        raise OptionError(f"The editor {command[0]} failed: {error_reason(error)}", _advice()) from error
     if status:
         ending = f"exited with status {status}" if status > 0 else "was interrupted"
-        raise OptionError(f"The text was not changed: {command[0]} {ending}", _ADVICE)
+        raise OptionError(f"The text was not changed: {command[0]} {ending}", _advice())
     return edited
 
 
+def _advice() -> str:
+    """Return what to do if an editor fails, with the name of one that is installed, if any is."""
+    installed = next((name for name in (*_COMMON_EDITORS, *_OTHER_EDITORS) if shutil.which(name)), "")
+    example = f", such as {installed}" if installed else ""
+    return f"Set the environment variable EDITOR to an editor on this machine{example}"
+
+
 def _editor() -> list[str]:
-    """Return the command of the user's editor, or of a common editor if none is set."""
+    """Return the command of the user's editor, or of a common editor if none is set. Raises OptionError."""
     for variable in ("VISUAL", "EDITOR"):
         try:
-            if command := shlex.split(os.environ.get(variable, "")):
-                return command
+            command = shlex.split(os.environ.get(variable, ""))
         except ValueError:
             raise OptionError(
-                f"{variable} is not a valid command: it has an unmatched quote", _ADVICE
+                f"{variable} is not a valid command: it has an unmatched quote", _advice()
             ) from None
+        if command and shutil.which(command[0]) is None:
+            raise OptionError(f"{variable} names the editor {command[0]}, which is not installed", _advice())
+        if command:
+            return command
     for editor in _COMMON_EDITORS:
         if shutil.which(editor):
             return [editor]
-    raise OptionError("No text editor is set", _ADVICE)
+    raise OptionError("No text editor is set", _advice())
 
 
 def _run(app: App[None], command: list[str]) -> int:

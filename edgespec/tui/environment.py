@@ -10,7 +10,7 @@ from textual import constants
 from textual.driver import Driver
 
 from edgespec.errors import ConfigurationError
-from edgespec.files import error_reason
+from edgespec.system.files import error_reason
 
 __all__ = ["check_textual_variables"]
 

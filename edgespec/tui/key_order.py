@@ -27,7 +27,7 @@ class KeyOrder:
 
     Args:
         app: The app.
-        dispatch: Sends a key or a pasted text to the focused widget.
+        dispatch: Sends a key or pasted text to the focused widget.
     """
 
     def __init__(self, app: App[Any], dispatch: Callable[[events.Event], Awaitable[None]]) -> None:
@@ -37,7 +37,7 @@ class KeyOrder:
         self._handled_now: object | None = None
 
     async def add(self, event: events.Event) -> None:
-        """Pass on a key or a pasted text once the keys before it have been handled."""
+        """Pass on a key or pasted text once the keys before it have been handled."""
         if self._handled_now is None:
             await self._pass_on(event)
         else:

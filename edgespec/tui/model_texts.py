@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, MemoryPlan
     from edgespec.tui.downloads import Download
 
-__all__ = ["details_text", "row_text", "speed_text"]
+__all__ = ["details_text", "is_match", "row_text", "speed_text"]
 
 _PLACES = {
     "embedded": "included in edgespec: a toy for offline use",
@@ -24,7 +24,7 @@ _PLACES = {
     "search": "on Hugging Face",
 }
 # The width of each column, and the minimum width of a row that shows it. Both are in cells.
-_COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (13, 58), "draft": (28, 92)}
+_COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (14, 58), "draft": (28, 92)}
 
 
 def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Download | None) -> Content:
@@ -63,11 +63,15 @@ def _size(model: AvailableModel) -> str:
 
 
 def speed_text(model: AvailableModel) -> str:
-    """Return the expected speed, such as `12 tok/s`, or an empty string if this machine was not measured."""
+    """Return the expected speed, such as `12 tok/s`, or an empty string if this machine was not measured.
+
+    A question mark follows if other programs were busy when it was measured.
+    """
     if model.speed is None:
         return ""
     speed = model.speed.fastest_tokens_per_second
-    return f"{speed:,.0f} tok/s" if speed >= 10 else f"{speed:.1f} tok/s"
+    doubt = "?" if model.speed.is_disturbed else ""
+    return (f"{speed:,.0f} tok/s" if speed >= 10 else f"{speed:.1f} tok/s") + doubt
 
 
 def details_text(
@@ -109,15 +113,22 @@ def details_text(
         )
     elif names:
         gain = f"{model.speed.speedup:.1f}x as fast as without it"
-        speed = f"Expected speed: {speed_text(model)} with {names}, {gain}."
+        speed = f"Expected speed: {speed_text(model).rstrip('?')} with {names}, {gain}."
     else:
-        speed = f"Expected speed: {speed_text(model)}."
+        speed = f"Expected speed: {speed_text(model).rstrip('?')}."
+    if model.speed is not None and model.speed.is_disturbed:
+        speed = f"{speed.removesuffix('.')}, but other programs were busy; Ctrl+S measures again."
     return Content.assemble(
-        (f"{model.reference}, {_PLACES[model.place]}", "bold"),
+        (f"{model.reference}, {_place(model)}", "bold"),
         "\n",
         (action, "$primary" if model.fits else "$warning"),
         f"\n{memory} {speed}",
     )
+
+
+def _place(model: AvailableModel) -> str:
+    is_packaged = model.place == "embedded" and model.entry is not None and model.entry.package
+    return "installed with edgespec" if is_packaged else _PLACES[model.place]
 
 
 def _action(model: AvailableModel, is_downloading: bool) -> str:
@@ -134,3 +145,8 @@ def _action(model: AvailableModel, is_downloading: bool) -> str:
     )
     draft = ", with its draft model," if size and _offered_draft(model) else ""
     return f"Enter downloads{size}{draft} in the background.{terms}"
+
+
+def is_match(query: str, name: str) -> bool:
+    """Return whether `name` contains all words of `query`."""
+    return all(word in name.lower() for word in query.lower().split())

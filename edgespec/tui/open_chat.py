@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.reply_start import whole_characters
 from edgespec.chat.saved_chat import SavedChat, Setting, title_of
 from edgespec.tui.numbers import count
 
@@ -83,9 +84,7 @@ class RunningTurn:
         """Text of the reply that is being continued, or an empty string."""
         if self.continued is None:
             return ""
-        # A reply that was stopped in the middle of a character ends with U+FFFD. The model generates the
-        # complete character again.
-        return self.tree.messages[self.continued].message.text.rstrip("\ufffd")
+        return whole_characters(self.tree.messages[self.continued].message.text)
 
     @property
     def prompt(self) -> tuple[Message, ...]:

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError, EdgespecError, OptionError
-from edgespec.tui import commands, plain_commands
+from edgespec.tui import plain_commands
 from edgespec.tui.archive import Archive
+from edgespec.tui.commands import table
+from edgespec.tui.commands.results import Context
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.files.attachments import AttachmentReader
 from edgespec.tui.numbers import rate
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain_files import with_files
-from edgespec.tui.plain_streams import InputLines, ReplyPieces, write
+from edgespec.tui.plain_streams import QUOTES, InputLines, ReplyPieces, ends_block, unquoted, write
 from edgespec.tui.plain_tools import PlainTools
+from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import error_text, facts_line, notices, sentences, speed_up_short
+from edgespec.tui.texts import error_text, facts_line, notices, rounding_warning, sentences, speed_up_short
 from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
@@ -38,7 +41,6 @@ __all__ = ["PlainChat"]
 _WAIT_SECONDS = 0.05
 # Maximum time in seconds between two presses of Ctrl-C that quit the chat.
 _TWICE_SECONDS = 2.0
-_QUOTES = '"""'
 
 
 class PlainChat:
@@ -79,13 +81,15 @@ class PlainChat:
         settings: Mapping[str, Setting],
     ) -> None:
         self.model_thread, self.runtime, self.archive = thread, runtime, archive
+        # Messages about unsaved chats that have already been shown.
+        self.reported_failures: set[str] = set()
         self.load_other, self.model_name, self.switched_to = load_other, model_name, ""
         self.first_system, self.first_settings = system, dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.leaving = False
         self.interrupted = threading.Event()
         self.downloads = Downloads()
-        self.tools = PlainTools(self)
+        self.tools: PlainTools = PlainTools(self)
         self.stats: Stats | None = None
         self.method: MethodReport = runtime.method
         self._interrupted_at = -_TWICE_SECONDS
@@ -105,10 +109,12 @@ class PlainChat:
         if self._is_interactive:
             for notice in notices(self.runtime, "Type /model"):
                 self.note(notice)
+        elif warning := rounding_warning(self.runtime):
+            self.note(warning)
         if resume is not None:
             self.resume(resume)
         if tools:
-            self._reporting(lambda: self.tools.command("on"))
+            self._take("/tools on")
         while not self.leaving and (text := self._read_message()) is not None:
             if text.strip():
                 self._take(text)
@@ -135,11 +141,13 @@ class PlainChat:
         write(sys.stdout, f"{text}\n")
 
     def save(self) -> None:
-        """Save the chat, or print why it cannot be saved."""
+        """Save the chat, or print why it cannot be saved. Each reason is printed only once."""
         try:
             self.archive.save_now(self.current_chat, self.runtime.target.name)
         except ChatFileError as error:
-            self.note(sentences(error.what, error.next_step))
+            if error.what not in self.reported_failures:
+                self.reported_failures.add(error.what)
+                self.note(sentences(error.what, error.next_step))
 
     def save_turn(self) -> None:
         """Save the unfinished reply, if one is being generated. Can be called from any thread."""
@@ -224,7 +232,7 @@ class PlainChat:
     def _read_message(self) -> str | None:
         """Return the next message, or None at the end of the input.
 
-        A message in triple quotes can span several lines.
+        A message in triple quotes can span several lines. See `ends_block`.
         """
         lines: list[str] = []
         while True:
@@ -236,20 +244,39 @@ class PlainChat:
                 self.note("\nPress Ctrl-C again to quit. The chat is saved.")
                 continue
             if not line:
-                return "\n".join(lines) or None
+                if lines:
+                    self.note(f"The message that starts with {QUOTES} is sent without closing quotes.")
+                return "\n".join(lines).removeprefix(QUOTES) or None
             lines.append(line.rstrip("\r\n"))
-            text = "\n".join(lines)
-            if not text.startswith(_QUOTES):
-                return text
-            if text.endswith(_QUOTES) and len(text) >= 2 * len(_QUOTES):
-                return text[len(_QUOTES) : -len(_QUOTES)]
+            if not lines[0].startswith(QUOTES):
+                return lines[0]
+            if ends_block(lines):
+                return unquoted(lines)
 
     def _take(self, text: str) -> None:
-        typed = commands.read(text)
+        typed = table.read(text)
         if typed is None:
             self._reporting(lambda: self._send(text.strip()))
         else:
             self._reporting(lambda: plain_commands.run(self, typed))
+
+    def command_context(self, argument: str) -> Context:
+        """Return what a slash command with these words sees of the chat."""
+        return Context(
+            argument=argument,
+            chat=self.current_chat,
+            new_chat=OpenChat(self.first_system, dict(self.first_settings)),
+            runtime=self.runtime,
+            model_name=self.model_name,
+            model_thread=self.model_thread,
+            method=self.method,
+            stats=self.stats,
+            writing=False,
+            archive=self.archive,
+            tools=self.tools,
+            preferences=Preferences(),
+            list_hint="Type /load for the list of chats",
+        )
 
     def _reporting(self, work: Callable[[], None]) -> None:
         """Call `work`, and print the error if it fails."""
@@ -267,7 +294,7 @@ class PlainChat:
         """Generate, print and save a reply. If it calls tools, run them and let the model continue.
 
         Raises:
-            OptionError: The chat is too long for a further message.
+            OptionError: The chat is too long for another message.
         """
         while calls := self._take_one_turn(turn):
             if (following := self.make_calls(calls)) is None:

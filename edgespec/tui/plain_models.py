@@ -1,74 +1,26 @@
-"""The command `/model` of the plain chat: list, download and switch models."""
+"""Download and switch models in the plain chat."""
 
 from __future__ import annotations
 
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
-import edgespec
-from edgespec.errors import EdgespecError, NotDownloadedError
-from edgespec.files import format_bytes
+from edgespec.errors import EdgespecError
 from edgespec.tui.downloads import Download
-from edgespec.tui.model_texts import speed_text
-from edgespec.tui.numbers import count, percent
-from edgespec.tui.texts import sentences
+from edgespec.tui.numbers import percent
+from edgespec.tui.texts import rounding_warning, sentences
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel
     from edgespec.tui.plain import PlainChat
 
-__all__ = ["choose_model", "list_models"]
+__all__ = ["download_model", "switch_model"]
 
 _WAIT_SECONDS = 0.1
 # Fraction of a download between two reports of its progress.
 _REPORTED_SHARE = 0.1
 
 
-def list_models(chat: PlainChat) -> None:
-    """Print the models on this machine, and say how to see those that can be downloaded."""
-    plan = chat.runtime.plan
-    models = edgespec.list_models(memory=plan.budget.total_bytes if plan else None)
-    chat.answer("On this machine:")
-    for model in models:
-        if model.is_installed:
-            chat.answer(_line(model, is_used=str(model.path) == chat.runtime.target.path))
-    number = count(sum(not model.is_installed and model.fits for model in models), "model")
-    chat.answer(f"{number} that you can download fit in memory. `edgespec models list` shows them.")
-    chat.note("To switch to a model or to download it, type /model and its name.")
-
-
-def _line(model: AvailableModel, *, is_used: bool) -> str:
-    parts = (
-        "in use" if is_used else "",
-        format_bytes(model.size_bytes) if model.size_bytes else "",
-        "" if model.fits else "too large for this machine",
-        speed_text(model),
-        f"draft model {model.draft}" if model.draft else "",
-    )
-    return f"{model.reference}: {', '.join(filter(None, parts))}"
-
-
-def choose_model(chat: PlainChat, reference: str) -> None:
-    """Switch to a model. Download it first if it is not on this machine.
-
-    Raises:
-        EdgespecError: There is no such model, or it could not be downloaded.
-    """
-    from edgespec.catalog import resolve
-
-    try:
-        found = resolve(reference, allow_download=False)
-    except NotDownloadedError:
-        if not _download(chat, reference):
-            return
-        found = resolve(reference, allow_download=False)
-    if str(found.path) == chat.runtime.target.path:
-        chat.answer(f"This chat already uses {chat.runtime.target.name}.")
-        return
-    _switch(chat, reference)
-
-
-def _download(chat: PlainChat, reference: str) -> bool:
+def download_model(chat: PlainChat, reference: str) -> bool:
     """Download a model, and print the progress. Return False if the user stopped the download."""
     chat.note(f"Downloading {reference}. Press Ctrl-C to stop.")
     download, reported = Download(reference), 0.0
@@ -92,7 +44,7 @@ def _download(chat: PlainChat, reference: str) -> bool:
     return True
 
 
-def _switch(chat: PlainChat, reference: str) -> None:
+def switch_model(chat: PlainChat, reference: str) -> None:
     """Load another model. If that fails or the user stops it, the old model is loaded again."""
     chat.note(f"Loading {reference}.")
     chat.interrupted.clear()
@@ -107,6 +59,8 @@ def _switch(chat: PlainChat, reference: str) -> None:
     if switched.failure is None:
         chat.switched_to = chat.model_name = reference
         chat.answer(f"This chat now uses {name}.")
+        if warning := rounding_warning(switched.runtime):
+            chat.note(warning)
         return
     if isinstance(switched.failure, EdgespecError):
         chat.note(sentences(switched.failure.what, switched.failure.next_step))

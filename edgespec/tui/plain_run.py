@@ -88,7 +88,8 @@ def run_plain_chat(
                 sys.stdout.flush()
                 # A normal exit would wait for the model thread, which is still running.
                 os._exit(130)
-    archive.check_saved()
+    if any(error.what not in chat.reported_failures for error in archive.unsaved.values()):
+        archive.check_saved()
     return ChatEnd(watch.signalled, resume_value(chat.current_chat, store), chat.switched_to)
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import select
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
+from edgespec.system.stdio import decode_input
 from edgespec.tui.controls import without_controls
 
-__all__ = ["InputLines", "ReplyPieces", "write"]
+__all__ = ["QUOTES", "InputLines", "ReplyPieces", "ends_block", "unquoted", "write"]
+
+QUOTES = '"""'
+"""Starts and ends a multi-line message."""
 
 # Maximum time in seconds until the chat reacts to a signal while it waits for input.
 _SIGNAL_SECONDS = 0.2
@@ -60,11 +65,25 @@ class InputLines:
 
     def __init__(self) -> None:
         self._unread = b""
+        self._number = 0
 
     def read_line(self) -> str:
-        """Return the next line, or an empty string at the end of the input."""
-        if sys.platform == "win32":
+        """Return the next line, or an empty string at the end of the input.
+
+        Raises:
+            OptionError: A line from a pipe or a file is not UTF-8.
+        """
+        if sys.stdin.isatty() and sys.platform == "win32":
             return sys.stdin.readline()
+        line = self._read_bytes()
+        if sys.stdin.isatty():
+            return line.decode(sys.stdin.encoding, "replace")
+        self._number += 1
+        return decode_input(line, self._number)
+
+    def _read_bytes(self) -> bytes:
+        if sys.platform == "win32":
+            return sys.stdin.buffer.readline()
         number = sys.stdin.fileno()
         while b"\n" not in self._unread:
             if not select.select([number], [], [], _SIGNAL_SECONDS)[0]:
@@ -74,4 +93,22 @@ class InputLines:
             if not new:
                 break
         line, newline, self._unread = self._unread.partition(b"\n")
-        return (line + newline).decode(sys.stdin.encoding, "replace")
+        return line + newline
+
+
+def ends_block(lines: Sequence[str]) -> bool:
+    """Return whether the last line ends a message that starts with triple quotes.
+
+    A line containing only three quotes always ends it. If text follows the opening quotes, three quotes at
+    the end of a line also end it, unless they close a nested string, such as a docstring in pasted Python.
+    """
+    first, last = lines[0].rstrip(), lines[-1].rstrip()
+    if len(lines) > 1 and last == QUOTES:
+        return True
+    inner = "\n".join(lines).rstrip().removeprefix(QUOTES)
+    return first != QUOTES and inner.endswith(QUOTES) and inner.count(QUOTES) % 2 == 1
+
+
+def unquoted(lines: Sequence[str]) -> str:
+    """Return a message that `ends_block` has found complete, without its triple quotes."""
+    return "\n".join(lines).rstrip()[len(QUOTES) : -len(QUOTES)]

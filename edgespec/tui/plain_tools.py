@@ -25,9 +25,6 @@ from edgespec.tui.tool_access import (
     ToolAccess,
     add_result,
     call_rounds,
-    no_servers_text,
-    server_state,
-    tools_argument,
     unanswered_calls,
 )
 
@@ -49,40 +46,19 @@ class PlainTools(ToolAccess):
         super().__init__()
         self._chat = chat
 
-    def command(self, argument: str) -> None:
-        """Run `/tools`: list the servers and their tools, or turn all of them on or off.
+    def stop_servers(self) -> None:
+        """Stop all servers, so that the model has no tools."""
+        toolbox, self.toolbox = self.toolbox, Toolbox(())
+        toolbox.close()
 
-        Raises:
-            OptionError: `argument` or the file that lists the servers is invalid.
-        """
-        word = tools_argument(argument)
-        if word == "off":
-            toolbox, self.toolbox = self.toolbox, Toolbox(())
-            toolbox.close()
-            self._chat.answer("Tools are off.")
-        elif not self.read_servers():
-            self._chat.answer(no_servers_text())
-        elif word == "on":
-            self._start()
-        else:
-            self._list()
-
-    def _start(self) -> None:
+    def start_servers(self) -> None:
+        """Start all servers. Print how many tools there are, and which servers failed."""
         self._chat.note("Starting the tools.")
         wait([self.toolbox.start(name) for name in self.toolbox.servers])
         for problem in self.start_problems():
             self._chat.note(problem)
         if text := self.started_text("Type /tools to list them, or /tools off."):
             self._chat.answer(text)
-
-    def _list(self) -> None:
-        for name, server in self.toolbox.servers.items():
-            self._chat.answer(f"Server {name}: {server_state(server)}")
-            for tool in server.tools:
-                description = " ".join(visible(tool.description).split())
-                allowed = " (called without asking)" if self.is_always_allowed(tool) else ""
-                self._chat.answer(f"  {visible(tool.name)}: {description}{allowed}")
-        self._chat.note("To start all servers, type /tools on. To stop them, type /tools off.")
 
     def make_calls(self, calls: Sequence[ToolCall]) -> bool:
         """Make the calls of a reply, and save their results. Return whether the model should go on."""
@@ -92,8 +68,8 @@ class PlainTools(ToolAccess):
         for call in calls:
             result = TOO_MANY if too_many else STOPPED if stopped else self._make_call(call)
             stopped = stopped or result in (STOPPED, INTERRUPTED)
-            text = add_result(chat, call, result, self._chat.runtime.context_tokens)
-            self._chat.note(_result_text(call, text, result.seconds))
+            added = add_result(chat, call, result, self._chat.runtime.context_tokens)
+            self._chat.note(_result_text(call, added))
             self._chat.save()
         chat.unfinished = False
         self._chat.save()
@@ -145,8 +121,8 @@ class PlainTools(ToolAccess):
         return decision
 
 
-def _result_text(call: ToolCall, text: str, seconds: float) -> str:
-    took = f" in {seconds_text(seconds)}" if seconds else ""
-    if text.startswith("Error: "):
-        return f"Tool {visible(call.name)} failed{took}. {visible(text.removeprefix('Error: '))}"
-    return f"Tool {visible(call.name)} returned {count(len(text), 'character')}{took}."
+def _result_text(call: ToolCall, result: ToolResult) -> str:
+    took = f" in {seconds_text(result.seconds)}" if result.seconds else ""
+    if result.failed:
+        return f"Tool {visible(call.name)} failed{took}. {visible(result.problem)}"
+    return f"Tool {visible(call.name)} returned {count(len(result.text), 'character')}{took}."

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from edgespec.files import read_regular_file, write_private_file
+from edgespec.system.files import read_regular_file, write_private_file
 
 __all__ = ["Preferences"]
 
@@ -21,7 +21,6 @@ class Preferences:
         theme: Name of the colour theme.
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
-        vi: Whether the input has vi keys.
         sidebar: Whether to show the list of chats.
     """
 
@@ -29,13 +28,12 @@ class Preferences:
     details: bool = False
     origin: bool = False
     sidebar: bool = False
-    vi: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
         """Read the preferences. Missing or invalid values are replaced by their defaults."""
         try:
-            data = json.loads(read_regular_file(path).decode("utf-8"))
+            data = json.loads(read_regular_file(path).decode("utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             return cls()
         if not isinstance(data, dict):

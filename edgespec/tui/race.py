@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgespec.bench.race import DEFAULT_RACE_TOKENS, Race, run_race
 from edgespec.chat.message import Message
 from edgespec.errors import OptionError
-from edgespec.tui.screens.race import RaceProgress, RaceScreen
+from edgespec.tui.screens.race import RaceProgress
 
 if TYPE_CHECKING:
     from edgespec import ReplyStream, Runtime
-    from edgespec.tui.chat_screen import ChatScreen
     from edgespec.tui.open_chat import OpenChat
     from edgespec.tui.worker import ModelThread
 
-__all__ = ["StartedRace", "open_race", "race_method", "start_race"]
+__all__ = ["StartedRace", "race_method", "start_race"]
 
 
 class StartedRace(NamedTuple):
@@ -26,21 +25,6 @@ class StartedRace(NamedTuple):
     prompt: str
     race: Future[Race]
     progress: RaceProgress
-
-
-async def open_race(screen: ChatScreen, argument: str) -> None:
-    """Open a screen that generates a reply twice: with plain decoding, and with the chat's method.
-
-    The message to reply to is `argument`, or the chat's last message if `argument` is empty.
-
-    Raises:
-        OptionError: There is no message, or a reply is being generated.
-    """
-    if screen.writing:
-        raise OptionError("The reply is not finished yet", "Press Esc to stop it, then type /race again")
-    method = race_method(screen.runtime, screen.current_chat)
-    started = start_race(screen.model_thread, screen.current_chat, method, argument)
-    await screen.app.push_screen(RaceScreen(*started, screen.model_thread.cancel))
 
 
 def race_method(runtime: Runtime, chat: OpenChat) -> str:

@@ -1,43 +1,31 @@
-"""Save the open chat, open saved chats, and finish their interrupted replies."""
+"""Open saved and new chats."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgespec.errors import ChatFileError, OptionError
+from edgespec.errors import ChatFileError
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import sentences
-from edgespec.tui.tool_access import unanswered_calls
 
 if TYPE_CHECKING:
     from edgespec.chat.store import StoredChat
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = [
-    "MAX_TITLE",
-    "continue_reply",
-    "offer_unfinished",
-    "open_by_title",
-    "open_chat",
-    "resume",
-    "save_as",
-]
-
-MAX_TITLE = 80
-"""Maximum length of a title that the user gives to a chat, in characters."""
+__all__ = ["offer_unfinished", "open_chat", "open_new", "resume"]
 
 
-async def save_as(screen: ChatScreen, title: str) -> None:
-    """Save the chat. Rename it if `title` is not empty."""
-    chat = screen.current_chat
-    if not chat.entries and not screen.writing:
-        screen.say("There is nothing to save: the chat is empty.")
-        return
-    chat.title = " ".join(title.split())[:MAX_TITLE] or chat.title
-    if await screen.save(show_again=True):
-        screen.refresh_facts()
-        screen.say(f"This chat is saved as “{chat.shown_title}”.")
+async def open_new(screen: ChatScreen, chat: OpenChat, note: str = "") -> None:
+    """Open a new chat once the running reply has stopped. If it has messages, save it and show a note."""
+
+    async def begin() -> None:
+        await screen.show_chat(chat)
+        if chat.entries:
+            await screen.save()
+            await screen.transcript.note(note)
+
+    await screen.when_free(begin)
 
 
 async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:
@@ -64,34 +52,20 @@ async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:
     await screen.when_free(begin)
 
 
-async def open_by_title(screen: ChatScreen, title: str) -> None:
-    """Open the newest chat whose title contains `title`. Raises OptionError if there is none."""
-    if not await _open_found(screen, title):
-        raise OptionError(
-            f"No saved chat has {title!r} in its title",
-            "Press F2 for the list of chats. To change the model, type /model",
-        )
-
-
 async def resume(screen: ChatScreen, wanted: str) -> None:
     """Open the chat with this ID or title. `last` means the newest chat. Show a note if there is none."""
-    if not await _open_found(screen, wanted):
-        missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
-        await screen.transcript.note(
-            f"There is {missing}, so this is a new chat. Press F2 for the list of chats."
-        )
-
-
-async def _open_found(screen: ChatScreen, wanted: str) -> bool:
-    """Open the chat with this ID or title. Return False if there is none."""
     try:
         found = await screen.archive.find(wanted)
     except ChatFileError as error:
         await screen.show_error(error)
-        return True
+        return
     if found is not None:
         await open_chat(screen, found)
-    return found is not None
+        return
+    missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
+    await screen.transcript.note(
+        f"There is {missing}, so this is a new chat. Press F2 for the list of chats."
+    )
 
 
 async def offer_unfinished(screen: ChatScreen) -> None:
@@ -105,27 +79,3 @@ async def offer_unfinished(screen: ChatScreen) -> None:
         await screen.transcript.note(
             f"Your last chat, “{newest.title}”, has an unfinished reply. Type /continue to finish it."
         )
-
-
-async def continue_reply(screen: ChatScreen, _argument: str = "") -> None:
-    """Finish the last reply. If this chat is empty, open the newest unfinished chat first."""
-    if screen.writing:
-        screen.say_while_writing("The reply is not finished yet.")
-        return
-    if not screen.current_chat.entries:
-        try:
-            unfinished = await screen.archive.find_unfinished()
-        except ChatFileError as error:
-            await screen.show_error(error)
-            return
-        if unfinished is None:
-            screen.say("There is no unfinished reply to continue.")
-            return
-        await open_chat(screen, unfinished)
-    chat = screen.current_chat
-    if (calls := unanswered_calls(chat)) and not screen.writing:
-        screen.tool_use.begin(calls)
-        return
-    place = chat.last_place("user", "tool", "assistant")
-    if place is not None and not screen.writing:
-        await screen.take_turn(chat.continue_reply(place))

@@ -13,6 +13,7 @@ from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry
+from edgespec.tui.saved_chats import open_new
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
@@ -121,15 +122,9 @@ async def open_in_editor(screen: ChatScreen, place: int) -> None:
 
 async def fork(screen: ChatScreen, place: int) -> None:
     """Start a new chat with the messages up to and including this one."""
-
-    async def begin() -> None:
-        old = screen.current_chat
-        new = old.forked(place)
-        await screen.show_chat(new)
-        await screen.save()
-        await screen.transcript.note(old.fork_text(new))
-
-    await screen.when_free(begin)
+    old = screen.current_chat
+    new = old.forked(place)
+    await open_new(screen, new, old.fork_text(new))
 
 
 async def delete(screen: ChatScreen, place: int) -> None:

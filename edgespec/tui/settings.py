@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import OptionError
-from edgespec.reply_options import REPLY_OPTIONS
-from edgespec.spelling import FOREIGN_NAMES, nearest
+from edgespec.options.reply_options import REPLY_OPTIONS
+from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -20,6 +20,8 @@ __all__ = [
     "SETTINGS",
     "Description",
     "accepted",
+    "check_settings",
+    "default_sampling",
     "default_text",
     "parse",
     "read_schema",
@@ -35,24 +37,14 @@ class Description(NamedTuple):
     hint: str
 
 
+_GROUPS = ("sampling", "reply", "method")
 SETTINGS = {
-    "temperature": Description("Temperature", "randomness of replies; 0 = none"),
-    "top_k": Description("Top k", "keep the k most likely; 0 = off"),
-    "top_p": Description("Top p", "cumulative probability; 1 = off"),
-    "min_p": Description("Min p", "drop unlikely tokens; 0 = off"),
-    "typical_p": Description("Typical p", "drop atypical tokens; 1 = off"),
-    "repetition_penalty": Description("Repetition penalty", "above 1: less repetition; 1 = off"),
-    "presence_penalty": Description("Presence penalty", "avoid tokens already used; 0 = off"),
-    "frequency_penalty": Description("Frequency penalty", "avoid frequent tokens; 0 = off"),
-    "penalty_window": Description("Penalty window", "tokens to look back; -1 = all"),
-    "max_tokens": Description("Maximum length", "maximum number of tokens in a reply"),
-    "seed": Description("Seed", "the same seed gives the same reply"),
-    "stop": Description("Stop strings", "strings that end the reply: a,b"),
-    "thinking": Description("Reasoning", "whether to reason: auto, on or off"),
-    "method": Description("Speed-up method", "auto, none, or several: model+suffix"),
-    "draft_length": Description("Draft length", "tokens to guess at a time, 1 to 64"),
-    "acceptance": Description("Acceptance", "checking: invariant or rejection"),
+    name: Description(*option.in_chat)
+    for group in _GROUPS
+    for name, option in REPLY_OPTIONS.items()
+    if option.in_chat and option.group == group
 }
+"""The options of replies that the chat offers, in the order of the settings form."""
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
 SCHEMA = "schema"
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
@@ -94,6 +86,14 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
     return valid, problems
 
 
+def check_settings(settings: Mapping[str, Setting], runtime: Runtime) -> None:
+    """Raise OptionError if the loaded models cannot generate replies with these settings."""
+    if "method" in settings:
+        runtime.method_for(str(settings["method"]))
+    if SCHEMA in settings:
+        runtime.check_options(schema=str(settings[SCHEMA]))
+
+
 def setting_named(name: str) -> str:
     """Return edgespec's name for a setting, given its name in edgespec, Ollama or llama.cpp.
 
@@ -124,10 +124,17 @@ def shown(value: Setting) -> str:
     return ", ".join(map(_escaped, value)) if isinstance(value, list) else str(value)
 
 
+def default_sampling(name: str, runtime: Runtime) -> float:
+    """Return the default value of a sampling setting, which can depend on the model."""
+    defaults: Mapping[str, Any] = runtime.reply_defaults()
+    value: float = defaults.get(name, REPLY_OPTIONS[name].default)
+    return value
+
+
 def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -> str:
     """Return the default value of a setting as text. It can depend on the model and on other settings."""
     if REPLY_OPTIONS[name].group == "sampling":
-        return f"{REPLY_OPTIONS[name].default:g}"
+        return f"{default_sampling(name, runtime):g}"
     fixed = {"seed": "random", "stop": "none", "thinking": "auto", "method": runtime.method.requested}
     if name in fixed:
         return fixed[name]
@@ -138,6 +145,9 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     except OptionError:
         # The chat's method is unavailable, so show the defaults of the method passed to `load`.
         defaults = dict(runtime.reply_defaults())
+    if name not in defaults:
+        option = REPLY_OPTIONS[name]
+        return option.default_text or str(option.default)
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":
         return f"up to {value}"

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError, WorkerLostError
-from edgespec.files import format_bytes
+from edgespec.options.default_model import is_demo, why_toy
+from edgespec.options.methods import methods
+from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, Runtime, Stats
+    from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Runtime, Stats
+    from edgespec.chat.saved_chat import Setting
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
     "drafter_names",
     "error_text",
+    "exactness_for",
+    "exactness_sentence",
     "facts_line",
     "labelled_drafters",
+    "limits_speed",
     "memory_rows",
     "notices",
     "plain_words",
     "reason_text",
+    "rounding_warning",
     "sentences",
     "show_rows",
     "sources_text",
@@ -34,20 +41,12 @@ __all__ = [
     "worst_case",
 ]
 
-_SOURCES = {
-    "dflash": "DFlash head",
-    "eagle": "EAGLE head",
-    "grammar": "text that the schema determines",
-    "hydra": "Hydra heads",
-    "layerskip": "first layers of the model",
-    "lookahead": "parallel guesses",
-    "lowbit": "a low-precision copy of the model",
-    "medusa": "Medusa heads",
-    "model": "draft model",
-    "mtp": "the model's built-in layers that predict several tokens",
-    "ngram": "repeated text",
-    "suffix": "repeated text",
-    "swift": "some layers of the model",
+# For each model that a first chat can open with: a remark, and the kind of model to use instead.
+_TOY = ("The demo is a toy for offline use.", "real")
+_FIRST_MODELS = {
+    "demo": _TOY,
+    "demo-mlx": _TOY,
+    "smollm2": ("SmolLM2 is very small and often gets facts wrong.", "larger"),
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
@@ -55,11 +54,13 @@ _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
 )
+# The chat mentions that identical replies are slower if they lose at least this share of the speed.
+_NOTICEABLE_LOSS = 0.01
 # Matches the words for drafts, but not `draft model`.
 _DRAFT = re.compile(r"(?<!-)\bdraft(ing|ed|s|)\b(?! model)")
 _GUESS = {"ing": "guessing", "ed": "guessed", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
-_DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
+_DRAFTERS_IN_REASON = re.compile(r"[a-z0-9+]+(?= is retried occasionally| found no draft)")
 
 
 def facts_line(facts: ModelFacts) -> str:
@@ -84,7 +85,8 @@ def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str
 
 def sources_text(drafters: str) -> str:
     """Describe where the tokens of drafters such as `model+suffix` come from."""
-    return " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in drafters.split("+")))
+    labels = {each.name: each.label for each in methods()}
+    return " + ".join(dict.fromkeys(labels.get(name, name) for name in drafters.split("+")))
 
 
 def reason_text(method: MethodReport) -> str:
@@ -121,6 +123,48 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     return f"speed-up {'about ' if is_rough else ''}{factor:.1f}x"
 
 
+def exactness_for(runtime: Runtime, settings: Mapping[str, Setting]) -> Exactness | None:
+    """Return whether the replies in a chat with these settings are identical to plain decoding."""
+    acceptance, temperature = settings.get("acceptance"), settings.get("temperature")
+    return runtime.exactness_for(
+        acceptance=None if acceptance is None else str(acceptance),
+        temperature=None if temperature is None else float(str(temperature)),
+    )
+
+
+def exactness_sentence(exactness: Exactness) -> str:
+    """Return a sentence: whether replies are identical, and what the opposite option would cost or gain."""
+    return sentences(f"replies {'are ' if exactness.bits else ''}{exactness_text(exactness)}")
+
+
+def exactness_text(exactness: Exactness) -> str:
+    """Return `exactness_sentence` without the first words, to show it next to the label "replies"."""
+    speed = exactness.expected_speed
+    if not exactness.bits:
+        if not speed:
+            return exactness.reason.removeprefix("replies ")
+        cost = f", but takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
+        return f"can differ from plain decoding by rounding; --exact prevents that{cost}"
+    if not limits_speed(exactness):
+        return "identical to plain decoding"
+    gain = f"is up to {percent(1 / speed - 1)} faster" if speed and speed < 1 else "allows guessing"
+    return f"identical to plain decoding; --exactness off {gain}, but can change replies"
+
+
+def rounding_warning(runtime: Runtime) -> str:
+    """Return a warning if replies can differ from plain decoding, unless the user chose that."""
+    exactness = runtime.target.exactness
+    if exactness is None or exactness.bits or exactness.requested == "off":
+        return ""
+    return exactness_sentence(exactness)
+
+
+def limits_speed(exactness: Exactness) -> bool:
+    """Return whether replies are identical to plain decoding, and would be faster if they could differ."""
+    is_slower = (exactness.expected_speed or 1.0) <= 1 - _NOTICEABLE_LOSS
+    return exactness.bits and (is_slower or exactness.widths == (1,))
+
+
 def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     """Return the labels and texts of the welcome box: the models, the speed-up and how drafting works."""
     target, method = runtime.target, runtime.method
@@ -130,7 +174,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     elif (
         not runtime.heads
         and method.requested == "auto"
-        and sources_text(method.effective) == _SOURCES["suffix"]
+        and sources_text(method.effective) == sources_text("suffix")
     ):
         rows.append(("Draft model", f"none: {plain_words(method.reason)}"))
     heads = [each for each in drafter_names(runtime) if each[0] == "Head"]
@@ -142,13 +186,16 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
         guesser = "The small draft model"
     elif heads:
         guesser = "The head, a small network that was trained for this model,"
+    exactness = target.exactness
+    is_lossless = exactness is None or exactness.bits
+    changes = "never changes a reply" if is_lossless else "changes replies only by rounding"
     explanation = (
         f"{guesser} guesses the next words, and {target.name} checks several guesses at once. Guesses that"
         f" match what {target.name} would have written are accepted, which makes replies faster. The rest"
-        " are discarded, so the speed-up never changes a reply. The status line at the bottom shows how"
-        " much faster the last reply was and how many guesses were accepted."
+        f" are discarded, so the speed-up {changes}. The status line at the bottom shows how much faster the"
+        " last reply was and how many guesses were accepted."
     )
-    if target.name.startswith("demo"):
+    if is_demo(target.path):
         explanation += " The demo model is so small that guessing words often costs more time than it saves."
         if method.requested == "auto":
             explanation += " When that happens, edgespec stops guessing; press F3 for details."
@@ -163,36 +210,45 @@ def was_cpu_busy(stats: Stats) -> bool:
 
 
 def notices(runtime: Runtime, open_list: str = "Press F9") -> list[str]:
-    """Return notices about the loaded models or, for the demo, a suggestion of real models that fit.
+    """Return notices about the loaded models or, for a tiny model, a suggestion of larger ones that fit.
 
     Args:
         runtime: The loaded models.
         open_list: How the user opens the list of models.
     """
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
-    return _real_model(runtime, open_list) or list(dict.fromkeys(texts))
+    if larger := _larger_models(runtime, open_list):
+        return [*larger, *filter(None, [rounding_warning(runtime)])]
+    return list(dict.fromkeys(texts))
 
 
-def _real_model(runtime: Runtime, open_list: str) -> list[str]:
-    """Return a notice for users of the demo that suggests real models for this machine."""
-    from edgespec.assembly.speed_prediction import predict_entry
-    from edgespec.catalog import load_catalogue
-    from edgespec.catalog.suggestion import suggest_models
+def _larger_models(runtime: Runtime, open_list: str) -> list[str]:
+    """Return a notice that suggests larger models to users of a default model."""
+    from edgespec.loading.speed_prediction import predict_entry
+    from edgespec.store.catalogue import load_catalogue
+    from edgespec.store.suggestion import suggest_models
 
-    plan, is_mlx = runtime.memory().plan, runtime.target.name == "demo-mlx"
-    if plan is None or not (is_mlx or runtime.target.name == "demo"):
+    plan, name = runtime.memory().plan, runtime.target.name
+    if plan is None or name not in _FIRST_MODELS:
         return []
-    models = suggest_models(plan.budget_bytes("memory"), "mlx" if is_mlx else "gguf")
+    if _FIRST_MODELS[name] is _TOY and not is_demo(runtime.target.path):
+        return []
+    models = suggest_models(plan.budget_bytes("memory"), "mlx" if name == "demo-mlx" else "gguf")
     if not models:
         return []
     named = []
     for each in models:
         found = load_catalogue().find(each.target)
         speed = predict_entry(found[0]) if found else None
-        about = f", about {rate(speed.fastest_tokens_per_second)}" if speed else ""
+        is_known = speed is not None and not speed.is_disturbed
+        about = f", about {rate(speed.fastest_tokens_per_second)}" if speed and is_known else ""
         named.append(f"{each.target} ({format_bytes(each.download_bytes)}{about})")
-    advice = f"The demo is a toy for offline use. {open_list} to choose and download a real model."
-    return [f"{advice} These fit this machine: {', '.join(named)}."]
+    about, larger = _FIRST_MODELS[name]
+    if why_toy(name):
+        about += " SmolLM2, a small real model, is not installed; scripts/setup installs it."
+    advice = f"{about} {open_list} to choose and download a {larger} model."
+    sizes = " (with their draft models)" if any(each.draft for each in models) else ""
+    return [f"{advice} These fit this machine{sizes}: {', '.join(named)}."]
 
 
 def show_rows(
@@ -212,9 +268,11 @@ def show_rows(
     if runtime.draft is not None:
         rows.append(("draft model", facts_line(runtime.draft)))
     rows += [("head", name) for label, name in drafter_names(runtime) if label == "Head"]
+    if exactness := exactness_for(runtime, chat.settings):
+        rows.append(("replies", exactness_text(exactness)))
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
-        ("memory", format_bytes(runtime.memory_bytes())),
+        ("memory", _memory(runtime)),
     ]
     rows += [(name, shown(chat.settings[name])) for name in (*SETTINGS, SCHEMA) if name in chat.settings]
     if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
@@ -252,6 +310,12 @@ def worst_case(
 def _context(max_tokens: int, current_tokens: int) -> str:
     allocated = f", {count(current_tokens)} allocated so far" if current_tokens < max_tokens else ""
     return f"{count(max_tokens)} tokens{allocated}"
+
+
+def _memory(runtime: Runtime) -> str:
+    """Return the memory in use and, if it was planned, the most that the models can need."""
+    used = f"{format_bytes(runtime.memory_bytes())} in use"
+    return used if runtime.plan is None else f"{used}, {format_bytes(runtime.plan.total_bytes)} planned"
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Colour themes: the built-in ones, the user's TOML files, and the command `/theme`."""
+"""Colour themes: the built-in ones and the user's TOML files."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.color import Color, ColorParseError
 from textual.css.constants import VALID_STYLE_FLAGS
 from textual.theme import Theme
 
-from edgespec.errors import ConfigurationError, OptionError
-from edgespec.files import config_folder
-from edgespec.settings_file import error_at, read_text
-from edgespec.spelling import nearest
+from edgespec.errors import OptionError
+from edgespec.options.settings_file import error_at, read_text
+from edgespec.system.files import config_folder
+from edgespec.system.spelling import nearest
 
-if TYPE_CHECKING:
-    from edgespec.tui.chat_screen import ChatScreen
-
-__all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES", "choose_theme", "find_theme", "theme_names"]
+__all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES", "find_theme", "theme_names", "themes_folder"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
 _TEXT_STYLE = "block-cursor-text-style"
@@ -93,7 +90,7 @@ THEMES = {"dark": DARK, "light": LIGHT, "high-contrast": HIGH_CONTRAST}
 def theme_names() -> list[str]:
     """Return the names of the built-in themes, then those of the user's themes, including invalid ones."""
     try:
-        stems = sorted(path.stem for path in _themes_folder().iterdir() if path.suffix == ".toml")
+        stems = sorted(path.stem for path in themes_folder().iterdir() if path.suffix == ".toml")
     except OSError:
         stems = []
     return [*THEMES, *(stem for stem in stems if _NAME.fullmatch(stem) and stem not in THEMES)]
@@ -108,7 +105,7 @@ def find_theme(name: str) -> Theme:
     """
     if name in THEMES:
         return THEMES[name]
-    path = _themes_folder() / f"{name}.toml"
+    path = themes_folder() / f"{name}.toml"
     text = read_text(path) if _NAME.fullmatch(name) else None
     if text is None:
         near = nearest(name, theme_names())
@@ -116,12 +113,12 @@ def find_theme(name: str) -> Theme:
         raise OptionError(
             f"there is no theme {name[:60]!r}",
             f"{meant}Themes: {', '.join(theme_names())}. To add your own, put TOML files into"
-            f" {_themes_folder()}",
+            f" {themes_folder()}",
         )
     return _theme(name, path, text)
 
 
-def _themes_folder() -> Path:
+def themes_folder() -> Path:
     """Return the folder of the user's themes. It may not exist."""
     return config_folder() / "themes"
 
@@ -175,25 +172,3 @@ def _check_colour(path: Path, text: str, keys: tuple[str, ...], value: Any) -> N
         raise error_at(
             path, text, keys, f"'{keys[-1]}' is {value!r}, which is not a colour", 'write it as "#7aa2c8"'
         ) from None
-
-
-async def choose_theme(screen: ChatScreen, argument: str) -> None:
-    """Use the theme named `argument`, or list the themes if it is empty.
-
-    Raises:
-        OptionError: There is no such theme, or its file is invalid.
-    """
-    if not argument:
-        used = screen.preferences.theme
-        names = ", ".join(f"{name} (in use)" if name == used else name for name in theme_names())
-        await screen.transcript.note(
-            f"Themes: {names}. Type /theme NAME to choose one. Your own themes are TOML files in"
-            f" {_themes_folder()}."
-        )
-        return
-    try:
-        find_theme(argument)
-    except ConfigurationError as error:
-        raise OptionError(error.what, error.next_step) from error
-    screen.preferences.theme = argument
-    screen.post_message(screen.PreferencesChanged())

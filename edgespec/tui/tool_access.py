@@ -5,6 +5,7 @@ The full-screen chat and the plain chat share these rules.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from edgespec.chat.message import Message
@@ -32,7 +33,6 @@ __all__ = [
     "call_rounds",
     "no_servers_text",
     "server_state",
-    "tools_argument",
     "unanswered_calls",
 ]
 
@@ -199,20 +199,12 @@ def call_rounds(chat: OpenChat) -> int:
     return rounds
 
 
-def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_tokens: int) -> str:
-    """Add the result of a call to the chat, shortened for this context size, and return its text."""
-    text = limited(result.text, min(_MAX_RESULT_CHARACTERS, context_tokens))
-    message = Message("tool", text, tool_call_id=call.id, name=call.name)
+def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_tokens: int) -> ToolResult:
+    """Add the result of a call to the chat, shortened for this context size, and return what was added."""
+    result = replace(result, text=limited(result.text, min(_MAX_RESULT_CHARACTERS, context_tokens)))
+    message = Message("tool", result.text, tool_call_id=call.id, name=call.name)
     chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
-    return text
-
-
-def tools_argument(argument: str) -> str:
-    """Return the argument of `/tools`: "on", "off" or "". Raises OptionError if it is invalid."""
-    word = argument.lower()
-    if word not in ("", "on", "off"):
-        raise OptionError(f"unknown argument {argument!r} for /tools", "type /tools, /tools on or /tools off")
-    return word
+    return result
 
 
 def server_state(server: ServerConnection) -> str:

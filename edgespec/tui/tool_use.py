@@ -26,7 +26,6 @@ from edgespec.tui.tool_access import (
     add_result,
     call_rounds,
     no_servers_text,
-    tools_argument,
     unanswered_calls,
 )
 from edgespec.tui.widgets.tool_call import ToolCallMessage
@@ -46,21 +45,9 @@ class ToolUse(ToolAccess):
         self._stop = asyncio.Event()
         self._dialog: ApprovalScreen | None = None
 
-    async def command(self, argument: str) -> None:
-        """Run `/tools`: show the servers and their tools, or turn all of them on or off.
-
-        Raises:
-            OptionError: `argument` or the file that lists the servers is invalid.
-        """
-        word = tools_argument(argument)
-        if word == "off":
-            await self._stop_servers()
-            await self._screen.transcript.note("Tools are off.")
-        elif await self._has_servers():
-            if word == "on":
-                self._screen.run_worker(self.start_servers())
-            else:
-                self._screen.app.push_screen(ToolsScreen(self), lambda _: self._screen.refresh_facts())
+    def show_servers(self) -> None:
+        """Open the dialog in which the user turns servers and tools on and off."""
+        self._screen.app.push_screen(ToolsScreen(self), lambda _: self._screen.refresh_facts())
 
     async def _has_servers(self) -> bool:
         """Read the user's servers. If there are none, explain how to add one."""
@@ -87,7 +74,8 @@ class ToolUse(ToolAccess):
         if text := self.started_text("Type /tools to see them or turn them off."):
             await note(text)
 
-    async def _stop_servers(self) -> None:
+    async def stop_servers(self) -> None:
+        """Stop all servers, so that the model has no tools."""
         self.stop()
         toolbox, self.toolbox = self.toolbox, Toolbox(())
         self._screen.refresh_facts()
@@ -114,8 +102,7 @@ class ToolUse(ToolAccess):
                 widget = ToolCallMessage(call)
                 await screen.transcript.add(widget)
                 result = TOO_MANY if too_many else await self._make_call(call)
-                self._add_result(chat, call, result)
-                widget.finish(chat.messages[-1].content, result.seconds)
+                widget.finish(self._add_result(chat, call, result))
                 await screen.save()
             chat.unfinished = False
             await screen.save()
@@ -133,12 +120,12 @@ class ToolUse(ToolAccess):
         for call in unanswered_calls(chat):
             widget = ToolCallMessage(call)
             await self._screen.transcript.add(widget)
-            self._add_result(chat, call, STOPPED)
-            widget.finish(STOPPED.text, 0.0)
+            widget.finish(self._add_result(chat, call, STOPPED))
 
-    def _add_result(self, chat: OpenChat, call: ToolCall, result: ToolResult) -> None:
-        add_result(chat, call, result, self._screen.runtime.context_tokens)
+    def _add_result(self, chat: OpenChat, call: ToolCall, result: ToolResult) -> ToolResult:
+        added = add_result(chat, call, result, self._screen.runtime.context_tokens)
         self._screen.transcript.follow()
+        return added
 
     async def _make_call(self, call: ToolCall) -> ToolResult:
         """Return the result of a call, after asking the user."""

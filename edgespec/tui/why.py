@@ -1,24 +1,33 @@
-"""The `/why` command: explain the speed of the last reply.
+"""What `/why` says: explain the speed of the last reply.
 
-Three sentences say how the reply was sped up, what limited the speed-up, and what to try next.
+Three sentences say how the reply was sped up, what limited the speed-up, and what to try next. If identical
+replies limit the speed, or if replies can differ from plain decoding, a fourth sentence says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.reply_options import REPLY_OPTIONS
+from edgespec.errors import EdgespecError
+from edgespec.options.default_model import is_demo
 from edgespec.tui.numbers import count, percent
-from edgespec.tui.texts import reason_text, sentences, sources_text
-from edgespec.tui.widgets.messages import Panel
+from edgespec.tui.settings import default_sampling
+from edgespec.tui.texts import (
+    exactness_for,
+    exactness_sentence,
+    limits_speed,
+    reason_text,
+    sentences,
+    sources_text,
+)
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Runtime, Stats
+    from edgespec import Exactness, MethodReport, Runtime, Stats
     from edgespec.chat.saved_chat import Setting
-    from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["show_why", "why", "why_text"]
+__all__ = ["why", "why_text"]
 
 # Below this acceptance rate, guesses are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
@@ -26,51 +35,71 @@ _LOW_ACCEPTANCE = 0.5
 _MIN_TOKENS = 20
 # Gain from which `/why` suggests no changes. 0.3 means 1.3 times as fast.
 _GOOD_GAIN = 0.3
-
-
-async def show_why(screen: ChatScreen, _argument: str) -> None:
-    """Show the three sentences about the current or last reply."""
-    text = why_text(screen.runtime, screen.method, screen.stats, screen.current_chat.settings)
-    await screen.transcript.show_panel(Panel("Why this speed", text))
+# Suggest a draft model only if its expected speed-up is at least this.
+_MIN_SPEEDUP = 1.05
 
 
 def why_text(
     runtime: Runtime, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
 ) -> str:
-    """Return the three sentences of `/why` about the last reply in a chat with these settings."""
+    """Return the sentences of `/why` about the last reply in a chat with these settings."""
     if stats is None:
         return (
             "No reply has been generated since this chat was opened or its model was changed. Send a message,"
             " then type /why."
         )
-    temperature = settings.get("temperature", REPLY_OPTIONS["temperature"].default)
-    return "\n".join(
-        why(
-            method,
-            stats,
-            has_drafter=runtime.draft is not None or bool(runtime.heads),
-            is_demo=runtime.target.name.startswith("demo"),
-            is_random=float(str(temperature)) > 0,
-        )
+    temperature = settings.get("temperature", default_sampling("temperature", runtime))
+    lines = why(
+        method,
+        stats,
+        missing_draft=None if runtime.draft is not None or runtime.heads else _available_draft(runtime),
+        is_demo=is_demo(runtime.target.path),
+        is_random=float(str(temperature)) > 0,
     )
+    return "\n".join([*lines, *_exactness(exactness_for(runtime, settings))])
+
+
+def _available_draft(runtime: Runtime) -> str:
+    """Return the best draft model for the target from the catalogue or this machine, or an empty string."""
+    from edgespec.store.drafts import draft_options
+    from edgespec.store.installed import find_installed
+    from edgespec.store.reference import resolve
+
+    path = Path(runtime.target.path)
+    try:
+        installed = find_installed(include_embedded=True)
+        reference = next((model.reference for model in installed.models if model.path == path), None)
+        target = resolve(reference or str(path), allow_download=False)
+        options = draft_options(target, installed)
+    except EdgespecError:
+        return ""
+    return next((each.reference for each in options if each.speedup >= _MIN_SPEEDUP), "")
+
+
+def _exactness(exactness: Exactness | None) -> list[str]:
+    """Return a sentence if identical replies limit the speed, or if replies can differ."""
+    if exactness is None or (exactness.bits and not limits_speed(exactness)):
+        return []
+    return [exactness_sentence(exactness)]
 
 
 def why(
-    method: MethodReport, stats: Stats, *, has_drafter: bool, is_demo: bool, is_random: bool
+    method: MethodReport, stats: Stats, *, missing_draft: str | None, is_demo: bool, is_random: bool
 ) -> list[str]:
     """Return three sentences: how the reply was sped up, what limited the speed-up, and what to try next.
 
     Args:
         method: The method report of the reply.
         stats: The statistics of the reply.
-        has_drafter: Whether a draft model or a head is loaded.
+        missing_draft: The draft model to suggest, or an empty string if there is none for this model. None if
+            a draft model or a head is loaded.
         is_demo: Whether the model is the demo, which is too small for a large speed-up.
         is_random: Whether the temperature is above 0.
     """
     return [
         _result(method, stats),
         _reason(method, stats),
-        _advice(method, stats, has_drafter, is_demo, is_random),
+        _advice(method, stats, missing_draft, is_demo, is_random),
     ]
 
 
@@ -118,7 +147,9 @@ def _reason(method: MethodReport, stats: Stats) -> str:
     return f"Guessing and checking take time too, which limits the speed-up: {accepted}."
 
 
-def _advice(method: MethodReport, stats: Stats, has_drafter: bool, is_demo: bool, is_random: bool) -> str:
+def _advice(
+    method: MethodReport, stats: Stats, missing_draft: str | None, is_demo: bool, is_random: bool
+) -> str:
     if method.requested == "none":
         return "To switch the speed-up on, type /set method auto."
     if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
@@ -127,8 +158,13 @@ def _advice(method: MethodReport, stats: Stats, has_drafter: bool, is_demo: bool
         return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. Type /race to compare this reply with plain decoding."
-    if not has_drafter:
-        return "Try a draft model: `edgespec models show MODEL` names one that fits yours."
+    if missing_draft:
+        return f"Try the draft model {missing_draft}: quit and restart with --draft {missing_draft}."
+    if missing_draft == "":
+        return (
+            "There is no draft model for this model in the catalogue or on this machine. Without one, replies"
+            " that repeat text of the chat are sped up most, such as changes to an attached file."
+        )
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
         return "Try a lower temperature, for example /set temperature 0, which makes text easier to guess."
     return "Run `edgespec tune` to find out which draft length and method suit your models best."

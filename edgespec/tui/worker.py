@@ -10,11 +10,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from edgespec.errors import CancelledError, WorkerLostError
-from edgespec.heap import limit_malloc_arenas
+from edgespec.system.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
     from edgespec import Chat, Message, Preview, Reply, ReplyStream, Runtime, TextChunk
-    from edgespec.catalog import Progress
+    from edgespec.store.download import Progress
 
 __all__ = [
     "Ask",

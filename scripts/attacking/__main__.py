@@ -29,6 +29,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from edgespec.cli.measuring import counted
 from scripts.attacking.honest import HonestClient
 from scripts.attacking.neighbours import Neighbours
 from scripts.attacking.senders import ATTACKS, Connection, new_canary, problem
@@ -76,13 +77,21 @@ class Record:
     def growth(self) -> Usage:
         """Growth of the resource use from the second to the last third of the attack.
 
-        Compares the minimum of each third, because the server has one or two models loaded at a time.
+        Compares the minimum of each third. Of the memory, it compares only measurements with the usual number
+        of open files, because the server then has the same number of models loaded.
         """
         third = len(self.usage) // 3
         if not third:
             return Usage(0, 0, 0)
-        middle, end = zip(*self.usage[third : 2 * third], strict=True), zip(*self.usage[-third:], strict=True)
-        return Usage(*(min(last) - min(earlier) for earlier, last in zip(middle, end, strict=True)))
+        usual, _ = Counter(each.files for each in self.usage).most_common(1)[0]
+
+        def least(part: Sequence[Usage]) -> Usage:
+            alike = [each for each in part if each.files == usual] or part
+            lowest = Usage(*map(min, zip(*part, strict=True)))
+            return lowest._replace(memory_bytes=min(each.memory_bytes for each in alike))
+
+        middle, end = least(self.usage[third : 2 * third]), least(self.usage[-third:])
+        return Usage(*(last - earlier for earlier, last in zip(middle, end, strict=True)))
 
     def failures(self) -> list[str]:
         """Return the reasons why the server failed."""
@@ -145,7 +154,8 @@ async def _attack(victim: Victim, record: Record, requests: int, seed: int, with
     if neighbours and sharing:
         await sharing
         count, near_ties, problems = await neighbours.compare()
-        print(f"{count} replies to neighbours compared with replies alone: {len(near_ties)} near-ties")
+        ties = counted(len(near_ties), "near-tie")
+        print(f"{count} replies to neighbours compared with replies alone: {ties}")
         for each in near_ties:
             print(f"near-tie: {each}")
         record.problems += problems

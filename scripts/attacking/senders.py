@@ -40,6 +40,10 @@ def request(
     return head + headers + b"\r\n" + body
 
 
+# Matches the interim responses before a response, such as 100 Continue.
+_INTERIM = re.compile(rb"\A(HTTP/1\.1 1\d\d[^\r]*\r\n\r\n)+")
+
+
 def problem(reply: bytes, canary: str) -> str | None:
     """Return a description of the problem with the reply to a hostile request, or None if there is none."""
     foreign = set(_CANARY.findall(reply)) - {canary.encode()}
@@ -98,7 +102,7 @@ class Connection:
         assert self._streams
         async with asyncio.timeout(seconds):
             while len(self.received) < limit_bytes and (part := await self._streams[0].read(1 << 16)):
-                self.received += part
+                self.received = _INTERIM.sub(b"", self.received + part)
 
     async def pause(self) -> None:
         """Wait for a random time, so that the next action can happen in any phase of the request."""

@@ -79,7 +79,8 @@ def started(options: Sequence[str], log: Path) -> Iterator[Victim]:
         folders = {f"EDGESPEC_{name}_DIR": f"{home}/{name}" for name in ("DATA", "CACHE", "CONFIG")}
         command = [sys.executable, "-m", "edgespec", "serve", "--port", "0", "--temperature", "0", "--json"]
         server = subprocess.Popen(
-            [*command, *options],
+            # `options` can name another target.
+            [*command, "--target", "demo", *options],
             stdout=subprocess.PIPE,
             stderr=stderr,
             env={**os.environ, **folders},

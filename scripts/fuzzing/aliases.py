@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from edgespec.catalog import resolve
-from edgespec.catalog.aliases import check_alias, check_pair
-from edgespec.catalog.catalogue import load_catalogue, user_aliases, user_pairs
 from edgespec.errors import EdgespecError
+from edgespec.store.aliases import check_alias, check_pair
+from edgespec.store.catalogue import load_catalogue, user_aliases, user_pairs
+from edgespec.store.reference import resolve
 from scripts.fuzzing.mutations import damage, nasty_text, several
 from scripts.fuzzing.worker import Files
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from edgespec.backends.gguf_metadata import read_gguf_info
-from edgespec.backends.llamacpp.header_validation import check_header
+from edgespec.backends.llamacpp.header_validation import check_headers
+from edgespec.model.formats.gguf_metadata import read_gguf_info
 from scripts.fuzzing.gguf_files import make_gguf
 from scripts.fuzzing.worker import Files
 
@@ -20,4 +20,4 @@ def run(folder: Path) -> None:
     """Read the metadata, and validate the header, as every plan and load does."""
     path = folder / "model.gguf"
     read_gguf_info(path)
-    check_header(path)
+    check_headers([path])

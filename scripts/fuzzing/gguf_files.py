@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backends.gguf_header import StringArray, read_header
-from edgespec.catalog.catalogue import models_folder
+from edgespec.model.formats.gguf_header import StringArray, read_header
+from edgespec.store.catalogue import models_folder
 from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, nasty_text, several
 
 __all__ = ["make_gguf"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import edgespec
-from edgespec.backends.mlx_files import missing_files
+from edgespec.model.formats.mlx_files import missing_files
 from scripts.fuzzing.mlx_files import make_mlx
 from scripts.fuzzing.worker import Files
 

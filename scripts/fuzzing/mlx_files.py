@@ -7,7 +7,7 @@ import struct
 from functools import cache
 from random import Random
 
-from edgespec.catalog.catalogue import models_folder
+from edgespec.store.catalogue import models_folder
 from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, damage_json, nested_json, several
 
 __all__ = ["make_mlx"]

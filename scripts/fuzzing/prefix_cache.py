@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from edgespec.backends.base import Snapshot
 from edgespec.memory.prefix_cache import PrefixCacheDisk
 from edgespec.memory.prefix_cache.headers import encode_header, read_header
 from edgespec.memory.prefix_cache.segments import name_of, tokens_digest
+from edgespec.model.base import Snapshot
 from scripts.fuzzing.mutations import damage, damage_json, several
 from scripts.fuzzing.worker import Files
 

@@ -18,12 +18,14 @@ from typing import Any
 
 import psutil
 
+from scripts.fuzzing.worker import PRODUCT
+
 __all__ = ["Limits", "Outcome", "WorkerProcess"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Seconds between checks of the worker's memory, and the time limit in seconds for importing its subject.
 _CHECK_SECONDS, _START_SECONDS = 0.25, 60.0
-_FRAME = re.compile(r'File ".*?edgespec/([\w/]+\.py)", line \d+ in (\w+)')
+_FRAME = re.compile(rf'File "{re.escape(PRODUCT)}([\w/]+\.py)", line \d+ in (\w+)')
 
 
 @dataclass(frozen=True, slots=True)

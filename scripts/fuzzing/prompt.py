@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import edgespec
-from edgespec.options import REPLY_OPTIONS
+from edgespec.options.settings import REPLY_OPTIONS
 from scripts.fuzzing.mutations import damage_json, nasty_text, nasty_value
 from scripts.fuzzing.worker import Files
 

@@ -11,8 +11,8 @@ from random import Random
 from edgespec.cli.commands import COMMANDS
 from edgespec.cli.settings import Settings
 from edgespec.errors import OptionError
-from edgespec.options import SETTINGS, setting_value
-from edgespec.settings_file import NotEditableError, changed
+from edgespec.options.settings import SETTINGS, setting_value
+from edgespec.options.settings_file import NotEditableError, changed
 from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, nasty_text, several
 from scripts.fuzzing.worker import Files
 

@@ -17,14 +17,16 @@ from typing import Any
 
 import psutil
 
+import edgespec
 from edgespec.errors import EdgespecError
 
-__all__ = ["Files", "random_for", "write_files"]
+__all__ = ["PRODUCT", "Files", "random_for", "write_files"]
 
 Files = Mapping[str, bytes]
 """The files of one input: their contents by path."""
 
-_PACKAGE = str(Path("edgespec") / "")
+PRODUCT = str(Path(edgespec.__file__).parent) + os.sep
+"""The package's folder, with a trailing separator, because a checkout can be called edgespec, too."""
 
 
 def random_for(seed: int, subject: str, number: int) -> Random:
@@ -88,7 +90,7 @@ def _traceback(error: BaseException) -> dict[str, Any]:
 def _place(trace: TracebackType | None) -> str:
     """Return the innermost function of edgespec in a traceback, or else the innermost function."""
     frames = traceback.extract_tb(trace)
-    ours = [frame for frame in frames if _PACKAGE in frame.filename and "site-packages" not in frame.filename]
+    ours = [frame for frame in frames if frame.filename.startswith(PRODUCT)]
     innermost = (ours or frames)[-1:]
     return "".join(f"{Path(frame.filename).name}, {frame.name}" for frame in innermost) or "unknown place"
 

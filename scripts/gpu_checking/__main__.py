@@ -9,10 +9,12 @@
 operating system, processor type and Python version as on the GPU machine. `--wheels` installs the packages in
 build/check_gpu, and builds llama-cpp-python with support for the GPU. Later runs use this installation too.
 
-The checks are `doctor`, `verify` and `verify-layerskip` (temperatures 0 and 0.8), `parity` (tests), `bench`,
-and `plan-all`, `plan-half` and `plan-0`, which compare planned with measured memory for several numbers of
-layers on the GPU. With --target, `verify-given` and `bench-given` check that model, and the plan steps use it
-instead of the demo model. On CUDA, the measured memory is that of all cards, so nothing else should use them.
+The checks are `doctor`, `classes`, `verify` and `verify-layerskip` (temperatures 0 and 0.8), `parity`
+(tests), `bench`, and `plan-all`, `plan-half` and `plan-0`, which compare planned with measured memory for
+several numbers of layers on the GPU. `classes` reports which passes agree bit for bit, for the demo model and
+the files of scripts/real_models. With --target, `classes-given`, `verify-given` and `bench-given` check that
+model, and the plan steps use it instead of the demo model. On CUDA, the measured memory is that of all cards,
+so nothing else should use them.
 
 A failed check does not stop the others. The report is build/check_gpu/report.md, with the same content in
 report.json. The exit status is 1 if a check failed.

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 import edgespec
-from edgespec.backends.gguf_header import read_header
+from edgespec.model.formats.gguf_header import read_header
 from scripts.gpu_checking.gpu import used_bytes
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -14,10 +14,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-__all__ = ["ROOT", "Result", "Step", "create_steps", "run_step", "summarise_plan", "summarise_verify"]
+__all__ = [
+    "ROOT",
+    "Result",
+    "Step",
+    "create_steps",
+    "run_step",
+    "summarise_classes",
+    "summarise_plan",
+    "summarise_verify",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 _MODELS = ROOT / "models"
+_REAL_MODELS = ROOT / "build" / "real-models"
 _MIB = 2**20
 # Largest allowed difference between planned and measured memory, as in scripts/bench_plan.py.
 _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
@@ -66,30 +76,39 @@ def create_steps(kind: str, target: Path | None, draft: Path | None, *, quick: b
     """
     layers = ("--gpu-layers", "0") if kind == "cpu" else ()
     replies = ("--draft-lengths", "4", "-n", "16") if quick else ()
+    demo = ("--target", "demo")
     verify = ("-m", "edgespec", "verify", "--json", "--temperatures", "0,0.8", *layers, *replies)
     seconds = ("--max-seconds", "30", "--repeats", "1", "-n", "32") if quick else ("--max-seconds", "900")
     bench = ("-m", "edgespec", "bench", "--json", *layers, *seconds)
     prepare = ("-m", "edgespec", "prepare")
     tests = ("-k", "a_method_says and llama.cpp and full") if quick else ()
     models = ("--target", str(target), *(("--draft", str(draft)) if draft else ()))
+    find_classes = ("-m", "scripts.gpu_checking.width_classes", *layers)
+    class_models = [_MODELS / "demo-target-q8_0.gguf"]
+    if not quick:
+        class_models += sorted(_REAL_MODELS.glob("*.gguf"))
     parity = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/parity", "tests/test_parity.py", *tests)
     steps = [
         Step("doctor", (("-m", "edgespec", "doctor", "--json"),), partial(_summarise_doctor, kind)),
+        Step("classes", ((*find_classes, *map(str, class_models)),), summarise_classes),
         Step(
-            "verify", ((*prepare, "lowbit", "demo"), (*verify, "--methods", _DEMO_METHODS)), summarise_verify
+            "verify",
+            ((*prepare, "lowbit", "demo"), (*verify, *demo, "--methods", _DEMO_METHODS)),
+            summarise_verify,
         ),
         Step(
             "verify-layerskip",
             (
                 (*prepare, "layerskip", "demo", "--exit", "4"),
-                (*verify, "--methods", "layerskip,layerskip+suffix"),
+                (*verify, *demo, "--methods", "layerskip,layerskip+suffix"),
             ),
             summarise_verify,
         ),
         Step("parity", (parity,), _summarise_tests),
-        Step("bench", (bench,), _summarise_bench),
+        Step("bench", ((*bench, *demo),), _summarise_bench),
     ]
     if target:
+        steps.append(Step("classes-given", ((*find_classes, str(target)),), summarise_classes))
         steps.append(Step("verify-given", ((*verify, *models),), summarise_verify))
         steps.append(Step("bench-given", ((*bench, *models),), _summarise_bench))
     if not target:
@@ -189,9 +208,30 @@ def _wait(process: subprocess.Popen[bytes], label: str, started: float, limit_se
 def _summarise_doctor(kind: str, outputs: list[str]) -> Summary:
     report = json.loads(outputs[-1])
     checks = {check["name"]: check["finding"] for check in report["checks"]}
-    figures = {name: checks[name] for name in ("processor", "memory", "gpu", "mlx", "demo") if name in checks}
+    names = ("processor", "memory", "gpu", "mlx", "smollm2", "demo")
+    figures = {name: checks[name] for name in names if name in checks}
     missing = kind != "cpu" and not report["machine"]["llama_cpp"]["gpu_offload"]
     return figures, "llama-cpp-python was built without GPU support; use --wheels" if missing else ""
+
+
+def summarise_classes(outputs: list[str]) -> Summary:
+    """Summarise the classes of pass widths that agree bit for bit, for each model and set of load options."""
+    figures = {}
+    for model in json.loads(outputs[-1])["models"]:
+        figures[model["model"]] = model["chosen"]
+        for configuration in model["configurations"]:
+            classes = "; ".join(map(_describe_class, configuration["classes"])) or "none"
+            figures[f"{model['model']}, {configuration['options']}"] = classes
+    return figures, ""
+
+
+def _describe_class(found: dict[str, object]) -> str:
+    parts = [f"passes of {found['widths']} tokens agree"]
+    parts += ["trees too"] if found["trees"] else ["trees do not"]
+    block = found["block_tokens"]
+    parts += ["prompts may be split anywhere" if block == 1 else f"prompts in blocks of {block} tokens"]
+    parts += [] if found["any_threads"] else ["the number of CPU threads must not change"]
+    return ", ".join(parts)
 
 
 def summarise_verify(outputs: list[str]) -> Summary:
@@ -199,7 +239,9 @@ def summarise_verify(outputs: list[str]) -> Summary:
     figures = {}
     for name, counts in json.loads(outputs[-1])["methods"].items():
         drafted = f"{counts['accepted_tokens']} of {counts['drafted_tokens']} drafted tokens accepted"
-        found = f"{counts['near_tie']} near-ties, {counts['violations']} violations"
+        largest = counts["largest_difference"]
+        size = "" if largest is None else f" (up to {largest:.3g} logits)"
+        found = f"{counts['rounding']} differ by rounding{size}, {counts['faults']} faults"
         figures[name] = f"{counts['identical']} of {counts['prompts']} prompts identical, {found}; {drafted}"
     return figures, ""
 

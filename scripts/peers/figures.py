@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from edgespec.bench.statistics import geometric_mean, interval, worst
+from edgespec.bench.figures import geometric_mean, interval, worst
 from scripts.peers.configurations import Configuration
 from scripts.peers.replies import Run
 

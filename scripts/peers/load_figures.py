@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from edgespec.bench import statistics
+from edgespec.bench import figures
 
 __all__ = ["PLAIN", "SERVER", "Measurement", "TimedReply", "report"]
 
@@ -93,8 +93,8 @@ def _row(measurements: Sequence[Measurement], of_method: Sequence[Measurement]) 
     ratios = _ratios(measurements, of_method)
     ratio, interval_text = "", ""
     if ratios and of_method[0].method != PLAIN:
-        ratio = f"{statistics.geometric_mean(ratios):.3f}"
-        interval = statistics.interval(ratios)
+        ratio = f"{figures.geometric_mean(ratios):.3f}"
+        interval = figures.interval(ratios)
         interval_text = f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
     return (
         f"  {of_method[0].method:24}{goodput:9.2f}{ratio:>9}{interval_text:>16}{drafting:>9}{width:>7}"

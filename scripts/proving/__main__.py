@@ -1,15 +1,21 @@
 """Compare drafted replies with plain decoding over many tokens, and print a table.
 
-    scripts/prove --tokens 1000000           # takes a few hours; rerun to resume
+    scripts/prove --tokens 1000000           # takes many hours; rerun to resume
+    scripts/prove --minutes 30               # stop after half an hour
     scripts/prove --tokens 0 --write         # write the table of all results to docs/exactness.md
 
-The embedded models answer prompts with and without drafting, with every method, on both backends, and at the
-temperatures 0, 0.7 and 1.2. Both replies must have the same tokens. The first difference is scored again as
-in `edgespec verify`: it is a near-tie if the rounding error of this machine explains it, and a violation
-otherwise. In every second group of prompts, the end token is suppressed to get longer replies.
+The models of scripts/real_models and the demo models answer prompts with and without drafting: with every
+method that needs no trained head, with drafts that are chains and trees, and at the temperatures 0, 0.8 and
+1.2. Both replies must have the same tokens. If they differ, their passes are replayed as in `edgespec
+verify`, which distinguishes rounding from faults. Replies have up to 128 tokens. In half of the blocks,
+the end token is suppressed to get longer replies.
 
-Each finished group of replies is one line in the results, and a later run skips it. The exit status is 1 if
-there are violations, or if a method drafted nothing.
+Prompts are questions, code, stories, lists, texts in other languages and texts to copy. They are drawn from
+a seed, with 2 to 3,000 tokens. MLX models are slow on a CPU, so they get a small share of shorter prompts.
+
+Each finished method and block is one line in the results, and a later run skips it. The run stops at the
+first block with a fault, or with rounding where edgespec promised equal bits. The exit status is then 1, and
+also if a method drafted nothing on one of the backends. Run the command again to continue after that block.
 """
 
 from __future__ import annotations
@@ -18,20 +24,19 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from scripts.proving.shards import CONFIGURATIONS, Shards, prepare_models
+from scripts.proving.configurations import CONFIGURATIONS, REAL_MODELS
+from scripts.proving.shards import Shards
+from scripts.proving.table import is_proved, summary, table
 
 _ROOT = Path(__file__).resolve().parents[2]
 PAGE = _ROOT / "docs" / "exactness.md"
 BEGIN, END = "<!-- proved -->\n", "<!-- proved, end -->\n"
-_COUNTS = ("tokens", "replies", "identical", "near_tie", "violations")
 
 
 def main() -> int:
-    """Run the missing shards and print the table. Return 1 for a violation or a method without drafts."""
+    """Run the missing shards and print the table. Return 1 if something is wrong or not proved."""
     parser = argparse.ArgumentParser(
         prog="scripts/prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,6 +45,17 @@ def main() -> int:
         type=int,
         default=1_000_000,
         help="total tokens to compare, including earlier runs (default: 1000000)",
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only models whose name contains TEXT, such as Q4_K_M"
+    )
+    parser.add_argument("--retry", action="store_true", help="rerun the blocks that went wrong")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="CPU threads of GGUF models; 0 lets edgespec choose (default: 1)",
     )
     parser.add_argument(
         "--results",
@@ -52,14 +68,22 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = args.results.absolute()
     os.environ["EDGESPEC_DATA_DIR"] = str(results / "data")
-    shards = Shards(results / "shards.jsonl", report=lambda line: print(line, file=sys.stderr, flush=True))
+    os.environ["EDGESPEC_CACHE_DIR"] = str(results / "cache")
+    chosen = [each for each in CONFIGURATIONS if args.only.lower() in f"{each.backend}, {each.model}".lower()]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(f"{each.backend}, {each.model}" for each in CONFIGURATIONS))
+        parser.error(f"--only {args.only} is in no model's name; choose from {names}")
+    shards = Shards(results / "shards.jsonl", chosen, _report, args.threads or None)
+    if args.retry:
+        shards.drop_wrong()
     if shards.tokens < args.tokens:
-        prepare_models(results / "data")
+        if not REAL_MODELS.exists():
+            parser.error("the real models are missing; run scripts/real_models")
         try:
-            shards.run(args.tokens)
+            shards.run(args.tokens, args.minutes * 60)
         except KeyboardInterrupt:
-            print("Interrupted. Run the same command to continue.", file=sys.stderr)
-    found = table(shards.lines)
+            _report("Interrupted. Run the same command to continue.")
+    found = f"{table(shards.lines)}\n{summary(shards.lines)}"
     print(found)
     if args.write:
         before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
@@ -67,33 +91,8 @@ def main() -> int:
     return 0 if is_proved(shards.lines) else 1
 
 
-def is_proved(lines: Sequence[dict[str, Any]]) -> bool:
-    """Return whether there are no violations, and every method drafted tokens."""
-    drafted: dict[tuple[str, str], int] = {}
-    for line in lines:
-        key = (line["backend"], line["method"])
-        drafted[key] = drafted.get(key, 0) + line["drafted_tokens"]
-    return all(drafted.values()) and not any(line["violations"] for line in lines)
-
-
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with one row per backend, method and temperature, and a row of totals."""
-    order = {(each.backend, method): None for each in CONFIGURATIONS for method in each.methods}
-    places = {key: place for place, key in enumerate(order)}
-    sums: dict[tuple[str, str, float], list[int]] = {}
-    for line in lines:
-        row = sums.setdefault((line["backend"], line["method"], line["temperature"]), [0] * len(_COUNTS))
-        row[:] = [total + line[name] for total, name in zip(row, _COUNTS, strict=True)]
-    rows = [
-        [backend, f"`{method}`", f"{temperature:g}", *(f"{value:,}" for value in row)]
-        for (backend, method, temperature), row in sorted(
-            sums.items(), key=lambda item: (places[item[0][:2]], item[0][2])
-        )
-    ]
-    totals = [sum(line[name] for line in lines) for name in _COUNTS]
-    rows.append(["all", "", "", *(f"{value:,}" for value in totals)])
-    header = ["backend", "method", "temperature", "tokens", "replies", "identical", "near-ties", "violations"]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows]) + "\n"
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

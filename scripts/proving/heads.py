@@ -5,7 +5,7 @@
 The demo models answer the evaluation prompts with their EAGLE head and with random DFlash, Medusa and Hydra
 heads. Random heads are almost always wrong, so nearly every draft is rejected. The demo models have no layers
 for multi-token prediction, so `mtp` drafts for tiny random models that do. Each head drafts chains and trees.
-The exit status is 1 if there are violations, or if a head drafted nothing.
+The exit status is 1 if there are faults, or if a head drafted nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.losslessness import read_prompts, verify
 
 _TEMPERATURES = (0.0, 0.8, 1.2)
 _BRANCHES: dict[str, tuple[int, ...]] = {"chains": (), "trees": (3, 2)}
-_HEADER = ("backend", "method", "drafts", "identical", "near-ties", "violations", "drafted", "accepted")
+_HEADER = ("backend", "method", "drafts", "identical", "rounding", "faults", "drafted", "accepted")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
 
 
 def main() -> int:
-    """Verify all heads and print the table. Return 1 for a violation or a head without drafts."""
+    """Verify all heads and print the table. Return 1 for a fault or a head without drafts."""
     parser = argparse.ArgumentParser(
         prog="scripts.proving.heads",
         description=__doc__,
@@ -70,8 +70,8 @@ def _cases(folder: Path) -> Iterator[Case]:
     from tests.backends.mlx.mtp_layers import write_mtp_layer
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint
     from tests.backends.tiny_mtp_models import write_mtp_model
-    from tests.heads.published_dflash import write_dflash_head
-    from tests.heads.residual_files import Layout, random_arrays, write_heads
+    from tests.model.heads.published_dflash import write_dflash_head
+    from tests.model.heads.residual_files import Layout, random_arrays, write_heads
 
     size, vocab = 256, 8192  # Of both demo models.
     write_dflash_head(folder / "dflash", size=size, vocab=vocab, states=(1, 6, 10))
@@ -116,12 +116,12 @@ def _is_proved(case: Case, drafts: str, branches: tuple[int, ...], tokens: int) 
         f"`{case.method}`",
         drafts,
         f"{found.identical} of {found.prompts}",
-        str(found.near_tie),
-        str(found.violations),
+        str(found.rounding),
+        str(found.faults),
         f"{found.drafted_tokens:,}",
         f"{found.accepted_tokens:,}",
     )
-    return not (report.violations or report.nothing_drafted)
+    return not (report.faults or report.nothing_drafted)
 
 
 def _print_row(*cells: str) -> None:

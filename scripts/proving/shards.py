@@ -3,89 +3,80 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import edgespec
-from edgespec.assembly.loading import always_draft
-from edgespec.chat.message import Message
-from edgespec.losslessness import Prompt, read_prompts, verify
+from edgespec.api.loading import always_draft
+from edgespec.losslessness import Prompt, prompt_tokens, read_prompts, verify
+from scripts.proving.configurations import CONFIGURATIONS, Configuration
+from scripts.proving.prompts import draw_prompts
 
-__all__ = ["CONFIGURATIONS", "TEMPERATURES", "Configuration", "Shards", "prepare_models"]
+__all__ = ["TEMPERATURES", "Block", "Line", "Shards", "is_wrong", "read_lines"]
 
-TEMPERATURES = (0.0, 0.7, 1.2)
-# Number of blocks to run before loading the next configuration. More than one, because loading a model takes
-# about a second.
-_BLOCKS_PER_LOAD = 2
-_PROMPTS_PER_BLOCK = 6
-_DRAFT_LENGTHS = (4, 2, 7)
-# Maximum reply length in tokens. Every reply of every second block reaches it.
-_MAX_TOKENS = 192
+TEMPERATURES = (0.0, 0.8, 1.2)
+_DRAFT_LENGTHS = (2, 3, 4, 4, 7, 7, 15)
+_TREES: tuple[tuple[int, ...] | str, ...] = ((3, 2), "auto")
+# Maximum reply length in tokens. If the end token is suppressed, every reply reaches it.
+_MAX_TOKENS = 128
+# Share of blocks in which the end token is suppressed.
+_SUPPRESSED_ENDS_SHARE = 0.5
+# Tokens of the context that are left free after prompt and reply, for the chat template and drafts.
+_FREE_TOKENS = 160
+_SCHEMAS = Path(__file__).resolve().parents[2] / "models" / "schema_prompts.jsonl"
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """A pair of models on one backend, with the methods that are compared with plain decoding.
+class Block:
+    """One or a few prompts for a configuration, and the settings of all replies to them."""
 
-    A configuration runs in every `interval`-th group of blocks, because some take much longer than others.
-    """
+    number: int
+    temperature: float
+    draft_length: int
+    branches: tuple[int, ...] | str
+    suppresses_ends: bool
 
-    backend: str
-    target: str
-    draft: str
-    methods: tuple[str, ...]
-    load_options: dict[str, Any] = field(default_factory=dict)
-    interval: int = 1
+    @property
+    def drafts(self) -> str:
+        return "trees" if self.branches else "chains"
 
-
-CONFIGURATIONS = (
-    Configuration(
-        "llama.cpp",
-        "demo",
-        "demo-draft",
-        ("model", "ngram", "suffix", "lookahead", "lowbit", "model+suffix", "model+suffix+ngram", "auto"),
-    ),
-    Configuration(
-        "llama.cpp, split model",
-        "demo",
-        "demo-draft",
-        ("layerskip", "layerskip+suffix", "layerskip+model"),
-    ),
-    Configuration(
-        "MLX",
-        "demo-mlx",
-        "demo-mlx-draft",
-        ("model", "ngram", "suffix", "lookahead", "swift", "layerskip", "lowbit", "model+suffix", "auto"),
-        {"exit_layer": 4},
-        interval=16,
-    ),
-)
+    @classmethod
+    def of(cls, configuration: Configuration, number: int) -> Block:
+        """Return a block of a configuration. Six consecutive blocks have all temperatures and shapes."""
+        rng = Random(f"{configuration.name} {number}")
+        # Configurations begin with different temperatures.
+        first = Random(configuration.name).randrange(len(TEMPERATURES))
+        return cls(
+            number,
+            TEMPERATURES[(number + first) % len(TEMPERATURES)],
+            rng.choice(_DRAFT_LENGTHS),
+            rng.choice(_TREES) if number % 2 and configuration.has_trees else (),
+            rng.random() < _SUPPRESSED_ENDS_SHARE,
+        )
 
 
-def prepare_models(data_folder: Path) -> None:
-    """Create the files that `lowbit` and `layerskip` need in the data folder, unless they exist."""
-    environment = os.environ | {"EDGESPEC_DATA_DIR": str(data_folder)}
-    for arguments in (["lowbit", "demo"], ["layerskip", "demo", "--exit", "4"]):
-        command = [sys.executable, "-m", "edgespec", "prepare", *arguments]
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+def is_wrong(line: Line) -> bool:
+    """Return whether a shard has a fault, or rounding although edgespec promised equal bits."""
+    return bool(line["faults"] or (line["exact"] and line["rounding"]))
 
 
 class Shards:
-    """The finished shards in a file of JSON lines. A shard is one backend, method, temperature and block.
+    """The finished shards in a file of JSON lines. A shard is one model, method and block.
 
     Args:
         path: The file.
-        configurations: The model pairs and methods to compare.
-        report: Called with one line after each group of shards.
+        configurations: The models and methods to compare.
+        report: Called with one line after each block.
+        threads: Number of CPU threads for GGUF models. None lets edgespec choose.
     """
 
     def __init__(
@@ -93,132 +84,177 @@ class Shards:
         path: Path,
         configurations: Sequence[Configuration] = CONFIGURATIONS,
         report: Callable[[str], None] = print,
+        threads: int | None = 1,
     ) -> None:
         self._path, self._configurations, self._report = path, configurations, report
-        self.lines = list(_read_lines(path))
+        self._threads = threads
+        self._prepared: set[str] = set()
+        self.lines = list(read_lines(path))
 
     @property
     def tokens(self) -> int:
         """Number of tokens compared so far."""
         return sum(line["tokens"] for line in self.lines)
 
-    def run(self, tokens: int) -> None:
-        """Run shards until `tokens` tokens have been compared or a shard has a violation."""
+    def drop_wrong(self) -> None:
+        """Forget the shards that went wrong, so that they run again."""
+        self.lines = [line for line in self.lines if not is_wrong(line)]
+        self._path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), "utf-8")
+
+    def run(self, tokens: int, seconds: float = float("inf")) -> None:
+        """Run shards until `tokens` tokens have been compared, a shard is wrong, or the time is up."""
         start, before = time.monotonic(), self.tokens
-        for first_block in count(0, _BLOCKS_PER_LOAD):
-            blocks = range(first_block, first_block + _BLOCKS_PER_LOAD)
+        for round_number in count():
             for configuration in self._configurations:
-                if (first_block // _BLOCKS_PER_LOAD + 1) % configuration.interval:
+                elapsed = time.monotonic() - start
+                if self.tokens >= tokens or elapsed >= seconds:
+                    return
+                if round_number % configuration.interval:
                     continue
-                for line in self._missing(configuration, blocks, tokens):
-                    self._append(line)
-                    if line["violations"]:
-                        return
-                if self.tokens >= tokens:
+                block = Block.of(configuration, round_number // configuration.interval)
+                methods = self._missing(configuration, block)
+                if not methods:
+                    continue
+                if self._run_block(configuration, block, methods):
                     return
                 speed = (self.tokens - before) / (time.monotonic() - start)
-                self._report(f"{self.tokens:,} tokens, {speed:.0f} per second")
+                self._report(f"{self.tokens:,} tokens, {speed:.0f} per second ({configuration.name})")
 
-    def _missing(
-        self, configuration: Configuration, blocks: Sequence[int], tokens: int
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the shards of these blocks that are not finished. Load the models only if there are any."""
+    def _missing(self, configuration: Configuration, block: Block) -> list[str]:
+        key = configuration.backend, configuration.model, block.number
         finished = {
-            (line["backend"], line["method"], line["temperature"], line["block"]) for line in self.lines
+            line["method"] for line in self.lines if (line["backend"], line["model"], line["block"]) == key
         }
-        groups = {
-            (block, temperature): methods
-            for block in blocks
-            for temperature in TEMPERATURES
-            if (
-                methods := [
-                    method
-                    for method in configuration.methods
-                    if (configuration.backend, method, temperature, block) not in finished
-                ]
-            )
-        }
-        if not groups:
-            return
-        loaded = {"methods": configuration.methods, **configuration.load_options}
-        with (
-            always_draft(),
-            edgespec.load(configuration.target, configuration.draft, **loaded) as runtime,
-        ):
-            for (block, temperature), methods in groups.items():
-                if self.tokens < tokens:
-                    yield from _compare(runtime, configuration.backend, block, temperature, methods)
+        methods = configuration.block_methods(block.number)
+        return [method for method in methods if method not in finished]
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _run_block(self, configuration: Configuration, block: Block, methods: Sequence[str]) -> bool:
+        """Run the missing shards of a block. Return whether one of them is wrong."""
+        if configuration.name not in self._prepared:
+            configuration.run_prepare(self._report)
+            self._prepared.add(configuration.name)
+        wrong = False
+        for line in _compare(configuration, block, methods, self._threads):
+            self._append(line)
+            wrong |= is_wrong(line)
+            for each in line["divergences"]:
+                self._report(f"{each['verdict']}: {describe(line, each)}")
+        return wrong
+
+    def _append(self, line: Line) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self.lines.append(line)
 
 
+def describe(line: Line, divergence: dict[str, Any]) -> str:
+    """Return one line about a reply that differs."""
+    size = divergence["largest_difference"]
+    parts = [
+        f"{line['backend']}, {line['model']}, {line['method']}, block {line['block']}",
+        f"prompt {divergence['prompt']}, temperature {line['temperature']:g}, {line['drafts']}",
+        f"draft length {line['draft_length']}, position {divergence['position']}",
+        f"token {divergence['other_token']} instead of {divergence['plain_token']}",
+        divergence["reason"] or (f"up to {size:.3g} logits" if size is not None else ""),
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def _compare(
-    runtime: edgespec.Runtime, backend: str, block: int, temperature: float, methods: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield one shard per method. All are compared with the same plain replies."""
-    start = time.monotonic()
-    vocabulary = runtime.vocabulary
-    ends = [token for token in range(vocabulary.size) if vocabulary.is_end(token)] if block % 2 else []
+    configuration: Configuration, block: Block, methods: Sequence[str], threads: int | None
+) -> Iterator[Line]:
+    """Yield one shard per method. All are compared with the same plain replies, except for `grammar`."""
+    options: dict[str, Any] = {"methods": configuration.methods, "draft_branches": block.branches}
+    options |= configuration.load_options
+    if configuration.has_threads:
+        options["threads"] = threads
+    with always_draft(), edgespec.load(configuration.target, configuration.draft, **options) as runtime:
+        free = [method for method in methods if method != "grammar"]
+        limit = min(configuration.max_prompt_tokens, runtime.context_tokens - _MAX_TOKENS - _FREE_TOKENS)
+        seed = f"{configuration.name} {block.number}"
+        if free:
+            prompts = draw_prompts(seed, configuration.prompts, runtime.vocabulary, limit)
+            yield from _verified(runtime, configuration, block, free, prompts)
+        if len(free) < len(methods):
+            prompts = Random(seed).sample(read_prompts(_SCHEMAS), configuration.prompts)
+            yield from _verified(runtime, configuration, block, ["grammar"], prompts)
+
+
+def _verified(
+    runtime: edgespec.Runtime,
+    configuration: Configuration,
+    block: Block,
+    methods: Sequence[str],
+    prompts: Sequence[Prompt],
+) -> Iterator[Line]:
+    start, vocabulary = time.monotonic(), runtime.vocabulary
+    has_schema = any(prompt.schema for prompt in prompts)
+    suppressed = block.suppresses_ends and not has_schema
+    ends = [token for token in range(vocabulary.size) if vocabulary.is_end(token)] if suppressed else []
     report = verify(
         runtime,
-        prompts_of(block),
+        prompts,
         methods=methods,
-        temperatures=(temperature,),
-        draft_lengths=(_DRAFT_LENGTHS[block % len(_DRAFT_LENGTHS)],),
+        temperatures=(block.temperature,),
+        draft_lengths=(block.draft_length,),
         max_tokens=_MAX_TOKENS,
-        seed=block,
-        idle_seconds=0.2,
+        seed=block.number,
+        idle_seconds=0.1,
         logit_bias=dict.fromkeys(ends, float("-inf")),
     )
     seconds = (time.monotonic() - start) / len(methods)
+    lengths = {prompt.name: len(prompt_tokens(runtime, prompt)) for prompt in prompts}
     for method, result in report.methods.items():
+        wrong = {divergence.prompt for divergence in result.divergences}
         yield {
-            "backend": backend,
+            "backend": configuration.backend,
+            "model": configuration.model,
             "method": method,
-            "temperature": temperature,
-            "block": block,
+            "block": block.number,
+            "temperature": block.temperature,
+            "drafts": block.drafts,
+            "branches": block.branches,
+            "draft_length": block.draft_length,
+            "suppresses_ends": suppressed,
+            "exact": report.exact,
+            "prompt_tokens": lengths,
+            "commit": _commit(),
             **asdict(result),
+            # The messages of prompts whose replies differ, to repeat them after the documents have changed.
+            "messages": {each.name: _contents(each) for each in prompts if each.name in wrong},
             "seconds": round(seconds, 2),
         }
 
 
-def prompts_of(block: int) -> list[Prompt]:
-    """Return the prompts of a block: evaluation prompts, most of them after one or two other turns.
+def _contents(prompt: Prompt) -> list[str]:
+    return [str(message.content) for message in prompt.messages]
 
-    At temperature 0 the seed changes nothing, so different blocks need different prompts.
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    folder = Path(__file__).parent
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder).stdout.strip()
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the finished shards, each once.
+
+    An incomplete line of a killed run is ignored, so its shard is rerun.
+
+    Two runs with other values of `--only` can write to one file. If both have run a shard, it counts once.
     """
-    rng = Random(block)
-    known = read_prompts()
-    prompts = []
-    for number in range(_PROMPTS_PER_BLOCK):
-        *earlier, last = rng.sample(known, rng.choice((1, 2, 2, 3)))
-        messages: list[Message] = []
-        for each in earlier:
-            messages += [*each.messages, Message("assistant", rng.choice(_ANSWERS))]
-        prompts.append(Prompt(f"{block}-{number}-{last.name}", (*messages, *last.messages), last.category))
-    return prompts
-
-
-_ANSWERS = (
-    "Use `man` to read the manual of a command:\n\n```sh\nman ls\n```",
-    "The answer is 42.",
-    "I do not know.",
-    "def add(a, b):\n    return a + b",
-)
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the finished shards. Ignores an incomplete line of a killed run, so its shard is rerun."""
     if not path.exists():
         return
     with path.open("r+", encoding="utf-8") as file:
         text = file.read()
         if text and not text.endswith("\n"):
             file.write("\n")
-    for line in text.splitlines():
+    seen = set()
+    for text_line in text.splitlines():
         with suppress(json.JSONDecodeError):
-            yield json.loads(line)
+            line: Line = json.loads(text_line)
+            key = line["backend"], line["model"], line["method"], line["block"]
+            if key not in seen:
+                yield line
+            seen.add(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.costs.curve import CostCurve
+from edgespec.methods.costs.curve import CostCurve
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.report import Case, evaluate, recovery_tokens
 from scripts.simulation.traces import Text, flips, passages, recorded, replies, stationary

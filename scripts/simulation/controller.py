@@ -1,17 +1,17 @@
-"""The controller of `auto` on a simulated clock, assembled as `edgespec/methods.py` does for real models."""
+"""The controller of `auto` on a simulated clock, assembled as in `decode/drafter_set.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.auto.controller import AutoController
-from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import LossLimits, LossTracker
-from edgespec.costs.curve import CostCurve
-from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.base import Drafter
+from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.controller import AutoController
+from edgespec.methods.auto.live_costs import LiveCosts
+from edgespec.methods.auto.loss_limit import LossLimits, LossTracker
+from edgespec.methods.base import Drafter
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.pass_limits import PassLimits
 from scripts.simulation.world import SimulatedModel, World
 
 __all__ = ["make_controller"]

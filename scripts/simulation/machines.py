@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.costs.curve import CostCurve
+from edgespec.methods.costs.curve import CostCurve
 
 __all__ = ["MACHINES", "SimulatedMachine"]
 

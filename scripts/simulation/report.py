@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.auto.loss_limit import LossLimits
-from edgespec.costs.curve import CostCurve
+from edgespec.methods.auto.loss_limit import LossLimits
+from edgespec.methods.costs.curve import CostCurve
 from scripts.simulation.controller import make_controller
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.oracle import PLAIN, best_fixed, fixed_seconds

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance, Invariant
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.loop import decode
@@ -17,6 +15,8 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from edgespec.methods.base import Drafter
+from edgespec.methods.tree_growth import TreeGrowth
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.traces import Text, Trace
 

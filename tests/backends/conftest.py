@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.slot_model import load_slots
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.backends.tiny_models import (

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
 from edgespec.engine.tree import TokenTree
+from edgespec.model.base import LanguageModel
 
 # Rounding errors between passes of different widths. Kernels for float weights depend on the width. The demo
 # model's quantised kernels are exact on x86 only.
 ROUNDING = {
-    "tiny": 1e-4,
-    "three layers": 5e-3,
+    # Keys that are rounded to bf16 make small differences larger.
+    "tiny": 2e-3,
+    "three layers": 2e-2,
     "window in halves": 5e-2,
-    "window": 2e-2,
+    "window": 5e-2,
     "mamba": 1e-4,
     "hybrid": 5e-3,
     "short convolution": 5e-3,

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.errors import EdgespecError
 
 # Positions of bytes, and their new values.

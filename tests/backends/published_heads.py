@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.backends.tiny_models import WORDS
-from tests.heads.published import Layout, write_head
+from tests.model.heads.published import Layout, write_head
 
 VOCAB = 259 + len(WORDS)
 

@@ -12,10 +12,17 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_models import WORDS, write_jamba, write_llama
-from tests.heads.residual_files import Arrays, Attention, Layout, plain_logits, random_arrays, write_heads
+from tests.model.heads.residual_files import (
+    Arrays,
+    Attention,
+    Layout,
+    plain_logits,
+    random_arrays,
+    write_heads,
+)
 
 CONTEXT = 512
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.catalog.catalogue import models_folder
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.store.catalogue import models_folder
 from tests.backends.contract import ROUNDING, step
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table

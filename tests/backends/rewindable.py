@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.backends.base import Progress, Snapshot
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
+from edgespec.model.base import Progress, Snapshot
 from tests.tabular import TabularModel
 
 __all__ = ["StateModel", "replayed_table"]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.model_facts import Adapter
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
+from edgespec.model.base import LoadOptions
+from edgespec.model.model_facts import Adapter
 from tests.backends.contract import step
 from tests.backends.gguf_adapters import write_gguf_adapter
 from tests.cases import first

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.registry import format_of
+from edgespec.model.base import LoadOptions
+from edgespec.model.registry import format_of
 
 GGUF = format_of("gguf")
 assert GGUF.benchmark_models is not None

@@ -1,184 +1,264 @@
-"""Finding bit-exact passes by trial, and restricting a model to them."""
+"""Finding the classes of widths that agree bit for bit, and restricting a model to one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import edgespec
-from edgespec.backends.base import LanguageModel, Progress
-from edgespec.backends.bit_exactness import BitExactPasses, find_bit_exact_passes, restricted_to
-from edgespec.backends.model_facts import Capabilities
+from edgespec.backends.llamacpp.model import LlamaCppModel, load
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
+from edgespec.loading.bit_exactness import (
+    UNTESTED_BLOCK_TOKENS,
+    WidthClass,
+    find_width_classes,
+    restricted_to,
+)
+from edgespec.model.base import LoadOptions, Progress, Snapshot
+from edgespec.model.model_facts import Capabilities, ModelFacts
 from tests.tables import table
 from tests.tabular import TabularModel
 
 _LAST_PLACE = np.float32(1e-6)
+_ALL = tuple(range(1, 18))
 
 
 class _RoundingModel(TabularModel):
-    """A table that rounds differently in passes wider than `width`, with branches, or after many prefills.
+    """A table whose passes round in several ways, which also reach later passes through the cache.
 
     Args:
-        width: Widest exact pass.
-        branches: Trees are exact.
-        reads: The batches of a prefill make no difference.
+        rounding: Returns how the row of a pass is rounded, given the width of the pass, the row, and whether
+            the pass is a tree. Rows that are rounded differently differ in the last place.
+        prefill: Returns how a row of a prefill pass is rounded, given the width of the pass and the row.
     """
 
-    def __init__(self, *, width: int = 99, branches: bool = True, reads: bool = True) -> None:
-        super().__init__(table(3)._table)
-        self._width, self._branches, self._reads = width, branches, reads
-        self._passes = 0
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        if length == 0:
-            self._passes = 0
+    def __init__(
+        self,
+        rounding: Callable[[int, int, bool], int] = lambda _width, _row, _tree: 0,
+        prefill: Callable[[int, int], int] = lambda _width, _row: 0,
+        context_tokens: int = 4096,
+    ) -> None:
+        super().__init__(table(3)._table, context_tokens=context_tokens)
+        self._rounding, self._prefill = rounding, prefill
+        # How the KV cells of each position were rounded.
+        self._cells: list[int] = []
+        self._open: list[int] = []
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         super().prefill(tokens, progress)
-        self._passes += 1
+        self._cells = self._cells[: self.length - len(tokens)]
+        self._cells += [self._prefill(len(tokens), row) for row in range(len(tokens))]
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         logits = super().verify(tree, first)
-        rows = np.stack([logits.at(row, np.arange(logits.vocab_size)) for row in range(len(logits))])
-        wide = tree.width > self._width or (not tree.is_chain and not self._branches)
-        if wide or (not self._reads and self._passes > 3):
-            rows = rows + _LAST_PLACE
-        return HostLogits(rows.astype(np.float32))
+        self._cells = self._cells[: self.length]
+        self._open = [self._rounding(tree.width, row, not tree.is_chain) for row in range(tree.width)]
+        # Each row sees the cells of its ancestors, and its own.
+        carried: list[int] = []
+        for row, rounded in enumerate(self._open):
+            before = sum(self._cells) if row == 0 else carried[tree.parents[row]]
+            carried.append((before + rounded) % 97)
+        everything = np.arange(logits.vocab_size)
+        rows = [logits.at(row, everything) + _LAST_PLACE * each for row, each in enumerate(carried)]
+        return HostLogits(np.stack(rows).astype(np.float32))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        super().commit(path)
+        self._cells += [self._open[node] for node in (0, *path)]
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        copied = super().snapshot(start, end)
+        return Snapshot(copied.length, bytes(self._cells[copied.start : copied.length]), copied.start)
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 16])
-def test_the_widest_exact_pass_is_found(width: int) -> None:
-    found = find_bit_exact_passes(_RoundingModel(width=width))
-    assert (found.max_width, found.trees) == (width, width > 3)
-    # Where every wider pass rounds otherwise, what is cached may hide it from a trial.
-    assert found.prefill == (width > 1)
+def _widths(model: TabularModel) -> list[tuple[int, ...]]:
+    return [found.widths for found in find_width_classes(model)]
 
 
-def test_an_exact_model_is_found_exact() -> None:
-    assert find_bit_exact_passes(_RoundingModel()) == BitExactPasses(17, True, True)
+def test_a_model_whose_passes_all_agree_has_one_class() -> None:
+    (found,) = find_width_classes(_RoundingModel())
+    assert found == WidthClass(_ALL, trees=True, block_tokens=1, is_complete=True)
+    assert found.is_contiguous
 
 
-def test_inexact_branches_are_found() -> None:
-    assert find_bit_exact_passes(_RoundingModel(branches=False)) == BitExactPasses(17, False, True)
+@pytest.mark.parametrize("widest", [1, 2, 3, 5, 16])
+def test_a_class_ends_where_another_kernel_begins(widest: int) -> None:
+    found, *others = find_width_classes(_RoundingModel(lambda width, _row, _tree: width > widest))
+    assert found.widths == tuple(range(1, widest + 1))
+    assert found.trees == (widest >= 3)
+    assert not found.is_complete
+    # Width 2 is in another class only if it is not in that of width 1.
+    assert [other.widths for other in others] == ([_ALL[1:]] if widest == 1 else [])
 
 
-def test_inexact_prefill_is_found() -> None:
-    assert not find_bit_exact_passes(_RoundingModel(reads=False)).prefill
+def test_a_class_may_have_gaps() -> None:
+    assert _widths(_RoundingModel(lambda width, _row, _tree: width in (3, 4)))[0] == (1, 2, *range(5, 18))
 
 
-def test_a_pass_that_is_inexact_only_in_long_contexts_is_found() -> None:
-    class Late(_RoundingModel):
+def test_kernels_for_groups_of_four_rows_leave_only_narrower_passes() -> None:
+    """llama.cpp has one kernel for groups of four rows of repacked weights, and another for the rest."""
+
+    def rounding(width: int, row: int, _tree: bool) -> int:
+        return row < width - width % 4
+
+    assert _widths(_RoundingModel(rounding)) == [(1, 2, 3)]
+
+
+def test_an_error_of_a_single_row_is_found() -> None:
+    assert _widths(_RoundingModel(lambda width, row, _tree: width == 7 and row == 6)) == [
+        (*range(1, 7), *range(8, 18))
+    ]
+
+
+def test_an_error_that_only_reaches_the_cache_is_found() -> None:
+    """The logits of the pass itself are right, and a later pass would carry the error."""
+
+    class Silent(_RoundingModel):
         def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-            self._width = 4 if self.length > 256 else 99
-            return super().verify(tree, first)
-
-    assert find_bit_exact_passes(Late()).max_width == 4
-
-
-def test_rare_rounding_differences_are_found() -> None:
-    """As llama.cpp's passes of 8 rows and more do for IQ4_NL weights."""
-
-    class Rare(_RoundingModel):
-        odd = False
-
-        def _note(self, count: int) -> None:
-            after = self.length % 50
-            self.odd = self.length > 0 and (self.odd or (count < 8 and after < 25 <= after + count))
-
-        def truncate(self, length: int) -> None:
-            super().truncate(length)
-            self._note(99)
-
-        def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-            self._note(len(tokens))
-            super().prefill(tokens, progress)
-
-        def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-            self._width = 0 if self.odd else 99
+            rounding, self._rounding = self._rounding, lambda *_: 0
             logits = super().verify(tree, first)
-            self._note(tree.width)
+            self._rounding = rounding
+            self._open = [rounding(tree.width, row, not tree.is_chain) for row in range(tree.width)]
             return logits
 
-    found = find_bit_exact_passes(Rare())
-    assert found.max_width < 8
-    assert not found.prefill
+    assert _widths(Silent(lambda width, _row, _tree: width == 6))[0] == (*range(1, 6), *range(7, 18))
+
+
+def test_an_error_only_in_long_contexts_is_found() -> None:
+    model = _RoundingModel()
+    model._rounding = lambda width, _row, _tree: width > 4 and model.length > 256
+    assert _widths(model) == [(1, 2, 3, 4)]
+
+
+def test_an_error_only_in_short_contexts_is_found() -> None:
+    model = _RoundingModel()
+    model._rounding = lambda width, _row, _tree: width > 4 and model.length < 256
+    assert _widths(model) == [(1, 2, 3, 4)]
+
+
+def test_trees_that_round_differently_are_found() -> None:
+    (found,) = find_width_classes(_RoundingModel(lambda _width, _row, tree: tree))
+    assert found.widths == _ALL
+    assert not found.trees
+
+
+def test_a_device_that_never_repeats_itself_has_no_class_of_several_widths() -> None:
+    random = np.random.default_rng(0)
+    assert _widths(_RoundingModel(lambda *_: int(random.integers(50)))) == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "block"),
+    [
+        (lambda _width, _row: 0, 1),
+        (lambda width, row: row < width - width % 4, 16),
+        (lambda width, _row: width, UNTESTED_BLOCK_TOKENS),
+    ],
+)
+def test_the_blocks_in_which_prompts_must_be_read_are_found(
+    prefill: Callable[[int, int], int], block: int
+) -> None:
+    assert find_width_classes(_RoundingModel(prefill=prefill))[0].block_tokens == block
 
 
 @pytest.mark.parametrize("context_tokens", [64, 256, 320])
 def test_small_contexts_are_tested_to_their_end(context_tokens: int) -> None:
-    assert find_bit_exact_passes(table(3, context_tokens=context_tokens)) == BitExactPasses(17, True, True)
+    assert _widths(_RoundingModel(context_tokens=context_tokens)) == [_ALL]
+
+
+def test_a_tiny_context_has_only_single_tokens() -> None:
+    assert _widths(_RoundingModel(context_tokens=20)) == [(1,)]
 
 
 def test_the_cache_is_empty_afterwards_and_progress_can_cancel() -> None:
     model = _RoundingModel()
-    find_bit_exact_passes(model)
+    find_width_classes(model)
     assert model.length == 0
     with pytest.raises(CancelledError):
-        find_bit_exact_passes(model, lambda _what, _fraction: False)
+        find_width_classes(model, lambda _what, _fraction: False)
     assert model.length == 0
 
 
-def test_a_tiny_context_gives_no_exact_passes() -> None:
-    assert find_bit_exact_passes(table(3, context_tokens=20)) == BitExactPasses(1, False, False)
+def test_models_without_rollback_have_only_single_tokens() -> None:
+    assert _widths(table(3, rollback=False)) == [(1,)]
 
 
-_ABLE = Capabilities(True, True, max_width=256, self_draft_methods=frozenset({"lowbit"}))
+_ABLE = Capabilities(True, True, max_width=256, self_draft_methods=frozenset({"lowbit", "layerskip"}))
+
+
+def test_a_class_without_gaps_limits_the_width() -> None:
+    now = restricted_to(_ABLE, WidthClass((1, 2, 3), True, 16))
+    assert now.exact
+    assert now.tree
+    assert (now.max_width, now.pass_widths, now.reuse_block_tokens) == (3, (), 16)
+    assert now.self_draft_methods == _ABLE.self_draft_methods
+
+
+def test_a_class_with_gaps_pads_passes_and_refuses_early_exits_with_the_reason() -> None:
+    now = restricted_to(_ABLE, WidthClass((2, 3, 6), False, 1))
+    assert not now.tree
+    assert [now.padded_width(width) for width in range(1, 7)] == [2, 2, 3, 6, 6, 6]
+    assert now.padding_tokens == 2
+    assert now.self_draft_methods == {"lowbit"}
+    assert "2 to 3, 6" in now.self_draft_refusals["layerskip"]
 
 
 @pytest.mark.parametrize(
-    ("able", "found", "held"),
+    ("able", "found"),
     [
-        (_ABLE, BitExactPasses(17, True, True), (True, True, 17, True, {"lowbit"})),
-        (_ABLE, BitExactPasses(7, False, False), (True, False, 7, False, set())),
-        # What is run again to go back must not ride in the pass of a step.
-        (_ABLE, BitExactPasses(1, False, True), (False, False, 1, True, set())),
-        # What runs tokens again to go back does so in passes of any width.
-        (
-            Capabilities(True, False, partial_truncate=False),
-            BitExactPasses(5, False, False),
-            (False, False, 1, False, set()),
-        ),
-        (
-            Capabilities(False, False, "why"),
-            BitExactPasses(1, False, True),
-            (False, False, 1 << 20, True, set()),
-        ),
+        (_ABLE, WidthClass((1,))),
+        # A model that rolls back by running tokens again does so in passes of any width.
+        (Capabilities(True, False, partial_truncate=False), WidthClass((1, 2, 3), block_tokens=16)),
     ],
 )
-def test_capabilities_are_restricted_to_exact_passes(
-    able: Capabilities, found: BitExactPasses, held: tuple[bool, bool, int, bool, set[str]]
-) -> None:
+def test_without_other_widths_a_model_cannot_draft(able: Capabilities, found: WidthClass) -> None:
     now = restricted_to(able, found)
-    assert now.exact
-    assert (
-        now.rollback,
-        now.tree,
-        now.max_width,
-        now.prefix_reuse_exact,
-        set(now.self_draft_methods),
-    ) == held
-    assert now.rollback or now.reason
+    assert (now.rollback, now.tree, now.max_width) == (False, False, 1)
+    assert now.reason
+    assert not now.self_draft_methods
+    assert set(now.self_draft_refusals) == able.self_draft_methods
 
 
-def _found(target: Path | str, **options: Any) -> BitExactPasses:
-    with edgespec.load(
-        str(target), "none", method="none", prefix_cache="none", context=512, **options
-    ) as runtime:
-        model: LanguageModel
-        with runtime.borrowed_target() as model:
-            return find_bit_exact_passes(model)
+def test_passes_between_two_members_are_padded(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded pass gives the bits of the wider pass, and keeps only the wanted cells."""
+    model = load(str(smollm2), "smollm2", LoadOptions(context_tokens=256, threads=1))
+    assert isinstance(model, LlamaCppModel)
+    everything = np.arange(model.facts.vocab_size)
+    tokens = list(range(1000, 1040))
+    try:
+        model.facts = _with_capabilities(model, restricted_to(model.facts.capabilities, WidthClass((4,))))
+        assert model.free_tokens == 256 - 3
+        run = model.context.run
+        widths: list[int] = []
+
+        def noted(inputs: Any, *rest: Any) -> Any:
+            widths.append(len(inputs))
+            return run(inputs, *rest)
+
+        monkeypatch.setattr(model.context, "run", noted)
+        model.prefill(tokens[:20])
+        rows = []
+        for first, count in ((20, 1), (21, 2), (23, 4), (27, 3)):
+            logits = model.verify(TokenTree.chain(tokens[first], tokens[first + 1 : first + count]))
+            rows += [logits.at(row, everything) for row in range(count)]
+            model.commit(tuple(range(1, count)))
+        assert model.length == 30
+        assert set(widths) == {4}
+        model.truncate(20)
+        for first in (20, 24):
+            logits = model.verify(TokenTree.chain(tokens[first], tokens[first + 1 : first + 4]))
+            for row in range(4):
+                np.testing.assert_array_equal(logits.at(row, everything), rows[first - 20 + row])
+            model.commit((1, 2, 3))
+    finally:
+        model.close()
 
 
-@pytest.mark.long
-def test_llama_cpp_has_one_kernel_for_bf16_values_and_several_for_f16() -> None:
-    """What the README says of caches, as this processor computes it."""
-    assert _found("demo", kv_type="f16/bf16").prefill
-    assert not _found("demo", kv_type="f16").prefill
+def _with_capabilities(model: LlamaCppModel, capabilities: Capabilities) -> ModelFacts:
+    return replace(model.facts, capabilities=capabilities)

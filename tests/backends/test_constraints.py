@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgespec.backends.base import LanguageModel
 from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
+from edgespec.methods.ngram.drafter import NgramDrafter
+from edgespec.model.base import LanguageModel
 from tests.backends.contract import tokens_for
 from tests.backends.test_processors import decoded, draft_model, exact_model, half_right
 from tests.cases import first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.backends.base import LanguageModel, Snapshot
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -12,6 +11,7 @@ from edgespec.errors import (
     CapabilityError,
     ContextFullError,
 )
+from edgespec.model.base import LanguageModel, Snapshot
 from tests.backends.contract import (
     TREES,
     Rows,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from edgespec.backends.base import LanguageModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,
     ClosedError,
 )
+from edgespec.model.base import LanguageModel
 from tests.backends.conftest import CONTEXT
 from tests.backends.contract import (
     cut,

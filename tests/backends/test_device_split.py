@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.backends.gguf_header import read_header
 from edgespec.backends.llamacpp.devices import cards, device_split
-from edgespec.catalog import resolve
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.store.reference import resolve
 
 _LAYERS = 12
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 import edgespec
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.draft_conversion import convert_draft_model
-from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.prepare.draft import prepare_draft
+from edgespec.loading.prepare.draft import prepare_draft
+from edgespec.model.base import LoadOptions
+from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 
 TARGET = models_folder() / "demo-target-q8_0.gguf"

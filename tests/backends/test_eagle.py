@@ -14,22 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp import state_taps
-from edgespec.backends.llamacpp.eagle import EagleHead
+from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import (
-    CapabilityError,
-    ModelFileError,
-    ModelNotFoundError,
-    OptionError,
-)
+from edgespec.errors import CapabilityError, ModelFileError, ModelNotFoundError, OptionError
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.hidden_state_log import HiddenStateLog
+from edgespec.model.self_draft_methods import Head
 from tests.backends.damaged_heads import check_same_replies
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.published_heads import VOCAB, write_published
@@ -86,9 +81,9 @@ def target(files: Files) -> Iterator[LlamaCppModel]:
     model.close()
 
 
-def head_of(target: LanguageModel, path: Path) -> EagleHead:
+def head_of(target: LanguageModel, path: Path) -> PairHead:
     head = target.self_draft(Head("eagle", path))
-    assert isinstance(head, EagleHead)
+    assert isinstance(head, PairHead)
     return head
 
 

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.eagle import EagleHead
+from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.prepare.head import prepare_head
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LoadOptions
+from edgespec.model.self_draft_methods import Head
+from edgespec.store.prepared.head import prepare_head
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama
-from tests.heads.published import Layout
+from tests.model.heads.published import Layout
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def target(target_path: Path) -> Iterator[LlamaCppModel]:
 
 def logits_of(target: LlamaCppModel, head_path: Path, tokens: list[int]) -> NDArray[np.float64]:
     head = target.self_draft(Head("eagle", head_path))
-    assert isinstance(head, EagleHead)
+    assert isinstance(head, PairHead)
     target.truncate(0)
     target.prefill(tokens[:-1])
     logits = first_logits(head, HeadCache(head), tokens)

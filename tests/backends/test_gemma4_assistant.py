@@ -13,16 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import check_assistant
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.optional_features import HeadModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.catalog import MetadataCache, head_options, resolve
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CapabilityError,
@@ -30,6 +25,12 @@ from edgespec.errors import (
     MemoryBudgetError,
     ModelFileError,
 )
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.optional_features import HeadModel
+from edgespec.model.self_draft_methods import Head
+from edgespec.store.heads import head_options
+from edgespec.store.reference import resolve
 from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes, check_same_replies
 from tests.backends.gemma4_reference import GemmaReference
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
@@ -130,7 +131,7 @@ def test_the_head_computes_what_a_reference_does(files: Files) -> None:
     states = {-1: reference.state}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         logits, states[node] = reference.draft_step(token, states[parent])
-        np.testing.assert_allclose(drafted.at(node, np.arange(len(logits))), logits, rtol=0, atol=0.05)
+        np.testing.assert_allclose(drafted.at(node, np.arange(len(logits))), logits, rtol=0, atol=0.1)
     head.close()
     target.close()
 
@@ -326,7 +327,7 @@ def test_a_sidecar_is_found_by_itself(tmp_path: Path) -> None:
     head = write_gemma4_assistant(tmp_path / "mtp-target.gguf")
     write_gemma4_assistant(tmp_path / "mtp-other.gguf", Gemma4Shape(size=48))
     resolved = resolve(str(target))
-    (option,) = head_options(resolved, MetadataCache())
+    (option,) = head_options(resolved)
     assert (option.kind, option.head, option.is_usable) == ("MTP", Head("mtp", head), True)
     with always_draft(), edgespec.load(str(target), "none", method="mtp", context=256) as runtime:
         assert [each.path for each in runtime.heads] == [str(head)]

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.gguf_header import StringArray, TruncatedHeader, parse_header, read_header
-from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ModelFileError
+from edgespec.model.formats.gguf_header import (
+    StringArray,
+    TruncatedHeader,
+    parse_header,
+    read_header,
+    read_name,
+)
+from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import write_llama
 
 DEMO = models_folder() / "demo-draft-q8_0.gguf"
@@ -81,3 +87,13 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     header = read_header(write_llama(tmp_path / "tiny.gguf"))
     assert header.architecture_value("block_count") == 1
     assert sum(tensor.elements for tensor in header.tensors) > 10_000
+
+
+def test_the_name_is_read_without_the_rest(tmp_path: Path) -> None:
+    assert read_name(DEMO) == read_header(DEMO).metadata["general.name"]
+    start, no_name, other = (tmp_path / name for name in ("start.gguf", "no-name.gguf", "other.gguf"))
+    start.write_bytes(DEMO.read_bytes()[:1000])
+    assert read_name(start) == read_name(DEMO)
+    no_name.write_bytes(DEMO.read_bytes()[:24])
+    other.write_bytes(b"GIF89a")
+    assert [read_name(path) for path in (no_name, other, tmp_path, tmp_path / "missing")] == [""] * 4

@@ -14,10 +14,11 @@ import pytest
 
 import edgespec
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.header_validation import check_header
+from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.model.base import LoadOptions
+from tests.backends.split_gguf import write_parts
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
 from tests.backends.tiny_mtp_models import write_deepseek4
 
@@ -93,7 +94,7 @@ def test_checking_a_large_vocabulary_needs_little_memory(tmp_path: Path) -> None
     writer.close()
     tracemalloc.start()
     try:
-        check_header(path)
+        check_headers([path])
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -182,10 +183,10 @@ def test_invalid_types_of_recurrent_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_later_parts_are_checked_too(tmp_path: Path) -> None:
-    first = write_llama(tmp_path / "model-00001-of-00002.gguf")
-    later = write_llama(tmp_path / "model-00002-of-00002.gguf")
+    first, *others = write_parts(tmp_path)
+    later = next(part for part in others if b"attn_norm" in part.read_bytes())
     of_type(later, "blk.0.attn_norm.weight", 1, 1)
-    refuse(first, "00002-of-00002.gguf is damaged: its blk.0.attn_norm.weight must have type F32")
+    refuse(first, f"{later.name} is damaged: its blk.0.attn_norm.weight must have type F32")
 
 
 def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
@@ -196,16 +197,31 @@ def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("hyper_connection.count", 3, "it has 3 residual streams instead of 4"),
         ("output_group_count", 0, "its 2 attention heads cannot be divided into 0 groups"),
         ("output_group_count", 3, "its 2 attention heads cannot be divided into 3 groups"),
         ("head_count_kv", 2, "it has 2 key heads instead of 1"),
         ("attention.key_length", 32, "its keys have 32 values, but its values 16"),
-        ("indexer.key_length", 32, "its indexer's keys have 32 values"),
     ],
 )
 def test_sizes_of_compressed_attention_are_checked(key: str, value: int, match: str, tmp_path: Path) -> None:
     refuse(altered(tmp_path, key, value, write_deepseek4), match)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "tensor", "shape"),
+    [
+        ("hyper_connection.count", 3, "output_hc_fn.weight", "96, 3"),
+        ("hyper_connection.count", 2**31, "output_hc_fn.weight", "68719476736, 2147483648"),
+        ("indexer.key_length", 32, "blk.0.indexer.attn_q_b.weight", "24, 64"),
+    ],
+)
+def test_llama_cpp_compares_other_sizes_with_the_shapes_of_tensors(
+    key: str, value: int, tensor: str, shape: str, tmp_path: Path
+) -> None:
+    refuse(
+        altered(tmp_path, key, value, write_deepseek4),
+        f"has a tensor '{tensor}' of shape .*, but its metadata require the shape {shape}",
+    )
 
 
 def test_misaligned_weights_are_refused(tmp_path: Path) -> None:

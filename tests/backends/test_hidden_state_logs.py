@@ -10,13 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.hidden_state_log import POST_NORM, HiddenStateLog
 from edgespec.backends.llamacpp import state_taps
-from edgespec.backends.llamacpp.hidden_states import hidden_states
+from edgespec.backends.llamacpp.layerskip import hidden_states
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.model.base import LoadOptions
+from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog
 from tests.backends.tiny_models import WORDS, write_gemma2, write_gemma3, write_llama, write_moe
 
 VOCAB = 259 + len(WORDS)
@@ -176,7 +176,7 @@ def test_a_log_opened_later_starts_there_and_a_closed_one_no_longer_grows(paths:
 
 def test_all_rows_of_a_prompt_are_read_even_if_verify_passes_are_narrow(paths: dict[str, Path]) -> None:
     """With one CPU thread, llama.cpp uses another attention kernel for passes of 64 and more tokens."""
-    plain, model = (load(paths["llama"], threads=1, kv_type="f16") for _ in range(2))
+    plain, model = (load(paths["llama"], threads=1, kv_type="f16", max_logit_rows=32) for _ in range(2))
     assert model.facts.capabilities.max_width < 64
     log = model.log_hidden_states([POST_NORM])
     for each in (plain, model):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.base import LanguageModel
 from edgespec.errors import ContextFullError
+from edgespec.model.base import LanguageModel
 from tests.backends.contract import TREES, cut, fresh, path_to, same, step, tokens_for, tokens_to, tree_of
 
 rounds = st.lists(

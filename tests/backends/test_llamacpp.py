@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +12,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,
@@ -25,6 +23,10 @@ from edgespec.errors import (
     ModelFileError,
     OptionError,
 )
+from edgespec.methods.model.vocabularies import compare_vocabularies
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.store.catalogue import models_folder
+from tests.backends.split_gguf import write_parts
 from tests.backends.tiny_models import WORDS, write_llama
 
 
@@ -68,14 +70,32 @@ class TestErrorMessages:
         path.write_bytes(path.read_bytes()[:-5_000])
         self.refused(ModelFileError, path, "incomplete or damaged")
 
+    @pytest.mark.parametrize(
+        ("version", "order", "says"),
+        [
+            (1, "<", "version 1 of the GGUF format"),
+            (3, ">", "byte order of other machines"),
+            (1, ">", "order"),
+        ],
+    )
+    def test_an_unreadable_variant_of_the_format(
+        self, tmp_path: Path, version: int, order: str, says: str
+    ) -> None:
+        path = write_llama(tmp_path / "other.gguf")
+        data = path.read_bytes()
+        path.write_bytes(data[:4] + struct.pack(f"{order}I", version) + data[8:])
+        self.refused(ModelFileError, path, says)
+
     def test_an_unknown_architecture(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "new.gguf", architecture="llama99")
         self.refused(ModelFileError, path, "'llama99', which the installed llama.cpp does not support")
 
     def test_a_missing_part(self, tmp_path: Path) -> None:
-        path = write_llama(tmp_path / "big-00001-of-00003.gguf")
+        first, *others = write_parts(tmp_path, "big")
+        for part in others:
+            part.unlink()
         self.refused(
-            ModelFileError, path, "2 of the 3 parts of .* are missing, such as big-00002-of-00003.gguf"
+            ModelFileError, first, "2 of the 3 parts of .* are missing, such as big-00002-of-00003.gguf"
         )
 
     def test_a_context_larger_than_memory(self, tmp_path: Path) -> None:

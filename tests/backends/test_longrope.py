@@ -17,8 +17,8 @@ PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(180)]
 
 @pytest.fixture(autouse=True)
 def small_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
-    for module in ("memory.context_resize", "reply_steps"):
+    monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", 256)
+    for module in ("memory.context_resize", "decode.session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
-from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
+from edgespec.store.catalogue import models_folder
 from tests.backends.contract import TREES, path_to, row_of, tokens_for, tree_of
 from tests.backends.low_bit_pairs import CONTEXT, Pair, assert_like_fresh_view, draft_logits
 from tests.backends.tiny_models import write_gemma2, write_gemma3, write_llama, write_mamba
@@ -33,7 +33,8 @@ ROUNDING = 2e-3
 
 
 def load(path: Path, **options: object) -> LanguageModel:
-    return llamacpp.load(str(path), "target", LoadOptions(context_tokens=CONTEXT, **options))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"context_tokens": CONTEXT, "kv_type": "f16/bf16"} | options
+    return llamacpp.load(str(path), "target", LoadOptions(**given))
 
 
 def _demo(path: Path) -> Path:
@@ -71,8 +72,8 @@ def make_pair(folder: Path, kind: Kind) -> Pair:
     if not kind.exit_layer:
         return Pair(load(source, **kind.options), copy, rounding)
     split = prepare_layerskip(source, kind.exit_layer, to=folder / "split").folder
-    options = LoadOptions(context_tokens=CONTEXT, **kind.options)  # type: ignore[arg-type]
-    return Pair(load_layerskip(str(split), "target", options), copy, rounding)
+    given: dict[str, Any] = {"context_tokens": CONTEXT, "kv_type": "f16/bf16"} | kind.options
+    return Pair(load_layerskip(str(split), "target", LoadOptions(**given)), copy, rounding)
 
 
 # Each test run tests every option, and `-m long` all kinds.
@@ -371,8 +372,6 @@ class TestRefusals:
             CapabilityError, match=r"by early exit .*; run `edgespec prepare layerskip --exit"
         ):
             full.target.self_draft(EarlyExit(1))
-        with pytest.raises(CapabilityError, match=r"cannot skip layers, .*; choose another method"):
-            full.target.self_draft(SkippedLayers((1,)))
 
     def test_a_recurrent_model_is_refused(self, tmp_path: Path) -> None:
         target = load(write_mamba(tmp_path / "mamba.gguf"))

@@ -11,22 +11,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgespec.api.runtime import Runtime
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context_planning import work_bytes
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit
-from edgespec.drafters.model import ModelDrafter
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.methods import DrafterSet
-from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.runtime import Runtime
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
 from tests.backends.tiny_models import write_gemma3, write_llama
 from tests.cases import covering
+from tests.tables import lookups
 
 CONTEXT = 512
 PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then write the numbers 1 to 20 again.")
@@ -40,7 +41,7 @@ class Forms(NamedTuple):
     copy: Path
 
     def load(self, **options: Any) -> tuple[LlamaCppModel, LayerSkipModel]:
-        how = LoadOptions(context_tokens=CONTEXT, **options)
+        how = LoadOptions(context_tokens=CONTEXT, exact=False, **options)
         whole = llamacpp.load(str(self.whole), "whole", how)
         assert isinstance(whole, LlamaCppModel)
         return whole, load_layerskip(str(self.split), "split", how)
@@ -241,7 +242,7 @@ class TestBothDrafts:
 
 
 def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
-    others: dict[str, Any] = {}
+    others: dict[str, Any] = {**lookups()}
     for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
         if name in model.facts.capabilities.self_draft_methods:
             others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)

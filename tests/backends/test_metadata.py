@@ -16,17 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import read_gguf_info
-from edgespec.backends.mlx_metadata import read_mlx_info
-from edgespec.backends.model_info import ModelInfo
-from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
-from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.metadata_cache import MetadataCache
-from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import ModelFileError
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.methods.model.vocabularies import compare_vocabularies
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.model.model_info import ModelInfo
+from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.store.catalogue import models_folder
+from edgespec.store.metadata_cache import model_info, shared_token_fraction
+from edgespec.system.facts import Facts
 from tests.backends.tiny_models import WORDS, write_llama
 
 DEMO, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
@@ -138,13 +139,11 @@ def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
     model = write_llama(tmp_path / "tiny.gguf", layers=3)
     whole, folder = read_gguf_info(model), prepare_layerskip(model, 1).folder
     model.unlink()
-    info = MetadataCache().model_info(folder, "layerskip")
+    info = model_info(folder, "layerskip")
     for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
         assert getattr(info, name) == getattr(whole, name), name
     assert abs(info.pass_bytes / whole.pass_bytes - 1) < 0.01
-    share = MetadataCache().shared_token_fraction(
-        (folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other")
-    )
+    share = shared_token_fraction((folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other"))
     assert share is not None
     assert 0.9 < share < 1.0  # every byte is a token of both, and the words are not
 
@@ -278,56 +277,35 @@ class TestTokens:
         assert TokenList("x", []).shared_token_fraction(byte_level) == 0.0
 
 
-class TestKnown:
-    def test_a_model_is_looked_into_once_for_each_state_of_its_file(self, tmp_path: Path) -> None:
+class TestSaved:
+    @pytest.fixture(autouse=True)
+    def own_facts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
+
+    def test_a_model_is_read_once_for_each_state_of_its_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
-        known = MetadataCache(tmp_path / "kept.json")
-        info = known.model_info(path, "gguf")
-        known.save()
-        kept = json.loads((tmp_path / "kept.json").read_text())
-        kept["models"][str(path)][1]["family"] = "from the kept file"
-        (tmp_path / "kept.json").write_text(json.dumps(kept))
-        assert MetadataCache(tmp_path / "kept.json").model_info(path, "gguf").family == "from the kept file"
+        info = model_info(path, "gguf")
+        state, value = Facts().get("model", str(path))
+        assert model_info(path, "gguf") == info
+        Facts().put("model", {str(path): [state, value | {"family": "from the saved value"}]})
+        assert model_info(path, "gguf").family == "from the saved value"
         write_llama(path, words=(*WORDS, "more"))
-        changed = MetadataCache(tmp_path / "kept.json").model_info(path, "gguf")
+        changed = model_info(path, "gguf")
         assert changed.family == info.family
         assert changed.vocab_size == info.vocab_size + 1
 
-    def test_what_is_gone_is_not_kept(self, tmp_path: Path) -> None:
-        path = write_llama(tmp_path / "tiny.gguf")
-        known = MetadataCache(tmp_path / "kept.json")
-        known.model_info(path, "gguf")
-        known.save()
-        path.unlink()
-        known = MetadataCache(tmp_path / "kept.json")
-        known.model_info(DRAFT, "gguf")
-        known.save()
-        assert list(json.loads((tmp_path / "kept.json").read_text())["models"]) == [str(DRAFT)]
+    @pytest.mark.parametrize("change", [{"heads": 3}, {"another field": 1}, None], ids=str)
+    def test_a_value_of_another_form_is_read_again(self, change: dict[str, Any] | None) -> None:
+        info = model_info(DRAFT, "gguf")
+        state, value = Facts().get("model", str(DRAFT))
+        Facts().put("model", {str(DRAFT): [state, value | change if change else []]})
+        assert model_info(DRAFT, "gguf") == info == read_gguf_info(DRAFT)
 
-    @pytest.mark.parametrize(
-        "content",
-        ["", "[]", "{}", '{"version": 1}', '{"version": 1, "models": {"a": 1}, "shares": {}}',
-         '{"version": 1, "models": {"a": ["s", {"kind": 3}]}, "shares": {}}', "[" * 100_000, "\0"],
-    )  # fmt: skip
-    def test_a_kept_file_that_is_broken_is_made_again(self, tmp_path: Path, content: str) -> None:
-        kept = tmp_path / "kept.json"
-        kept.write_text(content)
-        known = MetadataCache(kept)
-        assert known.model_info(DRAFT, "gguf") == read_gguf_info(DRAFT)
-        known.save()
-        assert MetadataCache(kept).model_info(DRAFT, "gguf") == read_gguf_info(DRAFT)
-
-    def test_facts_of_another_form_are_not_believed(self, tmp_path: Path) -> None:
-        known = MetadataCache(tmp_path / "kept.json")
-        known.model_info(DRAFT, "gguf")
-        known.save()
-        kept = json.loads((tmp_path / "kept.json").read_text())
-        kept["models"][str(DRAFT)][1]["parameters"] = "many"
-        (tmp_path / "kept.json").write_text(json.dumps(kept))
-        assert MetadataCache(tmp_path / "kept.json").model_info(DRAFT, "gguf").parameters == 2_384_832
-
-    def test_where_nothing_can_be_kept_it_is_looked_up_again(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        known = MetadataCache(tmp_path / "file" / "kept.json")
-        assert known.model_info(DRAFT, "gguf").parameters == 2_384_832
-        known.save()
+    def test_shared_tokens_are_compared_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        target, draft = (DRAFT, "gguf", "one"), (DRAFT, "gguf", "other")
+        assert shared_token_fraction(target, draft) == 1.0
+        monkeypatch.setattr("edgespec.store.metadata_cache._read_tokens", lambda *_: (None, None))
+        assert shared_token_fraction(target, draft) == 1.0
+        assert shared_token_fraction(draft, target) is None

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from edgespec.backends.base import LanguageModel
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
+from edgespec.methods.base import Drafter
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.ngram.drafter import NgramDrafter
+from edgespec.model.base import LanguageModel
 from tests.backends.contract import ROUNDING, tokens_for
 from tests.tables import Saying
 from tests.tabular import TabularModel

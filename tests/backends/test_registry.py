@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.backends.registry import (
+from edgespec.model.registry import (
     backend_of,
     backends,
     format_at,

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import fresh, step, tokens_for
 from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.tables import table
 
 
 def loaded(path: Path, **options: str) -> LanguageModel:
-    return llamacpp.load(str(path), "tiny", LoadOptions(context_tokens=256, **options))  # type: ignore[arg-type]
+    return llamacpp.load(str(path), "tiny", LoadOptions(context_tokens=256, exact=False, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_a_round", [False, True])

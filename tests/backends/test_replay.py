@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.base import Snapshot
 from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
 from edgespec.engine.logits import Noise
 from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.model.base import Snapshot
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.tabular import TabularModel
 

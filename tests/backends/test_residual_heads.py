@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import edgespec
-from edgespec.assembly.loading import always_draft
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.head_files import head_at
-from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.optional_features import HeadModel, HiddenStateSource
-from edgespec.backends.registry import format_at
-from edgespec.drafters.head_cache import HeadCache
+from edgespec.api.loading import always_draft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel
+from edgespec.model.formats.head_files import head_at
+from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.optional_features import HeadModel, HiddenStateSource
+from edgespec.model.registry import format_at
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import CONTEXT, GgufTarget, MlxTarget, Target
 from tests.cases import covering, first
-from tests.heads.residual_files import (
+from tests.model.heads.residual_files import (
     LAYOUTS,
     Attention,
     Layout,
@@ -35,7 +35,7 @@ from tests.heads.residual_files import (
     random_arrays,
     write_heads,
 )
-from tests.heads.torch_files import Call, Named, pickled, write_archive
+from tests.model.heads.torch_files import Call, Named, pickled, write_archive
 
 MEDUSA, HYDRA = Layout("medusa"), Layout("hydra", ".pt", grounded=True)
 PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)

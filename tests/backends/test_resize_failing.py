@@ -12,9 +12,9 @@ import pytest
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
-from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.store.catalogue import models_folder
 from tests.backends.contract import tokens_for
 from tests.backends.resizable import KINDS, LARGE, LLAMA, SMALL, Twins, check_step, load
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.backends.base import LanguageModel
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ContextFullError, MemoryBudgetError
+from edgespec.model.base import LanguageModel
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 from tests.backends.contract import TREES, row_of, tokens_for, tree_of
 from tests.backends.resizable import LARGE, SMALL, load
 

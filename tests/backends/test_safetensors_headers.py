@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.backends.mlx_files import read_tensors
 from edgespec.errors import ModelFileError
+from edgespec.model.formats.mlx_files import read_tensors
 
 
 @pytest.mark.parametrize("size", [float("inf"), float("nan"), "x", None, [1], {}])

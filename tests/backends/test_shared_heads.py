@@ -14,20 +14,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.slot_model import load_slots
-from edgespec.backends.optional_features import HeadModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.optional_features import HeadModel
+from edgespec.model.self_draft_methods import Head
 from tests.backends.eagle1.targets import write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import GgufTarget
 from tests.backends.tiny_heads import write_dflash, write_eagle
 from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.backends.tiny_mtp_models import write_mtp_model
-from tests.heads.residual_files import Layout
+from tests.model.heads.residual_files import Layout
 
 CONTEXT = 512
 HYDRA = Layout("hydra", ".pt", grounded=True)

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp import loading
+from edgespec.backends.llamacpp.context import ThreadCount
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.engine.tree import TokenTree
+from edgespec.model.base import LoadOptions
 
 
 def counts(loads: list[float], most: int = 4, cores: int = 4) -> list[int]:
@@ -100,18 +100,19 @@ def test_logits_have_the_same_bits_with_any_number(demo_target: Path, changing_t
     np.testing.assert_array_equal(rows[2], rows[None])
 
 
-def test_the_number_is_fixed_where_it_would_change_the_rounding(
-    demo_target: Path, changing_threads: list[int]
-) -> None:
-    for options in (LoadOptions(context_tokens=256, exact=True, kv_type="f16"), LoadOptions(threads=2)):
-        model = llamacpp.load(str(demo_target), "demo", options)
-        model.prefill([1, 2, 3])
-        model.close()
-    assert not changing_threads
-    model = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=256, kv_type="f16"))
+def test_the_user_can_fix_the_number(demo_target: Path, changing_threads: list[int]) -> None:
+    model = llamacpp.load(str(demo_target), "demo", LoadOptions(threads=2))
     model.prefill([1, 2, 3])
     model.close()
-    assert changing_threads
+    assert not changing_threads
+
+
+def test_the_number_can_be_fixed_for_a_while() -> None:
+    threads = ThreadCount(4, cores=4, busy_cores=lambda: 3.0)
+    threads.is_fixed = True
+    assert threads.update() == 4
+    threads.is_fixed = False
+    assert threads.update() < 4
 
 
 def test_a_resize_keeps_the_number(demo_target: Path, changing_threads: list[int]) -> None:

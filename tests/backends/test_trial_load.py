@@ -18,21 +18,25 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.backends import trial_load
-from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import BackendError, CancelledError, ModelFileError
-from edgespec.files import cache_folder
-from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.lowbit import prepare_lowbit
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.model import trial_load
+from edgespec.model.registry import format_of
+from edgespec.store.catalogue import models_folder
+from edgespec.system.facts import Facts
 from tests.backends.test_header_validation import altered
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+from tests.saved_facts import saved_facts
+
+_known = trial_load._known  # before `conftest.py` replaces it
 
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen[bytes]]:
     """Try files as outside of tests, with an empty cache folder. Return the processes that tried files."""
-    monkeypatch.setattr(trial_load._Results, "get", lambda results, key: results._read().get(key))
+    monkeypatch.setattr(trial_load, "_known", _known)
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
     started: list[subprocess.Popen[bytes]] = []
 
@@ -53,16 +57,15 @@ def crashing(folder: Path) -> Path:
 
 def load(path: Path, **options: Any) -> str:
     """Load a model and return a reply and its notices."""
-    options = {"context": 256, "measure_costs": False} | options
-    with edgespec.load(str(path), "none", **options) as runtime:
+    defaults: dict[str, Any] = {"context": 256, "measure_costs": False, "exactness": "off"}
+    with edgespec.load(str(path), "none", **defaults | options) as runtime:
         runtime.generate("files", raw=True, max_tokens=2)
         return runtime.target.notice
 
 
-def results() -> dict[str, list[Any]]:
-    path = cache_folder() / "trials.json"
-    trials: dict[str, list[Any]] = json.loads(path.read_bytes())["trials"] if path.exists() else {}
-    return trials
+def results() -> list[Any]:
+    """Return the saved results of trials: whether tokens were decoded, the crash, and the refusal."""
+    return [tuple(value.values()) for value in saved_facts("trial")]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_good_files_are_tried_once(
     assert not load(path)
     assert not load(path)
     assert len(children) == 1
-    assert list(results().values()) == [[True, ""]]
+    assert results() == [(True, "", "")]
 
 
 def test_target_and_draft_model_are_tried_together(
@@ -173,26 +176,15 @@ def test_refused_files_are_not_recorded(tmp_path: Path) -> None:
     assert not results()
 
 
-def test_a_damaged_record_counts_as_empty(children: list[Any], tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "model.gguf")
-    load(path)
-    assert len(children) == len(results()) == 1
-    expected, (key,) = results(), results()
-    for text in ("", "[]", '{"version": 1, "trials": {"a": 1}}', "[" * 10_000):
-        (cache_folder() / "trials.json").write_text(text)
-        assert trial_load._Results().get(key) is None
-        trial_load._Results().add(key, trial_load._Result(True))
-        assert results() == expected
-    (cache_folder() / "trials.json").write_text("")
-    load(path)
-    assert len(children) == 2
-
-
-def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_load, "_MAX_RESULTS", 3)
-    for number in range(5):
-        trial_load._Results().add(str(number), trial_load._Result(True))
-    assert list(results()) == ["2", "3", "4"]
+def test_a_damaged_result_is_found_again(children: list[Any], tmp_path: Path) -> None:
+    model = trial_load.TrialModel("model", write_llama(tmp_path / "model.gguf"), format_of("gguf"), runs=True)
+    trial_load.check_loadable([model])
+    damaged: Any
+    for damaged in ([], {"ran": 1}, {"ran": True, "failure": None, "refusal": ""}):
+        Facts().put("trial", {str(trial_load._key(model)): damaged})
+        trial_load.check_loadable([model])
+        assert results() == [(True, "", "")]
+    assert len(children) == 4
 
 
 def test_a_killed_trial_is_not_remembered(children: list[Any], tmp_path: Path) -> None:

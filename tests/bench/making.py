@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.bench import Measurement, MethodConfig
+from edgespec.decode.reply import MethodReport, Reply
 from edgespec.engine.stats import Stats
-from edgespec.reply import MethodReport, Reply
 
 TOKENS = 10
 
@@ -21,7 +21,6 @@ def row(
     category: str = "code",
     temperature: float = 0.0,
     tokens: tuple[int, ...] = tuple(range(TOKENS)),
-    joules: float | None = None,
     **counted: Any,
 ) -> Measurement:
     """A reply that took so long for each token, and nothing for its prompt."""
@@ -43,4 +42,4 @@ def row(
         MethodReport(config.method, config.method, ""),
         replace(stats, **counted),
     )
-    return Measurement(prompt, category, temperature, repeat, 0, config, seconds, joules, reply)
+    return Measurement(prompt, category, temperature, repeat, 0, config, seconds, reply)

@@ -8,7 +8,7 @@ import pytest
 
 from edgespec.bench import Measurement, MethodConfig
 from edgespec.bench.figures import MethodFigures, figures, oracle_comparisons
-from edgespec.reply import MethodReport
+from edgespec.decode.reply import MethodReport
 from tests.bench.making import TOKENS, row
 
 PLAIN, AUTO, MODEL, SUFFIX = (
@@ -31,7 +31,14 @@ CATEGORIES = {"a": "code", "b": "code", "c": "story"}
 def rows(repeats: int = 2) -> list[Measurement]:
     """Every reply twice, the second time on a machine that is three times as slow."""
     return [
-        row(prompt, config, seconds * 3**repeat, repeat=repeat, category=CATEGORIES[prompt])
+        row(
+            prompt,
+            config,
+            seconds * 3**repeat,
+            repeat=repeat,
+            category=CATEGORIES[prompt],
+            drafted_tokens=int(config != PLAIN),
+        )
         for repeat in range(repeats)
         for prompt, configs in SECONDS.items()
         for config, seconds in configs.items()
@@ -77,6 +84,18 @@ def test_oracle_comparison() -> None:
     assert by_category[None].oracle_speed_up == pytest.approx(16 ** (1 / 3))
 
 
+def test_a_method_that_drafted_nothing_is_never_the_best() -> None:
+    silent = [
+        replace(each, reply=replace(each.reply, stats=replace(each.reply.stats, drafted_tokens=0)))
+        if each.config == MODEL
+        else each
+        for each in rows()
+    ]
+    by_category = {each.category: each for each in oracle_comparisons(silent, WAYS)}
+    assert by_category["code"].best == SUFFIX
+    assert by_category["story"].best == PLAIN
+
+
 def test_without_auto_nothing_is_said_of_it() -> None:
     configs = (PLAIN, MODEL)
     (found, *_) = oracle_comparisons([each for each in rows() if each.config in configs], configs)
@@ -106,24 +125,22 @@ def test_replies_that_are_not_plain_decodings_are_counted() -> None:
     assert told(measured, equal=False)[None, SUFFIX].compared == 0
 
 
-def test_counts_bytes_and_energy() -> None:
+def test_counts_and_bytes() -> None:
     drafted = [
-        row("a", MODEL, 1.0, joules=5.0, drafted_tokens=6, accepted_tokens=3,
+        row("a", MODEL, 1.0, drafted_tokens=6, accepted_tokens=3,
             drafted_per_position=[4, 2], accepted_per_position=[2, 1], draft_seconds=2.0,
             draft_weight_bytes=70, draft_kv_bytes=7, draft_other_bytes=5, prefill_seconds=4.0),
-        row("b", MODEL, 1.0, joules=15.0, drafted_tokens=4, accepted_tokens=1,
+        row("b", MODEL, 1.0, drafted_tokens=4, accepted_tokens=1,
             drafted_per_position=[4], accepted_per_position=[1], draft_seconds=1.0),
     ]  # fmt: skip
-    plain = [row("a", PLAIN, 1.0, joules=3.0), row("b", PLAIN, 1.0)]
+    plain = [row("a", PLAIN, 1.0), row("b", PLAIN, 1.0)]
     found = told([*plain, *drafted])
     model = found[None, MODEL]
     assert model.drafted_tokens == 10
     assert model.acceptance == pytest.approx(0.4)
     assert model.acceptance_by_depth == pytest.approx((3 / 8, 1 / 2))
-    assert model.joules_per_token == pytest.approx(1.0)
     assert (model.draft_weight_bytes, model.draft_kv_bytes, model.draft_other_bytes) == (70, 7, 5)
     assert (model.seconds["draft"], model.seconds["prefill"]) == (3.0, 4.0)
-    assert found[None, PLAIN].joules_per_token is None  # of one reply nobody told
     assert found[None, PLAIN].acceptance is None
     assert found[None, PLAIN].acceptance_by_depth == ()
 

@@ -14,8 +14,8 @@ from edgespec.bench import BenchReport, MethodConfig
 from edgespec.bench.charts import Bar, bar_chart, charts
 from edgespec.bench.figures import figures, oracle_comparisons
 from edgespec.bench.plots import check_plots, save_plots
-from edgespec.costs.curve import CostCurve
 from edgespec.errors import BackendMissingError
+from edgespec.methods.costs.curve import CostCurve
 from tests.bench.making import row
 
 WAYS = (MethodConfig("none"), MethodConfig("auto"), MethodConfig("model", 4))
@@ -53,7 +53,6 @@ def made() -> BenchReport:
         planned=len(rows),
         ending="complete",
         error="",
-        no_energy="the system tells no energy",
         curve=CostCurve((1, 2, 4, 8), (0.1, 0.12, 0.11, 0.4)),
         peak_memory_bytes=1000,
         figures=tuple(figures(rows, WAYS, equal_tokens=lambda temperature: True)),

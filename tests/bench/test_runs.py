@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgespec import Message, Runtime
-from edgespec.backends.base import Progress
 from edgespec.bench import BenchPlan, BenchRun, make_report, method_configs, run
-from edgespec.bench.energy import EnergyMeter
 from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
 from edgespec.losslessness import Prompt
+from edgespec.model.base import Progress
 from tests.tables import near, runtime, table
 from tests.tabular import TabularModel
 
@@ -98,14 +96,14 @@ def test_the_rows_as_scripts_read_them(pair: Runtime) -> None:
     told = json.loads(json.dumps(make_report(pair, wanted, run(pair, wanted)).to_json(rows=True)))
     assert set(told) == {
         "target", "target_quantisation", "draft", "acceptance", "max_tokens", "repeats", "seed",
-        "planned_replies", "replies", "ending", "error", "no_energy", "curve", "peak_memory_bytes",
-        "differing_replies", "figures", "oracle_comparisons", "rows",
+        "planned_replies", "replies", "ending", "error", "curve", "peak_memory_bytes",
+        "differing_replies", "exactness", "figures", "oracle_comparisons", "rows",
     }  # fmt: skip
     assert told["replies"] == told["planned_replies"] == len(told["rows"]) == 8
     first = told["rows"][0]
     assert set(first) == {
         "prompt", "category", "temperature", "repeat", "position", "method", "draft_length", "again",
-        "seconds", "joules", "reply",
+        "seconds", "reply",
     }  # fmt: skip
     assert first["reply"]["stats"]["generated_tokens"] == len(first["reply"]["tokens"])
     assert "text" not in first["reply"]
@@ -195,49 +193,3 @@ def test_a_plan_that_cannot_be_served_is_refused_at_once(pair: Runtime) -> None:
         with pytest.raises(error):
             run(pair, plan(**changes), progress=progress)
     assert asked == []
-
-
-class TestEnergy:
-    @pytest.fixture
-    def zones(self, tmp_path: Path) -> Path:
-        """Two processors, what is inside one, and what counts them twice."""
-        for name, says in (
-            ("intel-rapl:0", "package-0"),
-            ("intel-rapl:0:0", "core"),
-            ("intel-rapl:1", "package-1"),
-            ("intel-rapl:2", "psys"),
-        ):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "name").write_text(f"{says}\n")
-            (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
-            (tmp_path / name / "energy_uj").write_text("9000000\n")
-        return tmp_path
-
-    def test_processors_are_added_up_and_counters_begin_anew(self, zones: Path) -> None:
-        meter = EnergyMeter(zones)
-        assert meter.reason == ""
-        before = meter.read()
-        (zones / "intel-rapl:0" / "energy_uj").write_text("9500000\n")
-        (zones / "intel-rapl:1" / "energy_uj").write_text("500000\n")
-        assert meter.joules(before, meter.read()) == pytest.approx(0.5 + 1.5)
-
-    def test_every_reply_has_its_energy(self, zones: Path, pair: Runtime) -> None:
-        found = run(pair, plan(prompts=PROMPTS[:1], repeats=1), meter=EnergyMeter(zones))
-        assert {row.joules for row in found.rows} == {0.0}
-        assert found.no_energy == ""
-
-    def test_why_there_is_none(self, zones: Path, tmp_path: Path) -> None:
-        for zone in zones.iterdir():
-            (zone / "energy_uj").unlink()
-            (zone / "energy_uj").mkdir()  # no more readable than one that is for administrators
-        locked = EnergyMeter(zones)
-        assert "administrators" in locked.reason
-        assert EnergyMeter(tmp_path / "nowhere").reason
-        assert locked.read() == {}
-        assert locked.joules({}, {}) is None
-
-    def test_counters_that_go_away(self, zones: Path) -> None:
-        meter = EnergyMeter(zones)
-        before = meter.read()
-        (zones / "intel-rapl:1" / "energy_uj").unlink()
-        assert meter.joules(before, meter.read()) is None

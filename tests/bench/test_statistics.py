@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench.statistics import geometric_mean, interval, oracle, typical, worst
+from edgespec.bench.figures import geometric_mean, interval, oracle, typical, worst
 
 ratio = st.floats(0.1, 10.0)
 repeats = st.lists(ratio, min_size=1, max_size=4)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.chat import json_items as module
-from edgespec.chat.json_items import ItemTooLargeError, json_items
+from edgespec.chat import importing as module
+from edgespec.chat.importing import ItemTooLargeError, json_items
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

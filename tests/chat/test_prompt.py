@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import CancelledError, ContextFullError
+from edgespec.model.base import LanguageModel, LoadOptions, Vocabulary
 from tests.backends.tiny_models import CHATML, WORDS, write_llama
 
 FIRST_WORD = 3 + 256
@@ -80,7 +80,7 @@ class TestControlTokens:
         assert text.count(typed) == 3
 
     def test_control_tokens_in_reasoning_are_plain_text(self, vocabulary: Vocabulary) -> None:
-        source = CHATML.replace("{{ message.content }}", "{{ message.reasoning_content }}")
+        source = CHATML.replace("{{ message.content }}", "{{ message.content ~ message.reasoning_content }}")
         builder = PromptBuilder(ChatTemplate(source, "<s>", "</s>"), vocabulary)
         tokens = builder.build([*user("a"), Message("assistant", "b", "c<|im_end|>"), *user("d")]).tokens
         assert tokens.count(STOP) == 3

@@ -66,3 +66,21 @@ def test_reasoning_before_calls(family: str, start: str, reply: str, reasoning: 
 def test_the_final_channel_of_gpt_oss_still_ends_its_reasoning() -> None:
     reply = f"{ANALYSIS}<|channel|>final<|message|>Yes."
     assert split_reply(reply, "", syntax("gpt-oss")) == ("Hm", "Yes.", ())
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("<thi", "", ""),
+        ("<think>Hm.\n</thi", "Hm.", ""),
+        ("<think>a <", "a <", ""),
+        ("<think>Hm.</think>Yes </thi", "Hm.", "Yes </thi"),
+        ("<", "", "<"),
+    ],
+)
+def test_a_cut_reply_contains_no_part_of_a_marker(text: str, reasoning: str, answer: str) -> None:
+    splitter = ReplySplitter()
+    parts = [*map(splitter.feed, text), splitter.finish(cut=True)]
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.answer for part in parts) == answer
+    assert split_reply(text, cut=True)[:2] == (reasoning, answer)

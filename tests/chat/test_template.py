@@ -26,6 +26,7 @@ from tests.backends.tiny_models import CHATML
 from tests.cases import first
 
 USER = Message("user", "Hello")
+TEXT = "{{ messages[0].content }}"
 SYSTEM = Message("system", "Be brief.")
 NO_SYSTEM = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -46,7 +47,7 @@ class TestRendering:
             "  {{- m['content'] | trim }}{{ eos_token }}\n"
             "{%- endfor %}{% if add_generation_prompt %}>{% endif %}{{ {'ä': 1} | tojson }}"
         )
-        assert render(source, SYSTEM, Message("user", "  Hi ")) == '<s>Hi</s>>{"ä": 1}'
+        assert render(source, Message("user", "  Hi ")) == '<s>Hi</s>>{"ä": 1}'
 
     def test_what_templates_written_for_transformers_use(self) -> None:
         template = ChatTemplate(
@@ -59,12 +60,15 @@ class TestRendering:
         template.close()
 
     def test_template_can_use_the_date(self) -> None:
-        assert render("{{ strftime_now('%Y') }}", USER).isdigit()
+        assert render("{{ strftime_now('%Y') }}" + TEXT, Message("user", "1")).isdigit()
 
     def test_a_template_without_a_system_role_gets_the_instructions_with_the_first_message(self) -> None:
         assert render(NO_SYSTEM, SYSTEM, USER) == "[user]Be brief.\n\nHello"
         answered = (SYSTEM, USER, Message("assistant", "Hi"), Message("user", "More"))
         assert render(NO_SYSTEM, *answered) == "[user]Be brief.\n\nHello[assistant]Hi[user]More"
+
+    def test_a_template_without_a_system_role_gets_the_only_message_as_a_user_message(self) -> None:
+        assert render(NO_SYSTEM, SYSTEM) == "[user]Be brief."
 
     def test_a_template_without_later_system_messages_gets_them_as_user_messages(self) -> None:
         only_first = (
@@ -197,12 +201,12 @@ class TestLimits:
         assert "edgespec generate --raw" in caught.value.next_step
 
     def test_only_some_messages_may_be_hostile(self) -> None:
-        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
-        assert template.render([USER]) == "ok"
+        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}" + TEXT, "", "")
+        assert template.render([USER]) == "Hello"
         with pytest.raises(TemplateError, match="used more than 2 seconds of CPU time") as caught:
             template.render([USER, USER])
         assert "edgespec generate --raw" in caught.value.next_step
-        assert template.render([USER]) == "ok"
+        assert template.render([USER]) == "Hello"
 
     def test_memory_is_measured_where_the_system_does_not_limit_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +216,7 @@ class TestLimits:
             render(ENDLESS, USER)
 
     def test_time_is_measured_while_the_process_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        template = ChatTemplate("x", "", "")
+        template = ChatTemplate(TEXT, "", "")
         template.compile()
         child = _child(template)
         child.suspend()
@@ -221,7 +225,7 @@ class TestLimits:
             template.render([USER])
         assert not child.is_running()
         monkeypatch.undo()
-        assert template.render([USER]) == "x"
+        assert template.render([USER]) == "Hello"
 
 
 def _child(template: ChatTemplate) -> psutil.Process:
@@ -259,16 +263,16 @@ class TestProcess:
         template.close()
 
     def test_progress_cancels(self) -> None:
-        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
+        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}" + TEXT, "", "")
         template.compile()
         began = time.monotonic()
         with pytest.raises(CancelledError):
             template.render([USER, USER], progress=lambda _what, _fraction: False)
         assert time.monotonic() - began < 15
-        assert template.render([USER]) == "ok"
+        assert template.render([USER]) == "Hello"
 
     def test_close_ends_it_also_while_it_renders(self) -> None:
-        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
+        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}" + TEXT, "", "")
         template.compile()
         child = _child(template)
         threading.Timer(0.2, template.close).start()
@@ -280,7 +284,7 @@ class TestProcess:
         template.close()
 
     def test_close_ends_it_also_while_it_receives_a_long_chat(self) -> None:
-        template = ChatTemplate("x", "", "")
+        template = ChatTemplate(TEXT, "", "")
         template.compile()
         _child(template).suspend()
         threading.Timer(0.2, template.close).start()
@@ -288,7 +292,7 @@ class TestProcess:
             template.render([Message("user", "x" * 9_999_999)])
 
     def test_garbage_collection_ends_it(self) -> None:
-        template = ChatTemplate("x", "", "")
+        template = ChatTemplate(TEXT, "", "")
         template.compile()
         child = _child(template)
         del template
@@ -296,15 +300,15 @@ class TestProcess:
         assert not child.is_running()
 
     def test_a_killed_process_is_replaced(self) -> None:
-        template = ChatTemplate("x", "", "")
+        template = ChatTemplate(TEXT, "", "")
         template.compile()
         _child(template).kill()
         _child(template).wait()
-        assert template.render([USER]) == "x"
+        assert template.render([USER]) == "Hello"
 
     @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
     def test_ctrl_c_does_not_reach_it(self) -> None:
-        template = ChatTemplate("x", "", "")
+        template = ChatTemplate(TEXT, "", "")
         template.compile()
         assert os.getpgid(_child(template).pid) != os.getpgid(0)
 
@@ -315,7 +319,7 @@ class TestProcess:
             (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        assert render("ok", USER) == "ok"
+        assert render(TEXT, USER) == "Hello"
 
     @pytest.mark.parametrize("executable", ["", "/nonexistent/python"])
     def test_without_an_interpreter_an_error_is_raised(

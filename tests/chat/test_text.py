@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.chat.stop_strings import stop_searches
 from edgespec.chat.text import ReplyText
 
 END = -1
@@ -15,17 +16,25 @@ END = -1
 
 def said(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> tuple[str, list[str], int]:
     """Feed pieces as tokens: (the text, what each token showed, how many were taken)."""
-    text = ReplyText(lambda token: pieces[token], lambda token: token == END, stop)
+    text = ReplyText(lambda token: pieces[token], lambda token: token == END, stop_searches(stop, None))
     taken = 0
     for token in range(len(pieces)):
         taken += 1
         if text.feed(token):
             break
-    shown = text.drain()
-    assert len(shown) == taken
-    rest = text.finish()
-    assert "".join(shown) + rest == text.text
-    assert text.finish() == ""
+    released = text.drain()
+    assert len(released) == taken
+    shown = [each.text for each in released]
+    released.append(text.finish())
+    assert "".join(each.text for each in released) == text.text
+    assert text.finish() == ("", 0, 0)
+    # The tokens that belong to the text spell it.
+    spelled = b"".join(pieces[: sum(each.tokens for each in released)])
+    whole = spelled[: len(spelled) - sum(each.cut_bytes for each in released)]
+    if b"\xff" not in whole:
+        assert whole.decode("utf-8", "replace") == text.text
+    if not text.stop_string:
+        assert sum(each.tokens for each in released) == taken
     return text.text, shown, taken
 
 
@@ -72,7 +81,8 @@ class TestStopStrings:
         assert (got, count) == (text, taken)
 
     def test_the_stop_string_that_ended_the_reply_is_known(self) -> None:
-        text = ReplyText(lambda token: b"abc"[token : token + 1], lambda token: token == END, ["bc", "x"])
+        searches = stop_searches(["bc", "x"], None)
+        text = ReplyText(lambda token: b"abc"[token : token + 1], lambda token: token == END, searches)
         assert [text.feed(token) for token in range(2)] == [False, False]
         assert text.stop_string == ""
         assert text.feed(2)
@@ -106,8 +116,38 @@ class TestStopStrings:
 
 
 def test_the_token_that_ends_a_reply_adds_nothing() -> None:
-    text = ReplyText(lambda token: b"x", lambda token: token == END, ())
+    text = ReplyText(lambda token: b"x", lambda token: token == END)
     assert not text.feed(0)
     assert text.feed(END)
-    assert text.drain() == ["x", ""]
+    assert text.drain() == [("x", 1, 0), ("", 1, 0)]
     assert text.text == "x"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tokens", "cut_bytes"),
+    [
+        (["ab", "STOP"], [1, 0], [0, 0]),
+        (["ab", "ST", "OP"], [1, 0, 0], [0, 0, 0]),
+        (["abST", "OP"], [0, 1], [0, 2]),
+        (["abSTOPé"], [1], [6]),
+        (["ab", "S", "T", "x"], [1, 0, 0, 3], [0, 0, 0, 0]),
+        (["ab", "", "é"], [1, 1, 1], [0, 0, 0]),
+    ],
+)
+def test_tokens_of_a_stop_string_do_not_belong_to_the_text(
+    pieces: list[str], tokens: list[int], cut_bytes: list[int]
+) -> None:
+    text = ReplyText(lambda token: pieces[token].encode(), lambda _: False, stop_searches(["STOP"], None))
+    for token in range(len(pieces)):
+        text.feed(token)
+    released = text.drain()
+    assert [each.tokens for each in released] == tokens
+    assert [each.cut_bytes for each in released] == cut_bytes
+
+
+def test_parts_of_a_character_that_starts_a_stop_string_do_not_belong_to_the_text() -> None:
+    pieces = [b"a", *(bytes([byte]) for byte in "🙂!".encode())]
+    text = ReplyText(lambda token: pieces[token], lambda _: False, stop_searches(["🙂!"], None))
+    for token in range(len(pieces)):
+        text.feed(token)
+    assert [each.tokens for each in text.drain()] == [1, 0, 0, 0, 0, 0]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import cast
 
 import pytest
 
-from edgespec.backends.base import Vocabulary
-from edgespec.chat.tokenizing import check_size, tokenize
+from edgespec.backends.llamacpp.loading import load_vocabulary
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.chat.prompt import build_single_prompt
+from edgespec.chat.tokenizing import check_size, tokenize, tokenize_whole
 from edgespec.errors import CancelledError, ContextFullError
+from edgespec.model.base import Vocabulary
+from tests.backends.tiny_models import write_llama
 from tests.tabular import LetterVocabulary
 
 
@@ -65,3 +71,20 @@ def test_what_cannot_fit_is_refused_by_its_size() -> None:
     ) as caught:
         check_size(vocabulary, ["a" * 60, "b" * 41], 100)
     assert "shorten it" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("prompt", "starts"),
+    [("the file", 1), ("<s>the file", 1), ("<s><s>the file", 2), ("the <s> file", 2), ("", 1)],
+)
+def test_a_raw_prompt_gets_no_second_start_token(prompt: str, starts: int, tmp_path: Path) -> None:
+    """Many clients render the template themselves, with the BOS token that it begins with."""
+    weights = load_vocabulary(str(write_llama(tmp_path / "model.gguf")))
+    vocabulary = LlamaVocabulary(weights)
+    try:
+        tokens = tokenize_whole(vocabulary, prompt)
+        assert tokens.count(1) == starts
+        assert tokens[0] == 1
+        assert build_single_prompt(vocabulary, None, prompt, None, 512).tokens == tokens
+    finally:
+        library().llama_model_free(weights)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from edgespec import Runtime, bench
-from edgespec.backends.base import Progress
-from edgespec.bench.energy import EnergyMeter
-from edgespec.costs.curve import CostCurve
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.model.base import Progress
 from tests.cli.conftest import Run, json_of, one_line_error
 
 LINES = (
@@ -111,25 +110,24 @@ def test_only_some_categories(run: Run, quick: tuple[str, ...]) -> None:
 def test_ctrl_c_keeps_what_was_measured(
     run: Run, quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    readings = []
+    replies = []
+    stopped: list[bool] = []
+    cancel, clear_cache = Runtime.cancel, Runtime.clear_cache
 
-    def read(self: EnergyMeter) -> dict[Path, int]:
-        readings.append(0)
-        if len(readings) == 11:  # before the sixth reply
+    def begin(self: Runtime) -> None:
+        replies.append(0)
+        if len(replies) == 6:
             os.kill(os.getpid(), signal.SIGINT)
             while not stopped:
                 pass
-        return {}
-
-    stopped: list[bool] = []
-    cancel = Runtime.cancel
+        clear_cache(self)
 
     def cancelled(self: Runtime) -> None:
         cancel(self)
         stopped.append(True)
 
     monkeypatch.setattr(Runtime, "cancel", cancelled)
-    monkeypatch.setattr(EnergyMeter, "read", read)
+    monkeypatch.setattr(Runtime, "clear_cache", begin)
     saved = tmp_path / "runs.json"
     result = run(
         *quick, "--methods", "ngram", "--temperatures", "0", "--save", str(saved), *["--json"][: int(as_json)]
@@ -165,6 +163,38 @@ def test_who_guessed_nothing_is_named(run: Run, quick: tuple[str, ...]) -> None:
     assert result.exit_code == 0
     assert [line for line in result.stdout.splitlines() if line.startswith("suffix drafted nothing")] != []
     assert "none drafted nothing" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("No method drafted any tokens")
+
+
+def test_a_method_that_drafted_nothing_is_not_called_the_fastest(
+    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def altered(*args: Any, **options: Any) -> bench.BenchReport:
+        found = real(*args, **options)
+        speeds = {"auto": (3.0, 0), "suffix": (2.0, 5), "none": (1.0, 0)}
+        figures = []
+        for each in found.figures:
+            speed_up, drafted = speeds[each.config.method]
+            figures.append(replace(each, speed_up=speed_up, drafted_tokens=drafted))
+        return replace(found, figures=tuple(figures))
+
+    real = bench.make_report
+    monkeypatch.setattr(bench, "make_report", altered)
+    result = run(*quick, "--methods", "auto,suffix", "--temperatures", "0", "--repeats", "1")
+    assert "The fastest method is suffix: speed-up 2.00x" in result.stdout
+
+
+def test_without_replies_no_memory_is_reported(
+    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*args: Any, **options: Any) -> bench.BenchRun:
+        return replace(real(*args, **options), rows=(), ending="time")
+
+    real = bench.run
+    monkeypatch.setattr(bench, "run", empty)
+    result = run(*quick, "--methods", "ngram", "--temperatures", "0", "--repeats", "1")
+    assert result.exit_code == 0
+    assert "Peak memory" not in result.stdout
 
 
 def test_the_number_of_replies_is_printed_first(run: Run, quick: tuple[str, ...]) -> None:

@@ -12,8 +12,8 @@ import edgespec.tui.app
 import edgespec.tui.plain_run
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
-from edgespec.load_options import LOAD_OPTIONS
-from edgespec.reply_options import REPLY_OPTIONS
+from edgespec.options.load_options import LOAD_OPTIONS
+from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.tui.chat_end import ChatEnd
 from tests.cli.conftest import Run, one_line_error
 
@@ -126,7 +126,7 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
 def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "string"}', "utf-8")
-    names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"schema", "adapter_scales", *chat._UNUSED}
+    names = {name for name, option in REPLY_OPTIONS.items() if option.in_chat} - set(LOAD_OPTIONS)
     values = dict.fromkeys(names, "1") | {"thinking": "on"}
     given = (word for name in names for word in (f"--{name.replace('_', '-')}", values[name]))
     result = run("chat", "--schema", str(schema), *given)

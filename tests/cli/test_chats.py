@@ -13,7 +13,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.files import data_folder
+from edgespec.system.files import data_folder
 from tests.cli.conftest import Run, json_of, one_line_error
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.shell_completion import ShellComplete
 
-from edgespec.catalog.catalogue import models_folder
 from edgespec.cli.program import program
-from tests.catalog.fake_stores import OllamaStore
+from edgespec.store.catalogue import models_folder
 from tests.cli.conftest import Run, one_line_error
+from tests.store.fake_stores import OllamaStore
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

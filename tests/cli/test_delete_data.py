@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 
 import edgespec
 from edgespec.chat.prompt_history import PromptHistory
-from edgespec.files import data_folder
-from edgespec.saved_arrays import SavedArrays
+from edgespec.store.saved_arrays import SavedArrays
+from edgespec.system.facts import Facts
+from edgespec.system.files import data_folder
 from tests.cli.conftest import Run, json_of, one_line_error
 
 KINDS = {".replies", ".npz", ".json", ".kept", ".jsonl"}
@@ -23,7 +26,7 @@ def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with edgespec.load("demo", "none", context=256, threads=1, remember=True, prefix_cache="disk") as runtime:
         runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
     PromptHistory(data_folder()).add("How do I list files?")
-    SavedArrays("swift", "a model").save({"layers": np.arange(3)})
+    SavedArrays("online", "a model").save({"layers": np.arange(3)})
     chat = data_folder() / "chats" / "one.json"
     chat.parent.mkdir()
     chat.write_text("{}")
@@ -61,6 +64,21 @@ def test_deletes_the_named_kind_only(run: Run, own_data: Path, what: list[str], 
     assert json_of(run("delete-data", *what, "--json"))["freed_bytes"] > 0
     assert suffixes_in(own_data) == left
     assert run("delete-data", *what).stdout.endswith(": 0 B freed.\n")
+
+
+def kinds_of_facts() -> set[str]:
+    with closing(sqlite3.connect(Facts().path)) as database:
+        return {kind for (kind,) in database.execute("SELECT kind FROM facts")}
+
+
+def test_measurements_are_deleted_but_not_facts_about_files(run: Run) -> None:
+    with edgespec.load("demo", context=256, threads=1, method="auto") as runtime:
+        runtime.generate("How do I list files?", max_tokens=8)
+    about_files = {"model", "shared tokens", "trial"}
+    assert kinds_of_facts() - about_files >= {"classes", "costs", "drafting"}
+    assert run("delete-data", "learned").exit_code == 0
+    assert kinds_of_facts()
+    assert kinds_of_facts() <= about_files
 
 
 def test_reports_files_that_cannot_be_deleted(run: Run, own_data: Path) -> None:

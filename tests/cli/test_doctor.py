@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import edgespec
+from edgespec.api.machine import MlxInfo, inspect_machine
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo
-from edgespec.catalog import mlx_installed
 from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
-from edgespec.machine import MlxInfo, inspect_machine
+from edgespec.model.formats.mlx_files import mlx_installed
 from tests.cli.conftest import Run, json_of
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from edgespec.api.runtime import Runtime
 from edgespec.cli import generate, screen
 from tests.cases import first
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
@@ -57,6 +58,7 @@ def test_json_holds_the_contract(plain: dict[str, Any]) -> None:
         "draft",
         "heads",
         "method",
+        "exactness",
         "stats",
     }
     assert keys == reply.keys()
@@ -67,6 +69,26 @@ def test_json_holds_the_contract(plain: dict[str, Any]) -> None:
     assert (reply["target"], reply["draft"], reply["seed"]) == ("demo", "demo-draft", 7)
     assert reply["finish_reason"] in ("stop", "length")
     assert 0 < len(reply["tokens"]) <= 24
+
+
+@pytest.mark.parametrize(
+    ("options", "requested", "effective"),
+    [
+        ([], "auto", "bits"),
+        (["--exact"], "bits", "bits"),
+        (["--exactness", "off"], "off", "rounding"),
+        (["--acceptance", "rejection"], "auto", "rounding"),
+        (["--acceptance", "rejection", "--temperature", "0"], "auto", "bits"),
+    ],
+)
+def test_json_says_whether_replies_are_identical(
+    run: Run, options: list[str], requested: str, effective: str
+) -> None:
+    exactness = answer(run, "--temperature", "0.8", "--draft", "none", *options, QUESTION)["exactness"]
+    assert (exactness["requested"], exactness["effective"]) == (requested, effective)
+    assert ("identical" if effective == "bits" else "can differ") in exactness["reason"]
+    assert bool(exactness["widths"]) == (effective == "bits")
+    assert set(exactness) == {"requested", "effective", "reason", "widths", "expected_speed"}
 
 
 def test_the_text_is_the_json_text_and_ends_with_a_newline(run: Run, plain: dict[str, Any]) -> None:
@@ -88,7 +110,7 @@ def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
 def test_the_context_grows_unless_all_of_it_is_taken_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
+    monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", 256)
     long = "Repeat: " + "tar -xzf archive.tar.gz " * 15
     grown = answer(run, long)
     whole = answer(run, "--reserve-full-context", long)
@@ -126,6 +148,15 @@ def test_a_system_prompt_is_part_of_the_prompt(run: Run, plain: dict[str, Any]) 
 
 def test_raw_leaves_the_template_out(run: Run, plain: dict[str, Any]) -> None:
     assert answer(run, "--raw", QUESTION)["stats"]["prompt_tokens"] < plain["stats"]["prompt_tokens"]
+
+
+def test_a_model_without_a_chat_template_says_that_it_only_continues_the_prompt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runtime, "template", None)
+    said = run("generate", "-n", "4", QUESTION).stderr
+    assert said.count("has no chat template") == 1
+    assert "no chat template" not in run("generate", "-n", "4", "--raw", QUESTION).stderr
 
 
 def test_stop_texts_end_the_reply(run: Run, plain: dict[str, Any]) -> None:

@@ -22,9 +22,9 @@ from edgespec.cli.options import (
     WORKER_NAMES,
 )
 from edgespec.cli.program import program
-from edgespec.method_names import DRAFTER_NAMES
-from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS
-from edgespec.presets import Preset, write_preset
+from edgespec.options.methods import method_names
+from edgespec.options.presets import Preset, write_preset
+from edgespec.options.settings import LOAD_OPTIONS, MODEL_OPTIONS
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -126,7 +126,7 @@ def test_sampling_options_are_those_of_the_api() -> None:
 def test_every_drafter_is_offered() -> None:
     method = options_of("generate")["method"]
     assert method.help is not None
-    for name in DRAFTER_NAMES:
+    for name in method_names():
         assert name in METHODS
         assert re.search(rf"\b{name}\b", method.help), name
 

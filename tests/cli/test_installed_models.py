@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.catalog.catalogue import models_folder
+from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import WORDS, write_llama
-from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 from tests.cli.conftest import Run, Start, json_of, one_line_error
+from tests.store.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 
 TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
 
@@ -156,7 +156,7 @@ class TestNamesOfOnesOwn:
 
     def test_concurrent_changes_are_all_kept(self, start: Start, file: Path) -> None:
         code = (
-            "import sys\nfrom edgespec.cli.own_names import write_name\n"
+            "import sys\nfrom edgespec.cli.models import write_name\n"
             "for at in range(20): write_name('aliases', f'{sys.argv[1]}{at}', 'demo')\n"
         )
         processes = [start(name, code=code) for name in "abc"]

@@ -105,7 +105,7 @@ def test_a_reply_is_cut_short(start: Start, number: signal.Signals) -> None:
 def test_json_tells_that_it_was_cut_short(start: Start) -> None:
     code = (
         "import os, signal, sys, threading; sys.argv = ['edgespec', *sys.argv[1:]]\n"
-        "from edgespec.stream import ReplyStream\n"
+        "from edgespec.api.stream import ReplyStream\n"
         "step, sent = ReplyStream.__next__, []\n"
         "def kill(stream):\n"
         "    if stream.stats.generated_tokens > 20 and not sent:\n"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from edgespec.catalog import mlx_installed
-from edgespec.catalog.catalogue import models_folder
+from edgespec.model.formats.mlx_files import mlx_installed
+from edgespec.store.catalogue import load_catalogue, models_folder
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_gemma4_models import write_gemma4, write_gemma4_assistant
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_llama
-from tests.catalog.fake_stores import add_to_hub
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
+from tests.store.fake_stores import add_to_hub
 
 DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
 
@@ -161,6 +162,25 @@ def test_show_an_mlx_model_that_is_here(start: Start) -> None:
     assert model["parameters"] == 11_540_736
     assert model["vocab_size"] == 8192
     assert "8-bit" in model["quantisation"]
+
+
+@pytest.mark.parametrize("tag", ["nosuch", "Q2_K"])
+def test_show_does_not_advise_to_download_a_version_that_does_not_exist(run: Run, tag: str) -> None:
+    line = one_line_error(run("models", "show", f"demo:{tag}"), 1)
+    assert "use demo" in line or "did you mean demo" in line
+
+
+def test_the_list_shows_the_sizes_of_downloaded_files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes() -> dict[str, str]:
+        lines = run("models", "list").stdout.splitlines()
+        return {line.split()[0]: line for line in lines if line.startswith(("demo ", "llama-3.1-8b "))}
+
+    before = sizes()
+    wrong = [replace(entry, approximate_file_bytes=7 << 40) for entry in load_catalogue().entries]
+    monkeypatch.setattr(load_catalogue(), "entries", tuple(wrong))
+    after = sizes()
+    assert after["demo"] == before["demo"]
+    assert "7.0 TiB" in after["llama-3.1-8b"]
 
 
 def test_show_what_nobody_knows(run: Run) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.catalog.catalogue import models_folder
+from edgespec.store.catalogue import models_folder
 from tests.cli.conftest import Run
 
 STEERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

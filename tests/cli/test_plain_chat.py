@@ -63,7 +63,8 @@ def test_on_a_terminal_it_suggests_models_of_the_users_own(start: Start, tmp_pat
     _, err = process.communicate(timeout=120)
     os.close(terminal)
     os.close(controller)
-    assert b"Type /model to choose and download a real model. These fit this machine: 1b-q4 (" in err
+    assert b"Type /model to choose and download a real model. These fit this machine (with" in err
+    assert b" their draft models): 1b-q4 (" in err
 
 
 def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:

@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.catalog import Progress
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError
+from edgespec.store.download import Progress
 from edgespec.tools.server_config import servers_path
-from edgespec.tui import commands, plain_commands
+from edgespec.tui import plain_commands, screen_commands
+from edgespec.tui.commands import table
+from edgespec.tui.commands.results import Change, Command, Context, Result, Table
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.plain_run import run_plain_chat
 from edgespec.tui.worker import Load
 from tests.cases import first
 from tests.cli.conftest import ROOT
+from tests.tui.driving import driving
 from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
 from tests.tui.tool_servers import configure, force_calls
 
@@ -90,18 +94,62 @@ def saved(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text("utf-8")) for path in sorted((folder / "chats").glob("*.json"))]
 
 
-def test_every_command_works_or_says_what_to_use_instead() -> None:
-    names = {command.name for command in commands.COMMANDS}
-    assert names == plain_commands._COMMANDS.keys() | plain_commands._INSTEAD.keys()
-    assert not plain_commands._COMMANDS.keys() & plain_commands._INSTEAD.keys()
-
-
-def test_help_lists_exactly_the_commands_that_work(chat: Chat, tmp_path: Path) -> None:
-    out, err = chat.typed(["/help", *(f"/{name}" for name in plain_commands._INSTEAD)])
+def test_help_lists_the_commands_that_work_and_the_others_say_what_to_use(chat: Chat) -> None:
+    others = [command for command in table.COMMANDS if command.instead]
+    out, err = chat.typed(["/help", *(f"/{command.name}" for command in others)])
     listed = [line.split()[0].strip("/:") for line in out.splitlines() if line.startswith("/")]
-    assert listed == [*plain_commands._COMMANDS]
-    for name, instead in plain_commands._INSTEAD.items():
-        assert f"/{name} does not exist in the plain chat. {instead}" in err
+    assert listed == [command.name for command in table.COMMANDS if not command.instead]
+    for command in others:
+        assert f"/{command.name} does not exist in the plain chat. {command.instead}" in err
+
+
+def _stamp(context: Context) -> Result:
+    """A command that both chats know only from the table."""
+
+    def apply(chat: OpenChat) -> None:
+        chat.title = context.argument
+
+    return Table("Stamp", [("stamped", context.runtime.target.name)]), Change(apply, "It is stamped.")
+
+
+async def test_a_command_is_added_in_one_place(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = Command("stamp", "[text]", "stamp the title of this chat", _stamp, ("seal",))
+    monkeypatch.setattr(table, "COMMANDS", (*table.COMMANDS, command))
+    out, err = chat.typed(["hello", "/seal in wax", "/load wax", "/help", "/stmp"], "Hi.")
+    assert "stamped: demo\nIt is stamped.\n" in out
+    assert "Opened “in wax”." in err
+    assert "\n/stamp [text]: stamp the title of this chat\n" in out
+    assert "Did you mean /stamp?" in err
+    async with driving(chat.load, tmp_path, resume="last", size=(80, 80)) as d:
+        await d.write("/sta")
+        await d.sees("/stamp [text] · stamp the title of this chat")
+        await d.press("tab")
+        await d.write("twice")
+        await d.press("enter")
+        await d.said("It is stamped.")
+        assert "stamped" in d.transcript()
+        assert d.chat.current_chat.title == "twice"
+        await d.press("f1")
+        await d.sees("/stamp [text]")
+
+
+def test_both_chats_do_the_same_actions() -> None:
+    assert plain_commands.ACTIONS.keys() <= screen_commands.ACTIONS.keys()
+
+
+def test_a_title_that_no_chat_has_leaves_the_chat_open(chat: Chat, tmp_path: Path) -> None:
+    out, err = chat.typed(["one", "/load pines", "two"], "First.", "Second.")
+    assert out == "First.\nSecond.\n"
+    assert "No saved chat has 'pines' in its title. Type /load for the list of chats." in err
+    (found,) = saved(tmp_path)
+    assert len(found["messages"]) == 4
+
+
+def test_the_system_prompt_is_set_by_both_commands(chat: Chat) -> None:
+    out, _ = chat.typed(["/set system Be brief.", "/set system", "/system none"])
+    assert out == "System prompt: Be brief.\nSystem prompt: Be brief.\nSystem prompt: none\n"
 
 
 def test_copy_prints(chat: Chat, tmp_path: Path) -> None:
@@ -162,7 +210,9 @@ def test_reasoning_is_turned_off_only_if_the_model_can(chat: Chat) -> None:
     out, err = chat.typed(["/think", "/think off"])
     assert "Reasoning: auto, the model's default." in out
     assert "Reasoning cannot be turned on or off for the model demo." in err
-    source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
+    source = (
+        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
+    )
     chat.runtime.template = ChatTemplate(source, "", "")
     out, _ = chat.typed(["/think off", "/think"])
     chat.runtime.template.close()

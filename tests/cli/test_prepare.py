@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgespec.catalog.catalogue import models_folder
+from edgespec.store.catalogue import models_folder
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, one_line_error
@@ -43,14 +43,16 @@ def test_layerskip_as_json(run: Run, model: Path, tmp_path: Path) -> None:
     assert told["file_bytes"] >= model.stat().st_size // 2
 
 
-def test_layerskip_as_a_table(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("edgespec.cli.prepare.note", said.append)
+def test_layerskip_as_a_table(run: Run, model: Path) -> None:
     result = run("prepare", "layerskip", str(model), "--exit", "1")
     assert result.exit_code == 0
     assert "SAME TOKEN" in result.stdout
     assert "exit after layer 1 of 3" in result.stdout
-    assert said == ["This model was not trained for early exit, so it would not be faster here."]
+    warning = "warning: this model was not trained for early exit, so it would not be faster here (0."
+    assert result.stderr.count(warning) == 1
+    again = run("prepare", "layerskip", str(model), "--exit", "1", "--json")
+    assert json.loads(again.stdout)["exits"]
+    assert warning in again.stderr
 
 
 def test_a_draft_model_is_converted(run: Run, tmp_path: Path) -> None:

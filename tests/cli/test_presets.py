@@ -8,7 +8,7 @@ import pytest
 
 from edgespec.cli.options import preset_option
 from edgespec.errors import ConfigurationError
-from edgespec.presets import Preset, preset_names, preset_path, read_preset, write_preset
+from edgespec.options.presets import Preset, preset_names, preset_path, read_preset, write_preset
 from tests.cli.conftest import Run, one_line_error
 from tests.cli.settings_places import file as file
 from tests.cli.settings_places import own_settings as own_settings

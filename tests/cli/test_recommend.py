@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import edgespec.costs.machine_speed as machine_speed
-from edgespec.backends.registry import format_of
-from tests.assembly.test_recommendation import machine
+import edgespec.loading.recommendation as recommendation
+import edgespec.methods.costs.machine_speed as machine_speed
+from edgespec.model.registry import format_of
 from tests.cli.conftest import Run
+from tests.loading.test_recommendation import machine
 
 
 @pytest.fixture(autouse=True)
 def measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    machine_speed._store(format_of("gguf")).save(machine_speed._to_arrays(machine(50)))
+    machine_speed.save_machine_speed(format_of("gguf"), machine(50))
 
 
 def test_the_report_names_a_model_and_its_command(run: Run) -> None:
@@ -27,6 +30,13 @@ def test_the_report_names_a_model_and_its_command(run: Run) -> None:
     assert any(line.startswith("Recommended: ") for line in lines)
     assert any(line.strip().startswith("edgespec chat --target ") for line in lines)
     assert "TOKENS/S" in done.stdout
+
+
+def test_a_draft_model_that_saves_no_time_is_not_named(run: Run) -> None:
+    assert "with the draft model" in run("recommend", "--memory", "16GiB").stdout.split("Recommended:")[1]
+    slow = machine(50, extra_cost=1.0)
+    machine_speed.save_machine_speed(format_of("gguf"), slow)
+    assert "draft" not in run("recommend", "--memory", "16GiB").stdout.split("Recommended:")[1]
 
 
 def test_the_json_report_has_one_entry_per_model(run: Run) -> None:
@@ -68,7 +78,19 @@ def test_the_list_of_models_shows_the_expected_speed(run: Run) -> None:
     assert any(line.startswith("llama-3.1-8b ") for line in rows)
 
 
+def test_speeds_from_a_busy_machine_are_marked_everywhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    remark = "other programs were busy"
+    assert all(remark not in run(*words).output for words in (("plan",), ("models", "list")))
+    busy = replace(machine(50), busy_cores=1.0)
+    machine_speed.save_machine_speed(format_of("gguf"), busy)
+    monkeypatch.setattr(recommendation, "CPU_LOAD", SimpleNamespace(busy_cores=lambda: 1.0))
+    for words in (("plan",), ("models", "list")):
+        assert remark in " ".join(run(*words).output.split())
+    assert "other programs kept 1.0 processor cores busy" in run("recommend", "--memory", "16GiB").stderr
+    assert json.loads(run("plan", "--json").stdout)["prediction"]["measured_while_busy"] is True
+
+
 def test_plan_says_what_to_run_first(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "empty"))
     assert "run `edgespec recommend`" in run("plan").stdout
     assert json.loads(run("plan", "--json").stdout)["prediction"] is None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.settings_file import KeyPath, NotEditableError, changed, line_number
+from edgespec.options.settings_file import KeyPath, NotEditableError, changed, line_number
 
 FILE = '''\
 # Mine.

@@ -103,9 +103,12 @@ def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
 
 
 def test_help_imports_little_beside_click(start: Start) -> None:
-    """Imports decide the start-up time. They are counted, because times depend on other programs."""
+    """Imports decide the start-up time. They are counted, because times depend on other programs.
+
+    Each drafting method and each command counts, because its record is read.
+    """
     of_click = imported_after(start, "import click\n")
-    assert len(imported_after(start, _RUN, "--help") - of_click) < 115
+    assert len(imported_after(start, _RUN, "--help") - of_click) < 140
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

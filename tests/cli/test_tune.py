@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
+from edgespec.api.runtime import Runtime
 from edgespec.bench.tuning import DrafterResult, Tuning, _drafter_result, _verdict, break_even, tune
-from edgespec.costs.curve import CostCurve
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.reply import MethodReport, Reply
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
 from edgespec.losslessness import read_prompts
-from edgespec.methods import DrafterSet
-from edgespec.reply import MethodReport, Reply
-from edgespec.runtime import Runtime
+from edgespec.methods.costs.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
+from tests.saved_facts import saved_facts
 from tests.tables import VOCAB
 from tests.tabular import TabularModel
 
@@ -130,7 +131,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
 def test_costs_that_cannot_be_kept_are_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
-    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(blocked))
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(blocked))
     with edgespec.load("demo", "none", context=256, threads=1) as runtime:
         assert "cannot be saved" in tune(runtime, read_prompts()[:1], max_tokens=4).notice
 
@@ -147,11 +148,11 @@ def test_its_own_replies_are_not_looked_up(run: Run) -> None:
 
 
 def test_the_demo_is_measured_and_the_curve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     with edgespec.load("demo", context=256, threads=1, method="model") as runtime:
-        assert not list(tmp_path.rglob("costs-*"))
+        assert not saved_facts("costs")
         tuning = tune(runtime, read_prompts()[:2], max_tokens=16)
-    assert list(tmp_path.rglob("costs-*"))
+    assert saved_facts("costs")
     assert (tuning.target, tuning.draft) == ("demo", "demo-draft")
     assert tuning.auto is None
     assert [each.width for each in tuning.passes][:5] == [1, 2, 3, 4, 5]

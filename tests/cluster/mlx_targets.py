@@ -10,10 +10,10 @@ import psutil
 
 import edgespec
 from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.libraries import MLX, Library, installed_mlx
 from edgespec.cluster.machines import parse_machines
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.cluster.conftest import Worker
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-import edgespec.machine
+import edgespec.api.machine
 from edgespec.cli.checked_workers import CheckedWorker, check_workers
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.models_list import list_models
@@ -66,8 +66,8 @@ def test_the_list_of_models_says_which_fit_on_the_workers(
         assert [each["reachable"] for each in listed["workers"]] == [True]
         return {each["name"]: each["fits"] for each in listed["models"]}
 
-    machine = replace(edgespec.machine.inspect_machine(), memory_available_bytes=2 << 30)
-    monkeypatch.setattr(edgespec.machine, "inspect_machine", lambda: machine)
+    machine = replace(edgespec.api.machine.inspect_machine(), memory_available_bytes=2 << 30)
+    monkeypatch.setattr(edgespec.api.machine, "inspect_machine", lambda: machine)
     assert "fits" not in json.loads(CliRunner().invoke(list_models, ["--json"]).stdout)["models"][0]
     small = fits(f"{workers[0].address}=1MiB")
     assert (small["demo"], small["llama-3.1-8b"], small["llama-3.1-70b"]) == ("this machine", "", "")

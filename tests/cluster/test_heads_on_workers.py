@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.errors import OptionError, WorkerLostError
-from edgespec.load_options import LoadArguments
+from edgespec.options.load_options import LoadArguments
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_heads import write_dflash
 from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.cases import first
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import PROMPT, run
-from tests.heads.published import write_head
-from tests.heads.residual_files import Layout, random_arrays, write_heads
+from tests.model.heads.published import write_head
+from tests.model.heads.residual_files import Layout, random_arrays, write_heads
 
 # With the last one, the target chooses between two tokens, so that random heads are right now and then.
 ASKED: Sequence[dict[str, Any]] = (
@@ -117,7 +117,7 @@ def test_verify_finds_no_violation(workers: tuple[Worker, Worker], tmp_path: Pat
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert not report["nothing_drafted"]
-    assert report["methods"]["eagle"]["violations"] == 0
+    assert report["methods"]["eagle"]["faults"] == 0
 
 
 def test_a_lost_worker_is_an_error(start_worker: Callable[..., Worker]) -> None:

@@ -18,13 +18,13 @@ import pytest
 
 import edgespec
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.cluster import link
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.libraries import MLX, Library, installed_mlx
 from edgespec.cluster.machines import parse_machines
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, WorkerLostError
+from edgespec.model.base import LoadOptions
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cluster.conftest import Worker
 

@@ -14,22 +14,22 @@ import pytest
 from numpy.typing import NDArray
 
 import edgespec
-from edgespec.assembly.worker_speed import _saves_time
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.remote_model import load_on_workers
-from edgespec.backends.pass_weights import OutputLayer
-from edgespec.backends.registry import format_of
 from edgespec.cluster import connected
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.libraries import LLAMA_CPP, Library
-from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.cluster.link import LinkSpeed, measure_link
 from edgespec.cluster.machines import WorkerAddress, parse_machines
-from edgespec.costs import machine_speed
-from edgespec.costs.curve import CostCurve
-from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.engine.tree import TokenTree
-from edgespec.load_options import LoadArguments
+from edgespec.loading.worker_speed import _saves_time
+from edgespec.methods.costs import machine_speed
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
+from edgespec.model.base import LoadOptions
+from edgespec.model.pass_weights import OutputLayer
+from edgespec.model.registry import format_of
+from edgespec.options.load_options import LoadArguments
 from tests.cases import first
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import PROMPT, run, write_f16
@@ -47,9 +47,9 @@ SLOW, FAST = speed_of(1e-7), speed_of(1e-10)
 
 
 def set_speed(patch: pytest.MonkeyPatch, folder: Path, speed: MachineSpeed) -> None:
-    """Save the speed of this machine as `edgespec recommend` does, in another data folder."""
-    patch.setenv("EDGESPEC_DATA_DIR", str(folder))
-    machine_speed._store(format_of("gguf")).save(machine_speed._to_arrays(speed))
+    """Save the speed of this machine as `edgespec recommend` does, in another cache folder."""
+    patch.setenv("EDGESPEC_CACHE_DIR", str(folder))
+    machine_speed.save_machine_speed(format_of("gguf"), speed)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_shared_weights_heads_and_unmeasured_machines_keep_it_here(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "unmeasured"))
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "unmeasured"))
     assert has_output(untied, fast)[0]
     set_speed(monkeypatch, tmp_path, SLOW)
     assert not has_output(untied, fast)[0]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec.assembly import worker_speed
-from edgespec.cluster.link_speed import measure_link
+from edgespec.cluster.link import measure_link
 from edgespec.cluster.machines import WorkerAddress
 from edgespec.cluster.status import MEASURE
-from edgespec.costs.curve import CostCurve
-from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.errors import MemoryBudgetError, WorkerError
+from edgespec.loading import worker_speed
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import run
 
@@ -103,6 +104,18 @@ def speed_json(monkeypatch: pytest.MonkeyPatch, speed: MachineSpeed) -> dict[str
     monkeypatch.setattr(worker_speed, "saved_machine_speed", lambda _: speed)
     values: dict[str, Any] = json.loads(json.dumps(worker_speed.saved_speed_json()))
     return values
+
+
+@pytest.mark.parametrize("busy_cores", [0.0, 1.0])
+def test_workers_report_speeds_that_were_measured_while_they_were_busy(
+    monkeypatch: pytest.MonkeyPatch, busy_cores: float
+) -> None:
+    values = speed_json(monkeypatch, replace(FAST, busy_cores=busy_cores))
+    speed = worker_speed._from_json(values)
+    assert speed is not None
+    assert speed.is_disturbed == (busy_cores > 0)
+    del values["busy_cores"]  # Older versions do not send it.
+    assert worker_speed._from_json(values) == FAST
 
 
 def test_one_machine_alone_is_faster_if_all_are_equal(

@@ -33,7 +33,7 @@ from edgespec.errors import (
     WorkerError,
     WorkerLostError,
 )
-from edgespec.load_options import LoadArguments
+from edgespec.options.load_options import LoadArguments
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cases import first
 from tests.cluster.conftest import Worker

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +19,23 @@ import pytest
 import edgespec
 from edgespec.backends.llamacpp.native import library
 from edgespec.cluster import link
+from edgespec.cluster.link import probe_worker
+from edgespec.cluster.machines import WorkerAddress
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError, WorkerError, WorkerLostError
-from edgespec.load_options import LoadArguments
+from edgespec.options.load_options import LoadArguments
 from tests.cases import first
 from tests.cluster.conftest import Worker
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"
 _REQUEST = {"max_tokens": 40, "seed": 3}
+
+
+def wait_until_free(worker: Worker) -> None:
+    """Wait until a worker has noticed that its target is gone, which takes a moment on a busy machine."""
+    for _ in range(100):
+        if not probe_worker(WorkerAddress("127.0.0.1", worker.port)).busy:
+            return
+        time.sleep(0.1)
 
 
 def tokens(workers: str | None = None, target: str = "demo", method: str = "none") -> list[list[int]]:
@@ -80,7 +91,7 @@ def test_verify_finds_no_violation(workers: tuple[Worker, Worker], tmp_path: Pat
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert not report["nothing_drafted"]
-    assert all(each["violations"] == 0 for each in report["methods"].values())
+    assert all(each["faults"] == 0 for each in report["methods"].values())
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -177,6 +188,7 @@ def test_a_connection_that_fails_does_not_block_later_models(
     for _ in range(2):
         with pytest.raises(WorkerLostError, match="the connection to a worker broke"):
             tokens(f"127.0.0.1:{unconnected(workers[0].port)}")
+        wait_until_free(workers[0])
         assert tokens(workers[0].address) == local_tokens
 
 
@@ -206,18 +218,18 @@ def test_the_command_line_prints_one_error_and_the_text_so_far(
 
 
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
-def test_auto_drafts_through_a_slow_link_and_keeps_the_tokens(
+def test_drafts_through_a_slow_link_keep_the_tokens(
     temperature: float, workers: tuple[Worker, Worker], delayed: Callable[[int, float], int]
 ) -> None:
     both = ",".join(f"127.0.0.1:{delayed(worker.port, 0.005)}" for worker in workers)
     request = {"max_tokens": 40, "seed": 3, "temperature": temperature}
     with edgespec.load("demo", workers=both, context=1024) as runtime:
         plain = runtime.generate(PROMPT, method="none", **request)  # type: ignore[arg-type]
+        # Whether `auto` drafts depends on the speed of the machine, so only its tokens are compared.
         replies = [runtime.generate(PROMPT, **request) for _ in range(3)]  # type: ignore[arg-type]
         # Passes are padded, but padding is neither counted nor accepted.
         fixed = runtime.generate(PROMPT, method="model", draft_length=3, **request)  # type: ignore[arg-type]
     assert all(reply.tokens == plain.tokens for reply in (*replies, fixed))
-    assert sum(reply.stats.accepted_tokens for reply in replies)
     assert 0 < fixed.stats.drafted_tokens <= 3 * fixed.stats.target_passes
 
 
@@ -262,7 +274,7 @@ def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
     "options",
     [
         {"method": "mtp"}, {"method": "lookahead"}, {"parallel": 2}, {"exact": True},
-        {"draft_branches": (2,)}, {"gpu_layers": 1},
+        {"exactness": "bits"}, {"draft_branches": (2,)}, {"gpu_layers": 1},
     ],
 )  # fmt: skip
 def test_options_that_workers_do_not_support_are_refused(options: LoadArguments) -> None:

@@ -32,7 +32,7 @@ from edgespec.errors import (
     WorkerError,
     WorkerLostError,
 )
-from edgespec.load_options import LoadArguments
+from edgespec.options.load_options import LoadArguments
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cluster.conftest import Worker
 from tests.cluster.mlx_targets import PROMPT, load_tiny, lose, tokens

@@ -22,7 +22,7 @@ from edgespec.cluster.fnv1a import fnv1a
 from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.machines import parse_machines
 from edgespec.cluster.weight_cache import WeightCache
-from edgespec.files import cache_folder
+from edgespec.system.files import cache_folder
 from tests.cluster.conftest import Worker
 
 # llama.cpp caches only weights of more than 10 MiB.

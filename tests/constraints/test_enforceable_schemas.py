@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.enforceable_schemas import enforceable_schema
 from edgespec.errors import OptionError
+from edgespec.options.schemas.enforceable import enforceable_schema
 from tests.constraints.vocabularies import END, ByteVocabulary
 
 VOCABULARY = ByteVocabulary()
@@ -48,11 +49,52 @@ def accepts(schema: Any, text: str) -> bool:
         ({"type": "string", "format": "path", "maxLength": 3}, '"a/b"', '"a/bc"'),
         ({"properties": {"format": {"const": "path"}}, "type": "object"}, '{"format": "path"}', "1"),
         ({"type": "object", "minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 1}', '{"a": 1}'),
+        ({"type": "integer", "divisibleBy": 3}, "6", "7"),
+        ({"type": "integer", "extends": {"minimum": 5}}, "6", "4"),
+        ({"type": "integer", "extends": [{"minimum": 5}], "allOf": [{"maximum": 7}]}, "6", "8"),
     ],
 )
 def test_allowed_and_forbidden_replies(schema: Any, allowed: str, forbidden: str) -> None:
     assert accepts(schema, allowed)
     assert not accepts(schema, forbidden)
+
+
+VERSIONS = [
+    *(f"http://json-schema.org/draft-0{number}/schema#" for number in (3, 4, 6, 7)),
+    *(f"https://json-schema.org/draft/{number}/schema" for number in ("2019-09", "2020-12")),
+    "https://json-schema.org/draft-04/schema",
+    "https://spec.openapis.org/oas/3.1/dialect/base",
+]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_version_of_a_schema_switches_no_keyword_off(version: str) -> None:
+    """llguidance ignores keywords that the version in `$schema` does not have."""
+    for schema, allowed, forbidden in (
+        ({"const": "a"}, '"a"', '"b"'),
+        ({"items": {"const": 1}, "type": "array"}, "[1]", "[2]"),
+        ({"prefixItems": [{"type": "string"}], "type": "array"}, '["a"]', "[1]"),
+        ({"items": [{"type": "string"}], "additionalItems": False, "type": "array"}, '["a"]', '["a", 1]'),
+        ({"minimum": 5, "exclusiveMinimum": True, "type": "integer"}, "6", "5"),
+        ({"definitions": {"a": {"const": 1}}, "$ref": "#/definitions/a"}, "1", "2"),
+        ({"properties": {"a": {"$schema": version, "const": 1}}, "type": "object"}, '{"a": 1}', '{"a": 2}'),
+    ):
+        assert accepts({"$schema": version, **schema}, allowed)
+        assert not accepts({"$schema": version, **schema}, forbidden)
+    for keyword, value in (
+        ("contains", {"const": 1}),
+        ("propertyNames", {"pattern": "^a$"}),
+        ("if", {"type": "string"}),
+        ("dependentRequired", {"a": ["b"]}),
+        ("unevaluatedProperties", False),
+        ("$recursiveRef", "#"),
+        ("$dynamicRef", "#"),
+        ("disallow", "string"),
+    ):
+        schema = {"$schema": version, "properties": {"a": {keyword: value}}}
+        name = "not" if keyword == "disallow" else keyword
+        with pytest.raises(OptionError, match=rf"{re.escape(name)} is not supported \(in #/properties/a\)"):
+            COMPILER.check(Constraint("schema", json.dumps(schema)))
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,9 +10,9 @@ import pytest
 
 from edgespec.chat.reasoning import piece_with_markers, split_reasoning
 from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
+from edgespec.methods.ngram.drafter import NgramDrafter
 from tests.backends.test_processors import REPLY_TOKENS, decoded, draft_model, half_right
 from tests.constraints.vocabularies import ByteVocabulary
 from tests.tabular import TabularModel

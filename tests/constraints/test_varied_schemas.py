@@ -14,7 +14,7 @@ from jsonschema.validators import validator_for
 
 import edgespec
 from edgespec import Runtime
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.errors import OptionError
 from tests.constraints.unusual_schemas import REFUSED, UNUSUAL
 from tests.constraints.varied_schemas import SCHEMAS

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.acceptance import RandomDraws
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
+from edgespec.model.base import LanguageModel
+from edgespec.model.model_facts import Capabilities, ModelFacts
 from tests.tabular import LetterVocabulary
 
 Outcome = TypeVar("Outcome")

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.auto.merging import merge_trees
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.merging import merge_trees
+from edgespec.methods.base import Drafter
+from edgespec.methods.model.drafter import ModelDrafter
 from tests.cases import first
 from tests.engine.exact import (
     AllChances,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.api.runtime import Runtime
+from edgespec.decode.reply import Reply
 from edgespec.engine.tree import TokenTree
-from edgespec.reply import Reply
-from edgespec.runtime import Runtime
 from tests.cases import first
 from tests.tables import (
     END,

@@ -16,9 +16,6 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
@@ -27,6 +24,9 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.base import Drafter
+from edgespec.methods.model.drafter import ModelDrafter
 from tests.tables import Saying, table
 from tests.tabular import TabularModel
 

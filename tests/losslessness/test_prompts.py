@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from edgespec import Message
-from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, prompts, read_prompts
+from edgespec.store.catalogue import models_folder
 
 
 class TestPrompts:

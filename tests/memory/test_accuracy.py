@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp import memory_estimate as estimate_module
 from edgespec.backends.llamacpp.checkpoints import ExportedCheckpoint
 from edgespec.backends.llamacpp.context_plan import ContextPlan
@@ -27,8 +26,9 @@ from edgespec.backends.llamacpp.memory_estimate import (
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
-from edgespec.catalog import resolve
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.store.reference import resolve
 from tests.backends import tiny_models
 from tests.backends.tiny_mtp_models import write_deepseek4
 from tests.cases import first

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from edgespec.files import format_bytes
 from edgespec.memory import find_budget, limits
 from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
+from edgespec.system.files import format_bytes
 
 GIB = 2**30
 HELD = 100

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_estimate import MODEL_MEMORY_KINDS
-from edgespec.catalog import resolve
-from edgespec.heap import release_free_memory
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MODEL_MEMORY_KINDS
+from edgespec.store.reference import resolve
+from edgespec.system.heap import release_free_memory
 from scripts.matrix.gguf_models import Sizes, write_gguf
 from tests.backends.tiny_models import write_llama
 
@@ -71,7 +71,7 @@ def test_the_demo_is_near_its_plan(tmp_path: Path) -> None:
 _VOCABULARIES = """
 import sys
 from pathlib import Path
-from edgespec.backends.mlx.loading import _load_tokenizer
+from edgespec.backends.mlx.weight_loading import _load_tokenizer
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from tests.memory.test_measured_peak import _own_bytes
 

@@ -19,14 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec import Reply, Runtime, idle
-from edgespec.backends.base import Snapshot
+from edgespec import Reply, Runtime
+from edgespec.decode import idle
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.memory import pressure, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.memory.pressure import MemoryPressure
-from edgespec.methods import DrafterSet
+from edgespec.model.base import Snapshot
 from tests.backends.tiny_models import write_jamba
 from tests.memory.prefix_cache.helpers import ask, keeper
 from tests.tables import table
@@ -42,8 +43,8 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with small contexts, and do no idle work unless a test asks for it."""
-    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
-    for module in ("memory.context_resize", "reply_steps"):
+    monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
+    for module in ("memory.context_resize", "decode.session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     monkeypatch.setattr(idle, "QUIET_SECONDS", 60.0)
 
@@ -225,9 +226,9 @@ class TestIdleThread:
 SCRIPT = """
 import resource, sys, time
 import psutil
-import edgespec, edgespec.assembly.load_request
+import edgespec, edgespec.loading.load_request
 
-edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS = 256
+edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS = 256
 with edgespec.load("demo", None, context=1024, method="suffix", prefix_cache="none") as runtime:
     for prompt in ("word " * 600, "word"):
         runtime.generate(prompt, raw=True, max_tokens=2)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 import edgespec
 from edgespec import EdgespecError
-from edgespec.backends.base import LanguageModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
+from edgespec.model.base import LanguageModel
 from tests.backends.gguf_adapters import write_gguf_adapter
 from tests.parity.models import BACKENDS, CONTEXT, PROMPTS, Ask, Zoo, reply_to, tiny_checkpoints
 

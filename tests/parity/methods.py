@@ -13,21 +13,21 @@ import pytest
 
 import edgespec
 from edgespec import EdgespecError, Reply, Runtime, SamplingParams
-from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.backends.base import LanguageModel
-from edgespec.costs.curve import CostCurve
-from edgespec.costs.target_costs import TargetCosts
-from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.method_names import HEADS, SELF_DRAFTS, parse_method
-from edgespec.methods import DrafterSet
-from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.lowbit import prepare_lowbit
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.target_costs import TargetCosts
+from edgespec.model.base import LanguageModel
+from edgespec.options.methods import head_names, method, parse_method
 from tests.backends.tiny_heads import write_dflash, write_eagle
-from tests.heads.published import write_head
-from tests.heads.published_dflash import write_dflash_head
-from tests.heads.residual_files import Layout, random_arrays, write_heads
+from tests.model.heads.published import write_head
+from tests.model.heads.published_dflash import write_dflash_head
+from tests.model.heads.residual_files import Layout, random_arrays, write_heads
 from tests.parity.models import (
     ASKED,
     CONSTRAINED,
@@ -74,20 +74,21 @@ class Row(NamedTuple):
     @property
     def itself(self) -> tuple[str, ...]:
         """In which ways the target is its own draft."""
-        return tuple(name for name in (*self.drafters, *self.beside) if name in SELF_DRAFTS)
+        return tuple(name for name in (*self.drafters, *self.beside) if method(name).uses_target_cache)
 
     @property
     def voice(self) -> Voice:
         """How the target is to talk, so that a draft can be right now and then."""
-        fewer_layers = {"swift", "layerskip"} & set(self.itself)
-        return "quiet" if fewer_layers else "letters" if self.text else "plain"
+        return "quiet" if "layerskip" in self.itself else "letters" if self.text else "plain"
 
     @property
     def loaded(self) -> Row:
         """What rows have in common that one loading is enough for."""
-        own = (name for name in self.drafters if name in (*SELF_DRAFTS, *HEADS))
-        method = "none" if self.method == "none" else "+".join(own)
-        return self._replace(title="", method=method, every=False, seldom=False)
+        own = (
+            name for name in self.drafters if method(name).uses_target_cache or method(name).needs == "head"
+        )
+        loaded = "none" if self.method == "none" else "+".join(own)
+        return self._replace(title="", method=loaded, every=False, seldom=False)
 
 
 ROWS = (
@@ -102,7 +103,6 @@ ROWS = (
     Row("`layerskip`", "layerskip", every=True),
     Row("`lowbit`", "lowbit", every=True),
     Row("`lowbit`, loaded with `layerskip`", "lowbit", beside=("layerskip",), every=True),
-    Row("`swift`", "swift", every=True),
     Row("`mtp`, chains", "mtp", head=True, every=True),
     Row("`mtp`, trees (`--draft-branches 2,2`)", "mtp", branches=(2, 2), head=True),
     Row("`mtp+suffix`", "mtp+suffix", head=True),
@@ -171,9 +171,9 @@ def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1.0)))
         still: Callable[[], float] = lambda: 0.0  # noqa: E731
         patch.setattr(
-            "edgespec.assembly.drafting.AdaptiveTreeGrowth", partial(AdaptiveTreeGrowth, clock=still)
+            "edgespec.methods.model.making.AdaptiveTreeGrowth", partial(AdaptiveTreeGrowth, clock=still)
         )
-        patch.setattr("edgespec.methods.CombinedDrafter", partial(CombinedDrafter, clock=still))
+        patch.setattr("edgespec.decode.drafter_set.CombinedDrafter", partial(CombinedDrafter, clock=still))
         yield patch
 
 
@@ -198,7 +198,7 @@ def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.drafters.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
+            patch.setattr("edgespec.methods.model.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:
@@ -222,7 +222,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
     if how.head and "mtp" not in how.drafters:
-        name = next(name for name in how.drafters if name in HEADS)
+        name = next(name for name in how.drafters if name in head_names())
         options["head"] = write_head_for(tiny, name)
     return edgespec.load(
         str(tiny.path),
@@ -279,7 +279,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
     session, model = runtime._session, runtime._session.target
     target: Any = Watched(model)
     session.target = session._decoder._target = target
-    if "swift" in row.drafters or row.learn:  # it looks for layers, or learns, between replies
+    if row.learn:  # it is trained between replies
         reply_to(runtime, ASKED[0], row.method)
         session.run_idle_work(lambda: True)
     replies = [reply_to(runtime, ask, row.method) for ask in asked]

@@ -12,8 +12,8 @@ import pytest
 
 from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.methods import DrafterSet
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends import tiny_models, tiny_mtp_models
 from tests.parity.weights import keep_to_letters, quieten, write_near, write_renamed
 

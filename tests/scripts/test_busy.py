@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from edgespec.cores import usable_cores
+from edgespec.system.cores import usable_cores
 from scripts import bench_busy
 
 

@@ -16,7 +16,14 @@ import pytest
 from scripts.gpu_checking.__main__ import main
 from scripts.gpu_checking.gpu import CheckError, find_nvcc, parse_memory, parse_names
 from scripts.gpu_checking.report import read_report, to_markdown, write_report
-from scripts.gpu_checking.steps import Result, Step, create_steps, run_step, summarise_plan
+from scripts.gpu_checking.steps import (
+    Result,
+    Step,
+    create_steps,
+    run_step,
+    summarise_classes,
+    summarise_plan,
+)
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -96,7 +103,7 @@ def test_nvcc_must_run_and_must_not_be_newer_than_the_driver(
         (("--draft", "models/demo-draft-q8_0.gguf"), "--draft needs --target"),
         (("--target", "no-such.gguf"), "no-such.gguf does not exist"),
         (("--wheels", "no-such-folder"), "no-such-folder does not exist"),
-        (("--only", "speed"), "--only speed is not a step; choose from doctor, verify"),
+        (("--only", "speed"), "--only speed is not a step; choose from doctor, classes"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],
 )
@@ -169,12 +176,29 @@ def test_planned_and_measured_memory_of_the_cards_are_compared(measured: int, is
     assert bool(problem) != is_near
 
 
+def test_all_classes_are_reported_also_if_single_passes_agree_with_no_other() -> None:
+    single = {"widths": "1", "trees": False, "block_tokens": 256, "any_threads": True, "complete": False}
+    wide = single | {"widths": "2 to 17", "trees": True, "block_tokens": 1, "any_threads": False}
+    configuration = {"options": "exact kernels", "classes": [single, wide], "seconds": 3.0}
+    model = {"model": "a.gguf", "chosen": "replies can differ", "configurations": [configuration]}
+    figures, problem = summarise_classes([json.dumps({"models": [model]})])
+    assert not problem
+    assert figures == {
+        "a.gguf": "replies can differ",
+        "a.gguf, exact kernels": (
+            "passes of 1 tokens agree, trees do not, prompts in blocks of 256 tokens; passes of 2 to 17"
+            " tokens agree, trees too, prompts may be split anywhere, the number of CPU threads must not"
+            " change"
+        ),
+    }
+
+
 def test_only_the_cpu_gets_options_that_turn_the_gpu_off() -> None:
     target = ROOT / "models" / "demo-target-q8_0.gguf"
     for kind in ("cuda", "metal", "cpu"):
         steps = {step.name: step for step in create_steps(kind, target, None, quick=False)}
-        assert {"verify-given", "bench-given", "plan-half"} < steps.keys()
-        for name in ("verify", "bench-given"):
+        assert {"classes-given", "verify-given", "bench-given", "plan-half"} < steps.keys()
+        for name in ("classes", "verify", "bench-given"):
             assert ("--gpu-layers" in steps[name].commands[-1]) == (kind == "cpu")
 
 
@@ -205,14 +229,17 @@ def test_steps_run_on_the_cpu_one_by_one(tmp_path: Path) -> None:
     first = check_gpu(*options, "--only", "doctor")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "[1/1] doctor passed in " in first.stderr
+    third = check_gpu(*options, "--only", "classes")
+    assert third.returncode == 0, third.stdout + third.stderr
     second = check_gpu(*options, "--only", "plan-half")
     assert second.returncode == 0, second.stdout + second.stderr
     steps = {step["name"]: step for step in json.loads((tmp_path / "report.json").read_text())["steps"]}
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(
-        ["doctor", "plan-half"], "passed"
+        ["doctor", "classes", "plan-half"], "passed"
     )
+    assert "agree" in steps["classes"]["figures"]["demo-target-q8_0.gguf"]
     assert steps["plan-half"]["figures"]["GPU layers"] == "6"
-    assert "All 2 steps passed." in (tmp_path / "report.md").read_text()
+    assert "All 3 steps passed." in (tmp_path / "report.md").read_text()
     other = check_gpu("--cpu", "--results", str(tmp_path), "--only", "doctor")
     assert other.returncode == 1
     assert "is from another run (different run)" in other.stderr

@@ -132,7 +132,11 @@ def test_a_request_as_claude_code_sends_it(http: httpx.Client) -> None:
     reply = http.post("/v1/messages?beta=true", json=body, headers=headers)
     assert reply.status_code == 200
     assert reply.text.endswith('event: message_stop\ndata: {"type": "message_stop"}\n\n')
-    assert '"ignored_fields": ["context_management", "metadata"]' in reply.text
+    last = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")][-2]
+    assert set(last["edgespec"]["ignored_fields"]) == {
+        "context_management", "metadata", "output_config.effort", "system.1.cache_control",
+        "messages.0.content.0.cache_control",
+    }  # fmt: skip
 
 
 def test_stop_sequences(client: anthropic.Anthropic) -> None:

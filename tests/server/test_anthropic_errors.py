@@ -30,29 +30,18 @@ def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
     [
         ({"temperatur": 1}, "unknown field 'temperatur'; did you mean temperature?"),
         ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not 'hot'"),
-        ({"mcp_servers": []}, "unknown field 'mcp_servers'; the server calls no tools"),
+        ({"mcp_servers": [{"name": "x"}]}, "unknown field 'mcp_servers'; the server calls no tools"),
         ({"messages": []}, "messages is empty; add at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
         ({"messages": [{"role": "user", "content": [PNG]}]}, "messages.0.content.0 has type 'image'"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "a"} | {"content": [PNG]}],
-                    }
-                ]
-            },
-            "messages.0.content.0.content.0 has type 'image'",
-        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages.0.content.0.text is missing; add this field",
         ),
         ({"system": [PNG]}, "system.0 has type 'image'"),
         ({"tools": [{"input_schema": {}}]}, "tool 1 has an invalid name"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has type tool, but no name"),
-        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice is invalid"),
+        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tools.0 is not a function"),
         ({"thinking": {"type": "often"}}, "thinking.type"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 import edgespec
-from edgespec.json_schemas import without_other_properties
+from edgespec.options.schemas.other_properties import closed_objects
 from tests.server.conftest import MESSAGES, QUESTION
 
 SCHEMA: Any = {
@@ -130,8 +130,6 @@ def test_logprobs_of_completions(client: openai.OpenAI) -> None:
     assert logprobs.text_offset
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(token)
-    with pytest.raises(openai.BadRequestError, match="log-probabilities of the prompt"):
-        client.completions.create(echo=True, **options)
 
 
 def test_hostile_schemas_do_not_stop_the_server(http: httpx.Client) -> None:
@@ -173,13 +171,14 @@ NUMBER = {"type": "integer"}
 
 
 def test_objects_have_only_the_named_properties() -> None:
-    schema = without_other_properties(Size.model_json_schema())
+    schema = closed_objects(Size.model_json_schema())
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["Command"]["additionalProperties"] is False
     assert schema["properties"]["marks"]["additionalProperties"] == NUMBER
     assert list(schema["properties"]) == ["unit", "parts", "marks"]
     within = {"type": "array", "items": {"properties": {"properties": NUMBER}}}
-    assert without_other_properties(within)["items"] == {
+    assert closed_objects(within)["items"] == {
+        "type": "object",
         "properties": {"properties": NUMBER},
         "additionalProperties": False,
     }
@@ -189,10 +188,10 @@ def test_objects_have_only_the_named_properties() -> None:
     "schema",
     [
         {"type": "object"},
-        {"properties": {"a": NUMBER}, "additionalProperties": NUMBER},
-        {"properties": {"a": NUMBER}, "patternProperties": {"^b": NUMBER}},
-        {"properties": {"a": NUMBER}, "required": ["b"]},
-        {"properties": {"a": NUMBER}, "minProperties": 2},
+        {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": NUMBER},
+        {"type": "object", "properties": {"a": NUMBER}, "patternProperties": {"^b": NUMBER}},
+        {"type": "object", "properties": {"a": NUMBER}, "required": ["b"]},
+        {"type": "object", "properties": {"a": NUMBER}, "minProperties": 2},
         {"allOf": [{"properties": {"a": NUMBER}}, {"properties": {"b": NUMBER}}]},
         {"properties": {"a": NUMBER}, "anyOf": [{"required": ["b"]}, {"required": ["a"]}]},
         {"$ref": "#/$defs/A", "properties": {"b": NUMBER}, "$defs": {"A": {"properties": {"a": NUMBER}}}},
@@ -200,7 +199,7 @@ def test_objects_have_only_the_named_properties() -> None:
     ],
 )
 def test_schemas_that_allow_other_properties_stay_as_they_are(schema: dict[str, Any]) -> None:
-    assert without_other_properties(schema) == schema
+    assert closed_objects(schema) == schema
 
 
 def test_replies_end_with_schemas_that_do_not_forbid_properties(http: httpx.Client) -> None:
@@ -262,10 +261,13 @@ def test_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], pattern
     ("fields", "message"),
     [
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "cannot be used together"),
-        ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex cannot be used together"),
-        ({"guided_regex": "a", "regex": "a"}, "two fields of the request set the regex"),
-        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "set the schema"),
-        ({"guided_regex": "a", "schema": {}}, "schema and regex cannot be used together"),
+        (
+            {"guided_regex": "a", "guided_json": SCHEMA},
+            "guided_json and guided_regex cannot be used together",
+        ),
+        ({"guided_regex": "a", "regex": "b"}, "regex and guided_regex cannot be used together"),
+        ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "cannot be used together"),
+        ({"guided_regex": "a", "schema": {}}, "schema and guided_regex cannot be used together"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
@@ -297,4 +299,29 @@ def test_invalid_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any],
 def test_two_schemas_are_refused(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     reply = http.post(path, json={**body, "schema": {"type": "integer"}})
     assert reply.status_code == 400
-    assert "two fields of the request set the schema" in reply.text
+    assert "schema and " in reply.text
+    assert "cannot be used together, because they ask for different answers" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "json_schema": SCHEMA, "schema": SCHEMA}),
+        ("/v1/completions", {"prompt": QUESTION, "choice": ["a"], "guided_choice": ["a"]}),
+        ("/v1/messages", {"messages": MESSAGES, "regex": "a", "structured_outputs": {"regex": "a"}}),
+        ("/api/chat", {"messages": MESSAGES, "format": SCHEMA, "options": {"schema": SCHEMA}}),
+        ("/api/generate", {"prompt": QUESTION, "regex": "a", "options": {"regex": "a"}}),
+    ],
+)
+def test_the_same_constraint_in_two_fields_is_accepted(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    assert http.post(path, json={"max_tokens": 2, "stream": False, **body}).status_code == 200
+
+
+def test_ollamas_options_must_not_contradict_the_request(http: httpx.Client) -> None:
+    for outer, inner in (({"regex": "a"}, {"regex": "b"}), ({"format": SCHEMA}, {"format": "json"})):
+        reply = http.post("/api/chat", json={"messages": MESSAGES, **outer, "options": inner})
+        assert reply.status_code == 400
+        (name,) = inner
+        assert f"{name} and options.{name} cannot be used together" in reply.text

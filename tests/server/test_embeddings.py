@@ -46,6 +46,7 @@ def test_openai_vectors(
     raw = http.post("/v1/embeddings", json={"input": TEXTS[0], "encoding_format": encoding}).json()
     assert isinstance(raw["data"][0]["embedding"], str if encoding == "base64" else list)
     assert raw["model"] == "demo"
+    assert raw["id"].startswith("embd-")  # Mistral's clients require an id.
 
 
 def test_openai_decodes_its_default_encoding(client: openai.OpenAI, expected: list[Any]) -> None:
@@ -101,7 +102,7 @@ def test_ollama_vectors(server: HttpServer, expected: list[Any], counts: list[in
         ({"input": "One", "dimensions": 0}, "dimensions"),
         ({"input": "One", "dimensions": 100000}, "dimensions is 100000, but the model's vectors have only"),
         ({"input": "One", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "One", "temperature": 1}, "unknown field 'temperature'"),
+        ({"input": "One", "dimension": 1}, "unknown field 'dimension'; did you mean dimensions?"),
         ({"input": "word " * 1500}, "1,501 tokens"),
     ],
 )

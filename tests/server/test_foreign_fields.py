@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from edgespec.server.fields import RequestFields
 from edgespec.server.openai.chat import ChatRequest
-from edgespec.server.openai.responses.fields import ResponsesRequest
+from edgespec.server.openai.responses import ResponsesRequest
 from tests.server.conftest import MESSAGES
 
 CHAT = {"messages": MESSAGES, "max_tokens": 4}
@@ -98,6 +98,8 @@ def test_messages_can_have_fields_that_other_programs_add(client: openai.OpenAI)
         ({"reasoning": {"summary": "auto"}}, None, ["reasoning"]),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "off", []),
         ({"chat_template_kwargs": {"thinking": True}}, "on", []),
+        ({"enable_thinking": False}, "off", []),
+        ({"enable_thinking": "true"}, "on", []),
         ({"chat_template_kwargs": {"other": 1}}, None, ["chat_template_kwargs"]),
     ],
 )

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -77,6 +78,52 @@ def test_a_request_sent_before_the_last_reply_is_not_cut_off(victim: HttpServer)
         assert received(client).count(b"HTTP/1.1 200") == 2
 
 
+LONG = {"prompt": "To list files", "method": "none", "regex": "[a-z]{390}", "max_tokens": 400}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_side_after_the_request_gets_its_reply(
+    victim: HttpServer, stream: bool
+) -> None:
+    body = json.dumps({**LONG, "n": 8, "stream": stream}).encode()
+    with connect(victim) as client:
+        client.sendall(request(body, path=b"/v1/completions"))
+        client.shutdown(socket.SHUT_WR)
+        response = http.client.HTTPResponse(client, method="POST")
+        response.begin()
+        assert response.status == 200
+        text = response.read().decode()
+        assert text.endswith("data: [DONE]\n\n") if stream else len(json.loads(text)["choices"]) == 8
+        assert client.recv(1) == b""
+
+
+def test_all_requests_before_the_client_closes_its_side_are_answered(victim: HttpServer) -> None:
+    with connect(victim) as client:
+        health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        client.sendall(health + request(json.dumps(LONG).encode(), path=b"/v1/completions") + health)
+        client.shutdown(socket.SHUT_WR)
+        assert received(client).count(b"HTTP/1.1 200") == 3
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_the_reply_to_a_client_that_has_gone_ends(victim: HttpServer, version: bytes) -> None:
+    data = request(json.dumps({**LONG, "n": 16}).encode(), path=b"/v1/completions")
+    with connect(victim) as client:
+        client.sendall(data.replace(b"HTTP/1.1", b"HTTP/" + version))
+        wait_until(lambda: bool(running_threads()))
+    before = time.monotonic()
+    wait_until(lambda: not running_threads())
+    assert time.monotonic() - before < 5
+
+
+def test_a_client_that_closes_its_side_within_a_request_gets_no_reply(victim: HttpServer) -> None:
+    for part in (request(BODY[:20], len(BODY)), b"GET /health HTTP/1.1\r\n", b""):
+        with connect(victim) as client:
+            client.sendall(part)
+            client.shutdown(socket.SHUT_WR)
+            assert received(client) == b""
+
+
 def test_slow_bodies_are_refused(victim: HttpServer) -> None:
     with connect(victim) as client:
         client.sendall(request(BODY[:20], len(BODY)))
@@ -121,11 +168,11 @@ def test_large_headers_are_refused(victim: HttpServer) -> None:
         b"\xff\xfe",
         b'{"messages": ' + b"[" * 100_000,
         b'{"a":' * 50_000,
-        b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}',
+        b'{"messages": [{"role": "user", "content": "\\ud8"}], "max_tokens": 1}',
         b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}',
         b'{"messages": [{"role": "user", "content": "x"}], "seed": 123456789012345678901234567890}',
         b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-        b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "stop": [5]}',
         b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"99999999": 1}}',
         b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}}',
         b'{"messages": [{"role": "user", "content": "x"}], "model": "\\u0000/../.."}',
@@ -190,6 +237,13 @@ def test_hostile_clients(victim: HttpServer) -> None:
         assert time.monotonic() < deadline, running_threads()
         time.sleep(0.1)
     assert {question: ask(victim, question) for question in questions} == expected
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def running_threads() -> list[str]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from edgespec.catalog.catalogue import user_aliases_path
 from edgespec.errors import BusyError, CancelledError, ClosedError, ModelNotFoundError, OptionError
-from edgespec.files import format_bytes
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
+from edgespec.store.catalogue import user_aliases_path
+from edgespec.system.files import format_bytes
+from tests.store.fake_stores import OllamaStore
 
 # A demo model needs about 90 MiB with a context of 256 tokens, and Python 80 MiB.
 ROOM_FOR_ONE, ROOM_FOR_TWO = "200MiB", "300MiB"
@@ -58,13 +59,26 @@ def test_models_that_fit_stay_loaded() -> None:
         assert names(pool) == ["demo", "demo-draft"]
 
 
+def test_options_of_gguf_models_do_not_apply_to_mlx_models() -> None:
+    @pool_test(load_options={"threads": 1, "flash_attention": "off", "gpu_layers": 0, "kv_type": "q8_0/f16"})
+    async def test(pool: ModelPool) -> None:
+        await use(pool, "demo")
+        await use(pool, "demo-mlx")
+        assert "demo-mlx" in names(pool)
+
+    @pool_test(load_options={"threads": 1}, target="demo-mlx")
+    async def refused(pool: ModelPool) -> None:
+        with pytest.raises(OptionError, match="threads has no effect on an MLX model"):
+            await use(pool, None)
+
+
 def test_the_log_says_that_replies_run_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "edgespec")
 
     @pool_test(load_options={"parallel": 2})
     async def test(pool: ModelPool) -> None:
         await use(pool, None)
-        assert "one after the other" not in caplog.text
+        assert "replies run one after the other" not in caplog.text
         await use(pool, "demo-mlx")
         assert "demo-mlx cannot run several at once" in caplog.text
 
@@ -176,19 +190,66 @@ def test_which_models_requests_can_name(
     link = tmp_path / "mine.gguf"
     os.link(demo_draft, link)
     # A file in the current folder can have the name of a model.
-    os.link(demo_draft, tmp_path / "mine")
+    os.link(demo_draft, tmp_path / "other")
     monkeypatch.chdir(tmp_path)
 
     @pool_test(target=str(link))
     async def test(pool: ModelPool) -> None:
-        for path in (str(demo_draft), "../mine.gguf", "mine", "~/x.gguf", "/dev/zero"):
+        for path in (str(demo_draft), "../mine.gguf", "other", "~/x.gguf", "/dev/zero"):
             with pytest.raises(ModelNotFoundError, match="is the path of a file"):
                 await use(pool, path)
         user_aliases_path().write_text(f'[aliases]\nnamed = "{demo_draft}"\n')
         try:
             await use(pool, "named")
-            known = [model.name for model in await pool.known()]
+            known = await pool.known()
+            for name in (
+                "mine.gguf",
+                "mine",
+                str(link),
+                "named",
+                "demo-draft:latest",
+                "demo-draft",
+                *VARIANTS,
+            ):
+                shown = await pool.describe(name)
+                assert shown.name == ("mine.gguf" if "mine" in name else name)
+                assert shown.info
+                # The served file and the file behind the alias are the same, but have different paths.
+                assert bool(shown.loaded) == ("mine" not in name)
         finally:
             user_aliases_path().unlink()
-        assert known[:3] == [str(link), "named", "demo"]
-        assert "demo-draft" not in known  # It is the file that the user named.
+        listed = [model.name for model in known]
+        assert listed[:3] == ["mine.gguf", "named", "demo"]
+        assert "demo-draft" in listed  # It is the file that the user named, but has a name of its own.
+        assert all(model.info and model.format == "gguf" for model in known[:3])
+
+
+# Names of the same model as clients and gateways write them.
+VARIANTS = ("DEMO-DRAFT:LATEST", "Demo-Draft", "openai/demo-draft", "OLLAMA/demo-draft:latest")
+
+
+def test_names_without_a_tag_are_the_same_everywhere(
+    demo_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    OllamaStore(tmp_path / "ollama").add("fine", "latest", demo_draft.read_bytes())
+
+    @pool_test(target="demo")
+    async def test(pool: ModelPool) -> None:
+        for name in ("fine", "fine:latest", "ollama:fine"):
+            await use(pool, name)
+            shown = await pool.describe(name)
+            assert shown.name == name
+            assert shown.loaded
+            assert shown.info
+        assert "fine:latest" in [model.name for model in await pool.known()]
+        assert len(pool.loaded) == 1
+        await pool.unload("fine")
+        assert not pool.loaded
+        # An alias whose model is missing names both.
+        user_aliases_path().write_text('[aliases]\nlost = "hf:user/repo"\n')
+        try:
+            with pytest.raises(ModelNotFoundError, match=r"lost stands for hf:user/repo, but .*; .*demo"):
+                await use(pool, "lost")
+        finally:
+            user_aliases_path().unlink()

@@ -14,6 +14,7 @@ from ollama import ResponseError
 import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
+from edgespec.server.ollama.fields import OllamaFields
 from tests.server.conftest import MESSAGES, QUESTION, running
 from tests.server.test_tools import TOOLS
 
@@ -199,6 +200,30 @@ def test_empty_prompts_load_the_model(client: ollama.Client) -> None:
     assert client.generate("demo", "").done_reason == "load"
 
 
+@pytest.mark.parametrize(
+    ("keep_alive", "unloads"),
+    [
+        *(
+            (zero, True)
+            for zero in (0, 0.0, "0", "0s", "0m", "0h", "0ms", "0.0", "0h0m", "-0", "+0s", " 0S ")
+        ),
+        *(
+            (other, False)
+            for other in (None, "", -1, 0.5, 300, "300", "-1", "5m", "1h30m", "1.5h", "10µs", "0h1m")
+        ),
+    ],
+)
+def test_keep_alive_is_a_duration(keep_alive: Any, unloads: bool) -> None:
+    assert OllamaFields.model_validate({"keep_alive": keep_alive}).unloads is unloads
+
+
+@pytest.mark.parametrize("keep_alive", ["abc", "5x", "m", "--5m", "5 m", "1h30", True, []])
+def test_an_invalid_keep_alive_is_refused(http: httpx.Client, keep_alive: Any) -> None:
+    reply = http.post("/api/generate", json={"prompt": "", "keep_alive": keep_alive})
+    assert reply.status_code == 400
+    assert "keep_alive" in reply.json()["error"]
+
+
 def test_keep_alive_0_unloads_the_model(client: ollama.Client, plain: Runtime) -> None:
     expected = plain.reply(MESSAGES, max_tokens=8, temperature=0.0).answer
     options = {"num_predict": 8}
@@ -252,9 +277,9 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
         ({"options": {"temperature": -1}}, "temperature must be a number from 0 to 100, not -1"),
         (
             {"options": {"num_predict": -3}},
-            "options.num_predict: input should be greater than or equal to -2",
+            "options.num_predict: input should be greater than or equal to 1",
         ),
-        ({"format": "xml"}, "format: "),
+        ({"format": "xml"}, "format 'xml' is not supported"),
         ({"think": "hard"}, "think: "),
         ({"top_logprobs": 2}, "top_logprobs requires logprobs: true"),
         ({"messages": [{"role": "user", "content": "x", "images": [PNG]}]}, "messages.0.images has 1 images"),
@@ -286,13 +311,28 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
     with pytest.raises(ResponseError) as missing:
         client.chat("gpt-77", MESSAGES)
     assert missing.value.status_code == 404
-    with pytest.raises(ResponseError, match="there is no model gpt-77") as unknown:
+    with pytest.raises(ResponseError, match="there is no model named gpt-77") as unknown:
         client.show("gpt-77")
     assert unknown.value.status_code == 404
     with pytest.raises(ResponseError) as long:
         list(client.chat("demo", [{"role": "user", "content": "word " * 1500}], stream=True))
     assert "1024" in str(long.value)
-    assert "use `edgespec models pull`" in http.post("/api/pull", json={}).json()["error"]
+    assert "use `edgespec models pull`" in http.post("/api/delete", json={}).json()["error"]
+
+
+def test_pulling_confirms_a_model_on_this_machine(client: ollama.Client) -> None:
+    assert client.pull("demo").status == "success"
+    assert [each.status for each in client.pull("demo:latest", stream=True)] == ["success"]
+    with pytest.raises(ResponseError, match="download it with `edgespec models pull") as missing:
+        client.pull("llama3.2")
+    assert missing.value.status_code == 404
+    with (
+        running(target="demo") as server,
+        ollama.Client(host=server.url) as other,
+        # A reply would come from the server's own model.
+        pytest.raises(ResponseError, match="no model named gpt-77"),
+    ):
+        other.pull("gpt-77")
 
 
 def test_options_that_change_nothing_are_ignored(http: httpx.Client) -> None:

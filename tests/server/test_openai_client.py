@@ -132,6 +132,34 @@ def test_the_method_and_ignored_fields_are_reported(client: openai.OpenAI) -> No
     assert fixed.choices[0].edgespec["drafters"] == "model"  # type: ignore[attr-defined]
 
 
+def test_replies_and_models_say_whether_replies_are_identical(client: openai.OpenAI) -> None:
+    def reported(**more: Any) -> Any:
+        reply = client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=2, temperature=0.8, extra_body=more
+        )
+        return reply.choices[0].edgespec["exactness"]  # type: ignore[attr-defined]
+
+    exactness = reported()
+    assert (exactness["requested"], exactness["effective"]) == ("auto", "bits")
+    assert exactness["widths"][:2] == [1, 2]
+    assert reported(acceptance="rejection")["effective"] == "rounding"
+    assert client.models.retrieve("demo").exactness == exactness  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("path", "where"), [
+    ("v1/completions", ("choices", 0, "edgespec")), ("api/generate", ("edgespec",))
+])  # fmt: skip
+def test_replies_that_can_differ_say_so(path: str, where: tuple[Any, ...]) -> None:
+    options = {"context": 256, "exactness": "off", "method": "none"}
+    with running(load_options=options, draft="none") as server:
+        body = {"model": "demo", "prompt": "Hello", "max_tokens": 2, "stream": False}
+        found: Any = httpx.post(f"{server.url}/{path}", json=body, timeout=60).json()
+        for key in where:
+            found = found[key]
+        assert (found["exactness"]["requested"], found["exactness"]["effective"]) == ("off", "rounding")
+        assert "rounding" in found["exactness"]["reason"]
+
+
 def test_several_choices(client: openai.OpenAI, plain: Runtime) -> None:
     expected = [plain.reply(MESSAGES, max_tokens=16, temperature=1.0, seed=seed).answer for seed in (3, 4, 5)]
     options: Any = {"max_tokens": 16, "temperature": 1.0, "seed": 3, "n": 3}
@@ -194,12 +222,13 @@ def test_replies_can_be_sent_back_as_dicts(client: openai.OpenAI) -> None:
         ({"num_ctx": 4096}, "num_ctx", "start the server with --context"),
         ({"keep_alive": "5m"}, "keep_alive", "start the server with --idle-unload"),
         ({"prompt": "hi"}, "prompt", "unknown field 'prompt'; use messages, or POST /v1/completions"),
-        ({"functions": [], "function_call": "auto"}, "functions", "unknown field 'functions'; use tools"),
         (
-            {"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]},
-            "messages.0.function_call",
-            "messages.0.function_call: input should be null",
+            {"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "functions",
+            "functions and tools cannot be used together",
         ),
+        ({"function_call": {"name": "f"}}, "function_call", "function_call requires functions"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, None, "unknown tool: 'g'"),
         ({"tools": [{"type": "function"}]}, None, "tool"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
         ({"messages": []}, "messages", "messages is empty; add at least one"),
@@ -214,7 +243,11 @@ def test_replies_can_be_sent_back_as_dicts(client: openai.OpenAI) -> None:
             "messages.0.content.0",
             "edgespec's models read only text",
         ),
-        ({"stream_options": {}, "stream": False}, "stream_options", "stream_options requires stream"),
+        (
+            {"stream_options": {"include_usage": True}, "stream": False},
+            "stream_options",
+            "stream_options requires stream",
+        ),
     ],
 )
 def test_invalid_requests_are_explained(

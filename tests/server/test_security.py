@@ -28,24 +28,39 @@ def client_of(**settings: Any) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:11435", "127.0.0.1.evil.example", "0.0.0.0", ""]
+    "host",
+    [
+        "evil.example",
+        "evil.example:11435",
+        "127.0.0.1.evil.example",
+        "0.0.0.0",
+        ".",
+        "localhost..",
+        "localhost.evil.example",
+        "",
+    ],
 )
 def test_other_host_names_are_rejected(http: httpx.Client, host: str) -> None:
     reply = http.get("/v1/models", headers={"Host": host})
     assert reply.status_code == 403
     assert reply.json()["error"]["code"] == "host_not_allowed"
+    assert (host or "the empty header Host") + " is not a name" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:80", "[::1]:11435"])
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:1", "LOCALHOST:80", "localhost.", "LocalHost.:1", "127.0.0.1:80", "[::1]:11435"],
+)
 def test_names_of_this_machine_are_accepted(http: httpx.Client, host: str) -> None:
     assert http.get("/health", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:3000", "null"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:3000", "null", ""])
 def test_web_pages_are_rejected(http: httpx.Client, origin: str) -> None:
     reply = http.post("/v1/chat/completions", json=BODY, headers={"Origin": origin})
     assert reply.status_code == 403
     assert "access-control-allow-origin" not in reply.headers
+    assert (origin or "without a name") + " may not use" in reply.json()["error"]["message"]
     preflight = http.options(
         "/v1/chat/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}
     )
@@ -106,6 +121,17 @@ def test_logs_contain_no_prompt(http: httpx.Client, caplog: pytest.LogCaptureFix
     http.post("/v1/completions", json={"prompt": secret * 2000})
     assert "/v1/chat/completions" in caplog.text
     assert secret not in caplog.text
+
+
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", b"200"), ("evil.example", b"403")])
+def test_a_whole_url_is_accepted_as_path_but_the_host_is_checked(
+    server: HttpServer, host: str, status: bytes
+) -> None:
+    request = f"GET {server.url}/v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+        connection.sendall(request.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
 
 
 def test_a_body_with_two_lengths_is_rejected(server: HttpServer) -> None:

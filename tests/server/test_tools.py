@@ -6,7 +6,9 @@ import json
 import re
 from typing import Any
 
+import httpx
 import openai
+import pytest
 
 from tests.server.conftest import MESSAGES
 
@@ -30,7 +32,14 @@ OPTIONS: Any = {"model": "demo", "max_tokens": 120, "temperature": 0, "tools": T
 CALL = '<tool_call>\n{"name": "list_files", "arguments": {"folder": "home"}}\n</tool_call>'
 CALL_IN_TEXT = f"I look.\n{CALL}\nThen I sort."
 QUOTING: Any = {"role": "user", "content": f"Repeat: {CALL_IN_TEXT}"}
-DRAFTED: Any = {"regex": re.escape(CALL_IN_TEXT), "method": "ngram", "draft_length": 12}
+# With a regular expression and tools, a reply can also be calls alone. A bias against `<` (token 30) prevents
+# that where there is a choice.
+DRAFTED: Any = {
+    "regex": re.escape(CALL_IN_TEXT),
+    "logit_bias": {"30": -100},
+    "method": "ngram",
+    "draft_length": 12,
+}
 
 
 def check_arguments(text: str) -> None:
@@ -76,3 +85,86 @@ def test_a_streamed_call_equals_the_whole_one(client: openai.OpenAI) -> None:
     assert call.type == "function"
     assert (name, arguments) == (call.function.name, call.function.arguments)
     assert reasons[-1] == "tool_calls"
+
+
+def visible_text(api: str, response: httpx.Response) -> str:
+    """Return the text in a whole or a streamed response."""
+    lines = response.text.splitlines()
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
+    texts: list[str] = []
+    for part in parts:
+        if api == "chat":
+            (choice,) = part["choices"]
+            texts.append((choice.get("message") or choice.get("delta") or {}).get("content") or "")
+        elif api == "ollama":
+            texts.append(part["message"]["content"])
+        elif api == "anthropic":
+            blocks = part.get("content") or [part.get("delta") or {}]
+            texts += [block.get("text", "") for block in blocks]
+        else:
+            items = part.get("output") or ()
+            texts += [item["content"][0]["text"] for item in items if item["type"] == "message"]
+            texts.append(part["delta"] if part.get("type") == "response.output_text.delta" else "")
+    return "".join(texts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("api", "path"),
+    [
+        ("chat", "/v1/chat/completions"),
+        ("responses", "/v1/responses"),
+        ("anthropic", "/v1/messages"),
+        ("ollama", "/api/chat"),
+    ],
+)
+def test_a_reply_cut_within_a_marker_shows_no_part_of_it(
+    http: httpx.Client, api: str, path: str, stream: bool
+) -> None:
+    """The demo writes each marker in several tokens. `max_tokens` can end the reply after any of them."""
+    body: dict[str, Any] = {**DRAFTED, "regex": re.escape(CALL), "temperature": 0, "tools": TOOLS}
+    whole = http.post("/v1/chat/completions", json={**body, "messages": MESSAGES, "max_tokens": 99})
+    length = whole.json()["usage"]["completion_tokens"]
+    prompt = {"input": MESSAGES} if api == "responses" else {"messages": MESSAGES}
+    for cut in (*range(1, 5), *range(length - 5, length)):
+        limit = {"max_output_tokens" if api == "responses" else "max_tokens": cut}
+        response = http.post(path, json={**body, **prompt, **limit, "stream": stream})
+        assert response.status_code == 200, response.text
+        assert visible_text(api, response) in ("", "<"), cut
+
+
+@pytest.mark.parametrize("function_call", [{"name": "list_files"}, "auto", "none", None])
+def test_the_older_form_of_tools(client: openai.OpenAI, function_call: Any) -> None:
+    """LangChain 0.0 and AutoGen 0.2 send `functions`, and read `function_call` in the reply."""
+    options: Any = {**OPTIONS, "functions": [TOOLS[0]["function"]], "messages": MESSAGES}
+    del options["tools"]
+    if function_call is not None:
+        options["function_call"] = function_call
+    choice = client.chat.completions.create(**options).choices[0]
+    assert choice.message.tool_calls is None
+    content = name = arguments = ""
+    reasons = []
+    for chunk in client.chat.completions.create(**{**options, "stream": True}):
+        for part in chunk.choices:
+            assert part.delta.tool_calls is None
+            content += part.delta.content or ""
+            reasons.append(part.finish_reason)
+            if part.delta.function_call:
+                name += part.delta.function_call.name or ""
+                arguments += part.delta.function_call.arguments or ""
+    if not isinstance(function_call, dict):
+        assert choice.message.function_call is None
+        assert (content, name) == (choice.message.content, "")
+        return
+    call = choice.message.function_call
+    assert call is not None
+    assert (choice.finish_reason, reasons[-1]) == ("function_call", "function_call")
+    assert (call.name, call.arguments) == (name, arguments)
+    assert name == "list_files"
+    check_arguments(arguments)
+    result = {"role": "function", "name": name, "content": "notes.txt"}
+    called = choice.message.model_dump(exclude_none=True)
+    answered: Any = {**options, "messages": [*MESSAGES, called, result], "function_call": "none"}
+    final = client.chat.completions.create(**answered).choices[0]
+    assert final.message.content
+    assert final.message.function_call is None

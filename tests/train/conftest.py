@@ -82,7 +82,7 @@ def train(target: TrainingTarget) -> Train:
             patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 20)
             # Measure the speed in a short trial.
             patch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
-            patch.setattr("edgespec.train.timing._TRIAL_TOKENS", 4)
+            patch.setattr("edgespec.train.timing._TRIAL_TOKENS", (4,))
             return train_drafter(
                 replace(target, gguf=gguf), student, settings, PROMPTS, folder, progress or Stops(), announce
             )

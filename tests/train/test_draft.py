@@ -12,11 +12,11 @@ import pytest
 from mlx_lm.utils import load_model
 
 import edgespec
-from edgespec.backends.drafter_training import Student, TrainingBatch
 from edgespec.backends.mlx.draft_trainer import DraftTrainer
-from edgespec.catalog import resolve
 from edgespec.errors import CancelledError, ModelFileError, OptionError
-from edgespec.files import file_state
+from edgespec.model.drafter_training import Student, TrainingBatch
+from edgespec.store.reference import resolve
+from edgespec.system.files import file_state
 from edgespec.train import (
     DraftToTrain,
     TrainingResult,

@@ -9,21 +9,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.drafter_training import TrainingBatch
-from edgespec.backends.head_files import head_at
 from edgespec.backends.llamacpp import load
-from edgespec.backends.llamacpp.eagle import EagleHead
+from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
-from edgespec.backends.optional_features import HeadModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import file_state
-from edgespec.prepare.head import needs_conversion, prepare_head
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LoadOptions
+from edgespec.model.drafter_training import TrainingBatch
+from edgespec.model.formats.head_files import head_at
+from edgespec.model.optional_features import HeadModel
+from edgespec.model.self_draft_methods import Head
+from edgespec.store.catalogue import models_folder
+from edgespec.store.prepared.head import needs_conversion, prepare_head
+from edgespec.system.files import file_state
 from tests.backends.tiny_models import write_llama
 from tests.train.conftest import LAYERS, Stops, Train
 
@@ -54,7 +54,7 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     target = load(str(demo), "demo", LoadOptions(context_tokens=256))
     try:
         head = target.self_draft(Head("eagle", tmp_path / "head.gguf"))
-        assert isinstance(head, EagleHead)
+        assert isinstance(head, PairHead)
         target.prefill(tokens)
         head.start_at(1)
         logits = head.verify(TokenTree.chain(tokens[1], tokens[2:]))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
+from edgespec.backends.llamacpp.head_conversion import convert_eagle_head
 from edgespec.errors import BusyError, CancelledError, ModelFileError, OptionError
-from edgespec.files import file_state
+from edgespec.system.files import file_state
 from edgespec.train import TrainingResult, TrainingTarget
 from tests.backends.mlx.tiny_checkpoints import ROWS
 from tests.cases import first

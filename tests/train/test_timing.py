@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.errors import CancelledError
+from edgespec.model.drafter_training import TrainingBatch
 from edgespec.train import TrainingTarget
 from edgespec.train.timing import measure_speed
 from edgespec.train.writing import ConversationWriter

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from edgespec import (
     Capabilities,
+    Exactness,
     MemoryPlan,
     MemoryUse,
     MethodReport,
@@ -20,15 +21,17 @@ from edgespec import (
     Stats,
     TextChunk,
 )
-from edgespec.catalog import Progress
 from edgespec.chat.message import Message, reply_message
 from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.chat.template import ChatTemplate
+from edgespec.decode.reply import exactness_for
+from edgespec.decode.request import default_max_tokens
 from edgespec.errors import CancelledError, OptionError
-from edgespec.method_names import parse_method
-from edgespec.methods import LoadedHead
-from edgespec.options import ReplyArguments
-from edgespec.request import default_max_tokens
+from edgespec.methods.context import LoadedHead
+from edgespec.options.methods import parse_method
+from edgespec.options.settings import ReplyArguments
+from edgespec.store.catalogue import models_folder
+from edgespec.store.download import Progress
 from edgespec.tui.worker import Load
 
 METHOD = MethodReport("auto", "model+suffix", "guesses while that pays")
@@ -47,7 +50,7 @@ def facts(name: str, *, notice: str = "") -> ModelFacts:
     """Facts of a made-up model."""
     return ModelFacts(
         name=name,
-        path=f"/models/{name}.gguf",
+        path=str(models_folder() / f"{name}.gguf"),
         architecture="llama",
         description="llama 11M Q8_0",
         parameters=11_540_736,
@@ -236,6 +239,15 @@ class ScriptedRuntime:
         if "lowbit" in parse_method(method):
             raise OptionError("method 'lowbit' cannot be used: demo has no copy with fewer bits", "make one")
         return MethodReport(method, method, "asked for")
+
+    def exactness_for(
+        self, *, acceptance: str | None = None, temperature: float | None = None
+    ) -> Exactness | None:
+        return exactness_for(
+            self.target.exactness,
+            acceptance=acceptance or "invariant",
+            temperature=0.8 if temperature is None else temperature,
+        )
 
     def reply_defaults(self, method: str | None = None) -> ReplyArguments:
         method = method or self.method.requested

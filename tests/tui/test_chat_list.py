@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec import saved_data
+from edgespec.api import saved_data
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat

@@ -36,3 +36,11 @@ async def test_an_unknown_command_far_from_all_names_suggests_help(tmp_path: Pat
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("/foo")
         await d.said("Unknown command /foo. Type /help for all commands. To send this")
+
+
+async def test_the_error_for_a_removed_command_names_its_replacement(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/vi on")
+        await d.said(
+            "The command /vi was removed. Press Ctrl+G in the full-screen chat to write your message"
+        )

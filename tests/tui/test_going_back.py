@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.files import data_folder
+from edgespec.system.files import data_folder
 from tests.tui.driving import driving
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 

@@ -19,7 +19,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.settings_file import quoted
+from edgespec.options.settings_file import quoted
 from tests.cases import first
 from tests.tui import killed_chat
 from tests.tui.driving import driving

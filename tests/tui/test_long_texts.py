@@ -69,7 +69,7 @@ async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
     async def copy(_screen: ChatScreen, text: str, _name: str) -> None:
         copied.append(text)
 
-    monkeypatch.setattr("edgespec.tui.chat_screen.copy_text", copy)
+    monkeypatch.setattr("edgespec.tui.screen_commands.copy_text", copy)
     text = "word " * 600_000 + "end"
     save(tmp_path, Message("user", "Write."), Message("assistant", text))
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as driver:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import edgespec
 from edgespec import Runtime
-from edgespec.catalog import Progress
 from edgespec.errors import CancelledError
+from edgespec.store.download import Progress
 from tests.cluster.conftest import Worker, delayed, start_worker
 from tests.tui.driving import driving, until
 

@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.tui.texts import plain_words, sentences, speed_up_short, speed_up_text
+from edgespec import Exactness
+from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.texts import plain_words, sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
+from edgespec.tui.why import why_text
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
-from tests.tui.scripted import LIVE, METHOD, Script, ScriptedRuntime, loading, made_up_stats
+from tests.tui.scripted import (
+    LIVE,
+    METHOD,
+    Script,
+    ScriptedRuntime,
+    as_runtime,
+    facts,
+    loading,
+    made_up_stats,
+)
 
 SMALL = replace(
     METHOD,
@@ -140,3 +152,64 @@ def test_no_form_of_draft_is_left_on_the_screen() -> None:
         told
         == "No guessed tokens of auto were accepted. It guesses, and a guess that guessing finds is guessed."
     )
+
+
+BITS = Exactness("auto", True, "replies are identical to plain decoding", (1, 2, 3), 1.0)
+ROUNDING = Exactness("auto", False, "replies can differ from plain decoding by rounding", (), 0.8)
+
+
+@pytest.mark.parametrize(
+    ("exactness", "contains", "lacks"),
+    [
+        (BITS, ["identical to plain decoding"], ["--exactness", "rounding"]),
+        (replace(BITS, expected_speed=0.95), ["identical to plain decoding", "--exactness off", "5%"], []),
+        (replace(BITS, widths=(1,)), ["identical to plain decoding", "--exactness off"], []),
+        (ROUNDING, ["can differ from plain decoding by rounding", "--exact ", "25%"], ["identical"]),
+        (
+            Exactness("off", False, f"{ROUNDING.reason}, because exactness is off"),
+            ["can differ from plain decoding by rounding", "exactness is off"],
+            ["identical", "%"],
+        ),
+    ],
+)
+def test_the_chat_says_whether_replies_are_identical(
+    exactness: Exactness, contains: list[str], lacks: list[str]
+) -> None:
+    target = replace(facts("demo"), exactness=exactness)
+    details = details_content(
+        None, 400, method=LIVE, reply=None, rates=[], memory_bytes=1, loss_limits=LIMITS, exactness=exactness
+    ).plain
+    runtime = as_runtime(ScriptedRuntime(target=target))
+    shown = dict(show_rows(runtime, OpenChat(), METHOD, None))["replies"]
+    for text in (details, shown):
+        assert all(each in text for each in contains)
+        assert not any(each in text for each in lacks)
+    why = why_text(runtime, LIVE, made_up_stats(30), {})
+    welcome = welcome_rows(runtime)[-1][1]
+    assert ("never changes a reply" in welcome) == exactness.bits
+    # `/why` mentions the rule only if it explains the speed or if replies can differ.
+    assert ("plain decoding by rounding" in why) == (not exactness.bits)
+    assert ("--exactness off" in why) == (exactness.bits and exactness != BITS)
+
+
+@pytest.mark.parametrize("exactness", [BITS, ROUNDING, Exactness("off", False, "exactness is off")])
+async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
+    exactness: Exactness, tmp_path: Path
+) -> None:
+    other = ScriptedRuntime(target=replace(facts("other"), exactness=exactness))
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=lambda _: loading(other)) as d:
+        await d.say("one")
+        await d.send("/model demo-mlx")
+        await d.said("This chat now uses other.")
+        assert ("--exact" in d.transcript()) == (exactness == ROUNDING)
+
+
+async def test_the_details_follow_the_settings_of_the_chat(tmp_path: Path) -> None:
+    target = replace(facts("demo"), exactness=BITS)
+    async with driving(loading(ScriptedRuntime(target=target)), tmp_path, size=(120, 40)) as d:
+        await d.press("f3")
+        await d.sees("Replies are identical")
+        await d.say("/set acceptance rejection")
+        await d.sees("Replies can differ")
+        await d.say("/set temperature 0")
+        await d.sees("Replies are identical")

@@ -12,14 +12,15 @@ from huggingface_hub import constants
 from textual.widgets import OptionList
 
 import edgespec
-from edgespec.catalog import Progress, download
-from edgespec.catalog.catalogue import models_folder
-from edgespec.files import format_bytes
+from edgespec.store import download
+from edgespec.store.catalogue import models_folder
+from edgespec.store.download import Progress
+from edgespec.system.files import format_bytes
 from edgespec.tui.downloads import Download
 from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.worker import Load
-from tests.catalog.conftest import use_endpoint
-from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+from tests.store.conftest import use_endpoint
+from tests.store.stand_in_hub import REPOSITORY, StandInHub
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 from tests.tui.snapshot_files import check_screen

@@ -13,12 +13,12 @@ from textual import events
 
 import edgespec
 from edgespec import Runtime
-from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import EdgespecError
+from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.widgets.prompt import PromptInput

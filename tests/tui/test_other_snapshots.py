@@ -18,7 +18,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.reply import Reply
+from edgespec.decode.reply import Reply
 from edgespec.tools.tool import Tool
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.race import RaceProgress, RaceScreen

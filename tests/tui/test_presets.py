@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.presets import Preset, preset_path, read_preset, write_preset
+from edgespec.options.presets import Preset, preset_path, read_preset, write_preset
 from edgespec.tui.screens.presets import PresetScreen
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until

@@ -27,6 +27,20 @@ async def test_new_lines_and_sending(tmp_path: Path) -> None:
         assert len(runtime.asked) == 1
 
 
+async def test_enter_starts_a_new_line_within_triple_quotes(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime()
+    async with driving(loading(runtime), tmp_path) as d:
+        for line in ('"""', "def f():", '    """Return one."""', "    return 1"):
+            await d.write(line)
+            await d.press("enter")
+        assert not runtime.asked
+        await d.sees('A line with only """ sends the message')
+        await d.write('"""')
+        await d.press("enter")
+        await d.settled()
+        assert runtime.asked[0][1].strip() == 'def f():\n    """Return one."""\n    return 1'
+
+
 async def test_history_at_the_first_and_last_line(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first")

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import OptionError
-from edgespec.reply_option_kinds import TextFile
-from edgespec.tui.setting_commands import changed_schema
+from edgespec.options.reply_option_kinds import TextFile
+from edgespec.tui.settings import read_schema
 
 
 def test_pipes_devices_and_folders_are_no_schema(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         with pytest.raises(OptionError, match="is not a regular file"):
-            changed_schema(path, {})
+            read_schema(path)
 
 
 def test_an_endless_file_is_refused() -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
+import shutil
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 import edgespec
 from edgespec import MethodReport, Stats
 from edgespec.bench.race import Race
-from edgespec.catalog import Progress
 from edgespec.errors import CancelledError
+from edgespec.store.catalogue import models_folder
+from edgespec.store.download import Progress
 from edgespec.tui.screens.race import RaceProgress, RaceScreen
 from edgespec.tui.speed_history import SpeedHistory, sparkline
-from edgespec.tui.texts import speed_up_short
-from edgespec.tui.why import why
+from edgespec.tui.texts import notices, speed_up_short, welcome_rows
+from edgespec.tui.why import why, why_text
 from edgespec.tui.worker import Load
 from tests.cases import first
+from tests.store.fake_stores import add_to_lmstudio
 from tests.tui.driving import driving, until
-from tests.tui.scripted import LIVE, Script, ScriptedRuntime, loading, made_up_stats
+from tests.tui.scripted import LIVE, Script, ScriptedRuntime, as_runtime, facts, loading, made_up_stats
 
 QUESTION = "How do I count the lines of a file?"
 
@@ -90,7 +95,7 @@ NONE = MethodReport("none", "none", "asked for")
 )
 def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[str, str, str]) -> None:
     stats.accepted_tokens = 29 if stats.drafted_tokens else 0
-    told = why(method, stats, has_drafter=True, is_demo=False, is_random=True)
+    told = why(method, stats, missing_draft=None, is_demo=False, is_random=True)
     assert len(told) == 3
     for sentence, part in zip(told, said, strict=True):
         assert sentence.endswith(".")
@@ -100,15 +105,49 @@ def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[
 
 def test_why_suggests_a_draft_model_and_a_real_model() -> None:
     slow = replace(LIVE, gain=0.05)
-    told = why(slow, made_up_stats(30), has_drafter=False, is_demo=False, is_random=False)
-    assert "draft model" in told[2]
-    assert "demo" in why(slow, made_up_stats(30), has_drafter=True, is_demo=True, is_random=False)[2]
+    told = why(slow, made_up_stats(30), missing_draft="1b-q4", is_demo=False, is_random=False)
+    assert "--draft 1b-q4" in told[2]
+    told = why(slow, made_up_stats(30), missing_draft="", is_demo=False, is_random=False)
+    assert "There is no draft model for this model" in told[2]
+    assert "--draft" not in told[2]
+    assert "demo" in why(slow, made_up_stats(30), missing_draft=None, is_demo=True, is_random=False)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("demo-7b.gguf", "/models/demo-7b.gguf"),
+        ("demo", "/models/demo"),
+        ("demonstrator:latest", "/ollama/blobs/sha256-1"),
+    ],
+)
+def test_a_users_model_is_not_called_a_toy_because_of_its_name(name: str, path: str) -> None:
+    scripted = ScriptedRuntime()
+    runtime = as_runtime(scripted)
+    assert "demo model is so small" in str(welcome_rows(runtime))
+    scripted.target = replace(facts(name), path=path)
+    assert "so small" not in str(welcome_rows(runtime))
+    assert "demo model" not in why_text(runtime, replace(LIVE, gain=0.05), made_up_stats(30), {})
+    assert not [text for text in notices(runtime) if "toy" in text]
+
+
+def test_why_suggests_only_a_draft_model_that_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    own = tmp_path / "own.gguf"
+    shutil.copy(models_folder() / "demo-target-q8_0.gguf", own)
+    runtime = as_runtime(ScriptedRuntime(target=replace(facts("own.gguf"), path=str(own)), draft=None))
+    why = partial(why_text, runtime, replace(LIVE, gain=0.05), made_up_stats(30), {})
+    assert "There is no draft model for this model" in why()
+    small = models_folder() / "demo-draft-q8_0.gguf"
+    add_to_lmstudio(tmp_path / ".lmstudio" / "models", "maker/small/small.gguf", small)
+    assert "Try the draft model maker/small: quit and restart with --draft maker/small." in why()
 
 
 def test_why_suggests_auto_if_a_named_method_is_slow() -> None:
     stats = replace(made_up_stats(30), verify_seconds=10.0)
     named = MethodReport("eagle", "eagle", "as requested")
-    told = why(named, stats, has_drafter=True, is_demo=True, is_random=False)
+    told = why(named, stats, missing_draft=None, is_demo=True, is_random=False)
     assert "That made this reply slower (about 0.0x)." in told[0]
     assert told[2].startswith("Type /set method auto")
 
@@ -125,13 +164,13 @@ def test_the_status_line_names_only_measured_speed_ups() -> None:
 
 def test_why_fits_a_slower_reply_and_a_short_one() -> None:
     stats = replace(made_up_stats(30), accepted_tokens=3)
-    told = why(replace(LIVE, gain=-0.4), stats, has_drafter=True, is_demo=False, is_random=True)
+    told = why(replace(LIVE, gain=-0.4), stats, missing_draft=None, is_demo=False, is_random=True)
     assert "That made this reply slower (0.60x ± 0.08)." in told[0]
     assert told[1].startswith("Only 3 of 40 guesses were accepted")
-    told = why(replace(LIVE, gain=-0.4), made_up_stats(30), has_drafter=True, is_demo=False, is_random=True)
+    told = why(replace(LIVE, gain=-0.4), made_up_stats(30), missing_draft=None, is_demo=False, is_random=True)
     assert told[1].startswith("Guessing and checking took at least as much time as they saved: 29 of 40")
     short = replace(made_up_stats(14), verify_seconds=10.0)
-    told = why(replace(LIVE, gain=None), short, has_drafter=True, is_demo=False, is_random=True)
+    told = why(replace(LIVE, gain=None), short, missing_draft=None, is_demo=False, is_random=True)
     assert "This reply is too short to tell" in told[0]
     assert "slower" not in told[0]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 import edgespec
 from edgespec.tui.texts import notices
 
@@ -12,6 +16,20 @@ def test_the_first_screen_suggests_a_model_that_fits() -> None:
     with edgespec.load("demo", threads=1, memory="12GiB") as runtime:
         (notice,) = notices(runtime)
         assert notice == (
-            "The demo is a toy for offline use. Press F9 to choose and download a real model. These fit this"
-            " machine: 1b-q4 (772 MiB), 3b-q4 (2.6 GiB), 8b-q4 (5.3 GiB)."
+            "The demo is a toy for offline use. SmolLM2, a small real model, is not installed; scripts/setup"
+            " installs it. Press F9 to choose and download a real model. These fit this machine (with"
+            " their draft models): 1b-q4 (772 MiB), 3b-q4 (2.6 GiB), 8b-q4 (5.3 GiB)."
         )
+
+
+def test_suggestions_do_not_hide_that_rounding_can_change_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    exactness = edgespec.Exactness(
+        "auto", False, "replies can differ from plain decoding by rounding", (), 0.8
+    )
+    with edgespec.load("demo", threads=1, memory="12GiB", measure_costs=False) as runtime:
+        facts = replace(runtime.target, exactness=exactness)
+        monkeypatch.setattr(edgespec.Runtime, "target", facts)
+        suggestion, warning = notices(runtime)
+    assert "8b-q4" in suggestion
+    assert "rounding" in warning
+    assert "--exact" in warning

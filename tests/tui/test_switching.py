@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import edgespec
-from edgespec.catalog import Progress
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import BackendError, CancelledError
+from edgespec.store.download import Progress
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.worker import Load
 from tests.tui.driving import driving, until

@@ -99,7 +99,7 @@ async def test_copying_takes_the_answer_only(tmp_path: Path, monkeypatch: pytest
     async def copy(_screen: ChatScreen, text: str, _name: str) -> None:
         copied.append(text)
 
-    monkeypatch.setattr("edgespec.tui.chat_screen.copy_text", copy)
+    monkeypatch.setattr("edgespec.tui.screen_commands.copy_text", copy)
     async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
         await driver.say("How do I sort files?")
         await driver.press("ctrl+y")

@@ -11,12 +11,12 @@ import pytest
 from textual import events
 
 from edgespec import Runtime
-from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
+from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.screens.loading import LoadingScreen

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from textual.content import Content
 
+import edgespec
 from edgespec.chat.saved_chat import Setting
+from edgespec.cli.chat import command
 from edgespec.errors import OptionError
-from edgespec.reply_options import REPLY_OPTIONS
-from edgespec.tui import commands, numbers
-from edgespec.tui.chat_screen import ChatScreen
+from edgespec.loading.speed_prediction import SpeedPrediction
+from edgespec.options.load_options import LOAD_OPTIONS
+from edgespec.options.reply_options import REPLY_OPTIONS
+from edgespec.system.files import format_bytes
+from edgespec.tui import numbers
+from edgespec.tui.commands import table
 from edgespec.tui.history import History
+from edgespec.tui.model_texts import details_text, row_text
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
@@ -25,10 +32,8 @@ from edgespec.tui.widgets.status import StatusFacts, wrapped
 from tests.tui.scripted import METHOD, ScriptedRuntime, as_runtime, made_up_stats
 
 
-def test_every_command_has_an_action_and_a_name_of_its_own() -> None:
-    actions = [command.run for command in commands.COMMANDS if isinstance(command.run, str)]
-    assert all(hasattr(ChatScreen, f"action_{name}") for name in actions if name != "app.quit")
-    names = [name for command in commands.COMMANDS for name in (command.name, *command.aliases)]
+def test_every_command_has_a_name_of_its_own() -> None:
+    names = [name for command in table.COMMANDS for name in (command.name, *command.aliases)]
     assert len(names) == len(set(names))
 
 
@@ -43,7 +48,7 @@ def test_every_command_has_an_action_and_a_name_of_its_own() -> None:
     ],
 )
 def test_commands_are_read(text: str, name: str, argument: str) -> None:
-    typed = commands.read(text)
+    typed = table.read(text)
     assert typed is not None
     assert typed.command is not None
     assert (typed.command.name, typed.argument) == (name, argument)
@@ -51,7 +56,7 @@ def test_commands_are_read(text: str, name: str, argument: str) -> None:
 
 @pytest.mark.parametrize("text", ["/etc/hosts", " /help", "/* C */", "//", "/", "hello", "/usr/bin is full"])
 def test_other_text_is_a_message(text: str) -> None:
-    assert commands.read(text) is None
+    assert table.read(text) is None
 
 
 @pytest.mark.parametrize(
@@ -66,14 +71,14 @@ def test_other_text_is_a_message(text: str) -> None:
     ],
 )
 def test_the_nearest_command(typed: str, name: str) -> None:
-    assert commands.nearest(typed) == name
+    assert table.nearest(typed) == name
 
 
 def test_completion() -> None:
-    assert commands.completion("/reg") == "en"
-    assert commands.completion("/") == ""
-    assert commands.completion("/regen") == ""
-    assert commands.completion("reg") == ""
+    assert table.completion("/reg") == "en"
+    assert table.completion("/") == ""
+    assert table.completion("/regen") == ""
+    assert table.completion("reg") == ""
 
 
 @pytest.mark.parametrize(
@@ -126,9 +131,14 @@ def test_any_stop_text_survives_being_shown(text: str) -> None:
     assert parse("stop", shown([text, "END"])) == [text, "END"]
 
 
-def test_every_option_of_a_reply_can_be_set_in_the_chat() -> None:
-    others = {"adapter_scales", "max_loss", "logit_bias", "logprobs", "regex", "grammar", "choice"}
-    assert {SCHEMA, *SETTINGS} == set(REPLY_OPTIONS) - others
+def test_the_chat_reads_every_setting_that_its_command_line_offers() -> None:
+    offered = {name for parameter in command.params if (name := parameter.name) in REPLY_OPTIONS}
+    assert offered - LOAD_OPTIONS.keys() == {SCHEMA, *SETTINGS} - LOAD_OPTIONS.keys()
+
+
+def test_every_setting_has_a_default_that_can_be_shown() -> None:
+    with edgespec.load("demo", "none", context=256) as runtime:
+        assert all(default_text(name, runtime, {}) for name in SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +269,31 @@ def test_context_that_can_still_grow_shows_both_sizes() -> None:
         for most in (1024, 8192)
     }
     assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, 1,024 allocated so far"}
+
+
+def test_show_says_what_the_memory_is() -> None:
+    with edgespec.load("demo", "none", threads=1, context=256, measure_costs=False) as runtime:
+        memory = dict(show_rows(runtime, OpenChat(), METHOD, None))["memory"]
+        assert runtime.plan is not None
+        planned = format_bytes(runtime.plan.total_bytes)
+    assert re.fullmatch(rf"[\d.]+ MiB in use, {re.escape(planned)} planned", memory)
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_a_speed_from_a_busy_machine_is_marked_in_the_list_of_models(is_disturbed: bool) -> None:
+    speed = SpeedPrediction(20.0, {}, 1.0, is_disturbed=is_disturbed)
+    model = edgespec.AvailableModel(
+        reference="large",
+        place="hub",
+        parameters=10**9,
+        size_bytes=10**9,
+        draft="",
+        download_bytes=0,
+        needed_bytes=10**9,
+        fits=True,
+        speed=speed,
+    )
+    row = row_text(model, 100, is_used=False, download=None).plain
+    details = details_text(model, None, is_used=False, plan=None, drafters=None, is_downloading=False).plain
+    assert ("20 tok/s?" in row) == ("other programs were busy" in details) == is_disturbed
+    assert "?" not in details

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.settings_file import quoted
+from edgespec.options.settings_file import quoted
 from edgespec.tools.server_config import servers_path
 from edgespec.tui.tool_access import ToolAccess
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.llamacpp.native import library, recent_errors
-from edgespec.backends.model_facts import Adapter
 from edgespec.errors import BackendError, ModelFileError
+from edgespec.model.model_facts import Adapter
 
 __all__ = ["LoraAdapters", "adapter_bytes"]
 

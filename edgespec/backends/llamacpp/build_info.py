@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from edgespec.backends.llamacpp.devices import cards
 from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendMissingError
+from edgespec.system.files import file_state
 
-__all__ = ["LlamaCppInfo", "build_info"]
+__all__ = ["LlamaCppInfo", "build_identity", "build_info"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +46,14 @@ def build_info() -> LlamaCppInfo:
         default_threads=default_threads(),
         features=lib.llama_print_system_info().decode("utf-8", "replace").strip(" |"),
     )
+
+
+def build_identity() -> str:
+    """Identify the installed build of llama.cpp, this processor, and the devices that llama.cpp uses."""
+    lib = library()
+    folder = Path(lib.__file__ or "").parent / "lib"
+    files = (
+        [file_state(file) for file in sorted(folder.iterdir()) if file.is_file()] if folder.is_dir() else []
+    )
+    features = lib.llama_print_system_info().decode("utf-8", "replace")
+    return repr((files, features, [card.name for card in cards()]))

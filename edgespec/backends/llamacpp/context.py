@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from math import ceil
+from typing import Any, TypeAlias
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.adapters import LoraAdapters
-from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
-from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
-from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
-from edgespec.backends.llamacpp.state_taps import StateTaps
-from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
+from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors, use_threads
+from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps
 from edgespec.errors import (
     BackendError,
     CancelledError,
@@ -28,13 +26,103 @@ from edgespec.errors import (
     OptionError,
     OutOfMemoryError,
 )
+from edgespec.model.base import LoadOptions
+from edgespec.system.cores import CPU_LOAD
 
-__all__ = ["LlamaContext"]
+__all__ = ["Batch", "Inputs", "LlamaContext", "ThreadCount"]
 
 # Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
+# Give up a core if other programs keep more than this share of it busy. A pass waits for its slowest thread,
+# so a thread that shares its core slows down all the others.
+_GIVE_UP_SHARE = 0.4
+# Use a core again when other programs keep less than this share of it busy.
+_TAKE_BACK_SHARE = 0.3
+# The input of a forward pass: token ids, or hidden states as a float32 array [tokens, embedding size].
+Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
+
+
+class Batch:
+    """A reusable llama_batch that is allocated once and filled through NumPy views.
+
+    Writing through the views avoids a ctypes call per token. The owner must call `free`.
+    """
+
+    def __init__(self, size: int, sequences: int, embd_size: int = 0) -> None:
+        self._lib = library()
+        self.native: Any = self._lib.llama_batch_init(size, embd_size, sequences)
+        batch = self.native
+        self._inputs = (
+            np.ctypeslib.as_array(batch.embd, (size * embd_size,)).reshape(size, embd_size)
+            if embd_size
+            else np.ctypeslib.as_array(batch.token, (size,))
+        )
+        self._position = np.ctypeslib.as_array(batch.pos, (size,))
+        self._sequence_count = np.ctypeslib.as_array(batch.n_seq_id, (size,))
+        self._needs_logits = np.ctypeslib.as_array(batch.logits, (size,))
+        self._sequences = [batch.seq_id[i] for i in range(size)]
+
+    def put(
+        self,
+        inputs: Inputs,
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        logits: bool | Sequence[bool],
+    ) -> None:
+        """Replace the batch's contents. `logits` is one flag for all inputs, or one flag per input."""
+        count = self.native.n_tokens = len(inputs)
+        self._inputs[:count] = inputs
+        self._position[:count] = positions
+        self._needs_logits[:count] = logits
+        for i, ids in enumerate(sequences):
+            self._sequence_count[i] = len(ids)
+            for j, sequence in enumerate(ids):
+                self._sequences[i][j] = sequence
+
+    def free(self) -> None:
+        """Free the native llama_batch."""
+        self._lib.llama_batch_free(self.native)
+
+
+class ThreadCount:
+    """The number of CPU threads of one context, which is lower while other programs use the CPU.
+
+    Args:
+        most: Number of threads on an idle machine.
+        cores: Number of logical cores of the machine.
+        busy_cores: Returns the number of cores that other programs keep busy.
+
+    Attributes:
+        current: The current number of threads, from 1 to `most`.
+        is_fixed: Whether the number stays at `most`.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        cores: int | None = None,
+        busy_cores: Callable[[], float] = CPU_LOAD.busy_cores,
+    ) -> None:
+        self.most = self.current = most
+        self.is_fixed = False
+        self._cores = cores or psutil.cpu_count() or most
+        self._busy_cores = busy_cores
+
+    def update(self) -> int:
+        """Adapt the number of threads to the load of the machine, and return it."""
+        if self.is_fixed:
+            self.current = self.most
+        elif self.most > 1:
+            busy = self._busy_cores()
+            fewer = self._free_cores(busy, _GIVE_UP_SHARE)
+            more = self._free_cores(busy, _TAKE_BACK_SHARE)
+            self.current = min(max(self.current, more), fewer)
+        return self.current
+
+    def _free_cores(self, busy_cores: float, share: float) -> int:
+        return max(1, min(self.most, self._cores - max(0, ceil(busy_cores - share))))
 
 
 class LlamaContext(KvSequences):
@@ -82,7 +170,9 @@ class LlamaContext(KvSequences):
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
         self.max_width: int = min(plan.rows, options.batch_tokens)
-        self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
+        if threads > 1:
+            use_threads()
+        self._thread_count = ThreadCount(threads) if options.threads is None else None
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
@@ -142,6 +232,7 @@ class LlamaContext(KvSequences):
                 raise OptionError(
                     f"kv_type {plan.kv_types.text!r} requires flash attention",
                     "use --flash-attention auto or --kv-type f16",
+                    option="kv_type",
                 )
             raise MemoryBudgetError(
                 f"a context of {plan.tokens:,} tokens cannot be allocated: {detail}",
@@ -366,6 +457,11 @@ class LlamaContext(KvSequences):
         """Set the number of threads on an idle machine. Has no effect unless `adapts_threads`."""
         if self._thread_count:
             self._thread_count.most = self._thread_count.current = threads
+
+    def fix_threads(self, fixed: bool) -> None:
+        """Fix the number of threads, or let it follow the load of the machine again."""
+        if self._thread_count:
+            self._thread_count.is_fixed = fixed
 
     def _adapt_threads(self) -> None:
         """Use as many threads for the next pass as there are cores that other programs leave free."""

@@ -8,18 +8,14 @@ from typing import Any
 
 import psutil
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.kv_types import (
-    SMALL_KERNEL_MAX_ROWS,
     KvTypes,
     choose_kv_types,
     has_latent_attention,
     kv_bytes_per_token,
-    prefill_kernel_differs,
 )
-from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.metadata import (
     has_compressed_keys,
     has_state,
@@ -27,13 +23,14 @@ from edgespec.backends.llamacpp.metadata import (
     vocabulary_size,
 )
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.memory_check import (
+from edgespec.backends.replay import MAX_CHECKPOINTS
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_check import (
     BLOCK_TOKENS,
     cache_too_large_error,
     requested_context,
     round_up_to_block,
 )
-from edgespec.backends.replay import MAX_CHECKPOINTS
 
 __all__ = [
     "UNDO_TOKENS",
@@ -99,21 +96,19 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     same_type = has_latent_attention(weights)
     if states is None:
-        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
+        types = choose_kv_types(options, same_type=same_type)
         # Reserve one llama.cpp sequence for each branch of the draft tree, one for moving KV cells, and one
         # for `WindowSlot`.
         slots, sequences = options.parallel, options.max_branches + 1
         sequences += slots > 1 and library().llama_model_n_swa(weights) > 0
         whole = ContextPlan(wanted * slots, types, sequences * slots, slots=slots)
         plan = _with_rows(whole, options.max_logit_rows)
-        if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:
-            plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
         return replace(
             plan,
             kv_bytes=kv_bytes(weights, types, plan.tokens),
             token_bytes=kv_bytes_per_token(weights, types),
         )
-    types = choose_kv_types(options, states.f16_bytes_per_token * wanted, same_type=same_type)
+    types = choose_kv_types(options, same_type=same_type)
     # Reserve one llama.cpp sequence for the text, and one for each checkpoint.
     sequences, checkpoint_bytes = 1 + MAX_CHECKPOINTS, 0
     if states.checkpoint_bytes:
@@ -157,7 +152,7 @@ def plan_split_contexts(
 def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
     """Return plans for a split model's lower and upper layers, without checking that they fit in memory."""
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(lower)))
-    types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
+    types = choose_kv_types(options)
     first, second = (
         ContextPlan(
             wanted,

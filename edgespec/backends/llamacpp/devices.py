@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import tensor_bytes
 from edgespec.backends.llamacpp.native import ggml, library
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import tensor_bytes
 
 __all__ = [
     "Card",

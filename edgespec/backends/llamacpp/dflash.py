@@ -1,49 +1,339 @@
-"""Draft with a DFlash or DSpark head, which predicts a block of tokens in one pass (arXiv 2602.06036)."""
+"""Run DFlash heads (arXiv 2602.06036) and DSpark heads (arXiv 2607.05147) with llama.cpp."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import read_gguf_info
-from edgespec.backends.llamacpp.block_context import BlockContext
-from edgespec.backends.llamacpp.block_shape import BlockShape, check_head_kind, read_block_shape
+from edgespec.backends.llamacpp.context import Batch, Inputs, LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.head import CachedHead
-from edgespec.backends.llamacpp.head_context import HeadPass
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
-from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
+from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
+from edgespec.backends.llamacpp.head_loading import (
+    HeadFile,
+    HeadParts,
+    HeadWeights,
+    estimate_head,
+    load_head_file,
+    target_layers,
+)
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
-from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.path_selector import PathSelector
-from edgespec.backends.memory_check import check_tokens_fit
-from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.model_facts import Capabilities
-from edgespec.backends.self_draft_methods import Head
+from edgespec.backends.llamacpp.staging_api import nextn_api
+from edgespec.backends.llamacpp.state_taps import copied_rows
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, ContextFullError
-from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
-from edgespec.heads.dflash_files import read_dflash
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.gguf_header import GgufHeader, read_header
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.heads.dflash_files import MAX_BLOCK_TOKENS, read_dflash
+from edgespec.model.memory_check import check_tokens_fit
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.model_facts import Capabilities
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
+__all__ = ["DFlashHead", "MarkovHead", "estimate_dflash_head", "load_dflash_head"]
 
 # Maximum number of tokens per pass. It is small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
 # Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for
 # most heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
 _COMPUTE_BYTES, _REDUCED_COMPUTE_BYTES, _MARKOV_COMPUTE_BYTES = 4, 8, 17
+# Block size that llama.cpp assumes if the metadata does not contain one.
+_DEFAULT_BLOCK_TOKENS = 16
+# Metadata keys for which llama.cpp expects a single value rather than one per layer.
+_SAME_IN_ALL_LAYERS = (
+    "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", "rope.dimension_count",
+)  # fmt: skip
+# Number of positions that M-RoPE needs per hidden state: time, height, width, and an unused one.
+_MROPE_POSITIONS = 4
+
+
+class _MRopeBatch(Batch):
+    """A batch of hidden states for a head with M-RoPE, which needs several positions per hidden state."""
+
+    def __init__(self, size: int, sequences: int, embd_size: int) -> None:
+        super().__init__(size * _MROPE_POSITIONS, sequences, embd_size)
+
+    def put(
+        self,
+        inputs: Inputs,
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        logits: bool | Sequence[bool],
+    ) -> None:
+        super().put(inputs, positions, sequences, logits)
+        # Time, height and width are equal for text tokens.
+        rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
+        rows[:-1], rows[-1] = positions, 0
+
+
+class BlockContext(HeadContext):
+    """A context that runs a block-diffusion head.
+
+    The KV cache holds keys and values that the head computes from the target's hidden states.
+
+    Args:
+        row_size: Number of values per token in the target's hidden states.
+        causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
+        selects: Whether the head has a path selector, as DFlash 2 heads do.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        options: LoadOptions,
+        plan: ContextPlan,
+        threads: int,
+        *,
+        target: LlamaContext,
+        row_size: int,
+        causal: bool,
+        selects: bool,
+    ) -> None:
+        self._causal, self._selects = causal, selects
+        super().__init__(head, options, plan, threads, target=target)
+        lib = library()
+        has_mrope = lib.llama_model_rope_type(head) == lib.LLAMA_ROPE_TYPE_MROPE
+        self._states = (_MRopeBatch if has_mrope else Batch)(options.batch_tokens, plan.sequences, row_size)
+
+    def allocate(self, plan: ContextPlan) -> None:
+        super().allocate(plan)
+        library().llama_set_causal_attn(self._context, self._causal)
+        if self._selects:
+            api = nextn_api()
+            assert api is not None
+            api.switch(self._context, True, False)
+
+    def compute(self, head_pass: HeadPass) -> HeadRows:
+        """Run a pass of the head. See `HeadContext.compute`.
+
+        `prefill` reads only hidden states. `draft` reads none. It runs a block, whose keys and values the
+        caller removes, and returns the data for the `PathSelector` instead of hidden states.
+        """
+        none = np.empty((0, 0), np.float32)
+        kind, tokens, inputs, positions, sequences = head_pass
+        if kind == "prefill":
+            self._states.put(inputs, positions, sequences, logits=False)
+            self._decode(self._states)
+            return HeadRows(none, none)
+        logits = self.run(tokens, positions, sequences)
+        return HeadRows(logits, self._lattice(len(tokens)) if self._selects else none)
+
+    def _lattice(self, count: int) -> NDArray[np.float32]:
+        """Return the candidates and scores for a block of `count` tokens. See `PathSelector`."""
+        api = nextn_api()
+        assert api is not None
+        return copied_rows(api.address(self._context), count, library().llama_model_n_embd(self._model))
+
+    def close(self) -> None:
+        super().close()
+        self._states.free()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The layout of the blocks that a head drafts.
+
+    A block consists of the last emitted token, followed by mask tokens. A pass over a block returns one row
+    of logits per token.
+
+    Attributes:
+        tokens: Number of tokens in a block.
+        mask_token: Id of the mask token.
+        first_row: Index of the row that predicts the first draft token. It is 1 for DFlash heads, in which
+            each mask token predicts the token at its own position. It is 0 for most DSpark heads, in which
+            each token of the block predicts the next one.
+        causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
+        has_markov: Whether the logits also depend on the previous draft token, as in DSpark heads.
+        candidates: Number of candidates per draft token between which the path selector of a DFlash 2 head
+            chooses. 0 for other heads.
+    """
+
+    tokens: int
+    mask_token: int
+    first_row: int
+    causal: bool
+    has_markov: bool
+    candidates: int
+
+    @property
+    def draft_length(self) -> int:
+        """Number of draft tokens per pass."""
+        return self.tokens - self.first_row
+
+
+def check_head_kind(path: Path) -> None:
+    """Raise CapabilityError if edgespec cannot run the kind of block-diffusion head in a GGUF file."""
+    if read_header(path).architecture_value("hyper_connection_count", 0):
+        raise CapabilityError(
+            f"{path} is a DeepSeek-V4 DSpark head, which edgespec cannot run",
+            "choose a DFlash or DSpark head",
+        )
+
+
+def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
+    """Read the layout of a head's blocks from its GGUF file.
+
+    Args:
+        path: The head's GGUF file.
+        vocab_size: Number of tokens in the target's vocabulary.
+
+    Raises:
+        ModelFileError: The metadata is damaged, so running the head could make llama.cpp end the process.
+    """
+    header = read_header(path)
+    names = {tensor.name for tensor in header.tensors}
+    has_markov, selects = "markov_w1.weight" in names, "selector_hidden.weight" in names
+    shape = BlockShape(
+        tokens=header.architecture_value("block_size", _DEFAULT_BLOCK_TOKENS),
+        mask_token=header.metadata.get("tokenizer.ggml.mask_token_id", -1),
+        first_row=0 if header.architecture_value("sample_from_anchor", has_markov) is True else 1,
+        causal=header.architecture_value("attention.causal", False) is True,
+        has_markov=has_markov,
+        candidates=header.architecture_value("selector_top_k", 0) if selects else 0,
+    )
+    problem = _block_problem(header, shape, vocab_size) or _attention_problem(header)
+    if problem:
+        raise ModelFileError(
+            f"the head {path} is damaged: {problem}", "download it again, or use --head none"
+        )
+    return shape
+
+
+def _block_problem(header: GgufHeader, shape: BlockShape, vocab_size: int) -> str:
+    if not (_is_int(shape.tokens) and 2 <= shape.tokens <= MAX_BLOCK_TOKENS):
+        return f"its block_size is {shape.tokens!r}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+    if shape.has_markov and header.architecture_value("block_size") is None:
+        return "it has no block_size"
+    if shape.candidates and (shape.has_markov or shape.first_row == 0):
+        return "a DFlash 2 head cannot have a Markov head or draft from its first token"
+    if not (_is_int(shape.mask_token) and 0 <= shape.mask_token < vocab_size):
+        return f"its mask token has the id {shape.mask_token!r}, but its vocabulary has {vocab_size:,} tokens"
+    return ""
+
+
+def _attention_problem(header: GgufHeader) -> str:
+    value = header.architecture_value
+    for key in _SAME_IN_ALL_LAYERS:
+        if not _is_int(value(key, 0)):
+            return f"its {key} is not a whole number"
+    heads, size = value("attention.head_count", 0), value("embedding_length", 0)
+    kv_heads = value("attention.head_count_kv", heads)
+    if not (heads > 0 and kv_heads > 0 and heads % kv_heads == 0):
+        return f"its {heads:,} attention heads cannot share {kv_heads:,} key-value heads"
+    keys = value("attention.key_length", size // heads)
+    values = value("attention.value_length", size // heads)
+    if keys != values:
+        return f"its keys have the length {keys:,}, but its values have the length {values:,}"
+    rotated = value("rope.dimension_count", keys)
+    if rotated % 2 or not 0 < rotated <= keys:
+        return (
+            f"its rope.dimension_count is {rotated:,}, but must be an even number up to the key length of"
+            f" {keys:,}"
+        )
+    sections = np.atleast_1d(value("rope.dimension_sections", 0))
+    if sections.dtype.kind not in "iu" or not all(0 <= int(section) <= keys for section in sections):
+        return f"its rope.dimension_sections are not whole numbers from 0 to {keys:,}"
+    return ""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class PathSelector:
+    """The candidates for each draft token of a block, and their scores after each candidate before them.
+
+    llama.cpp computes the candidates and scores in the pass over the block. Only candidates have finite
+    logits.
+
+    Args:
+        lattice: One row per draft token: the ids of `count` candidates, followed by a matrix
+            [candidates of the previous draft token, candidates] of scores. All rows of the first draft
+            token's matrix are equal.
+        count: Number of candidates per draft token.
+        vocab_size: Number of tokens in the target's vocabulary.
+    """
+
+    def __init__(self, lattice: NDArray[np.float32], count: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._candidates = lattice[:, :count].astype(np.int64)
+        self._scores = lattice[:, count : count + count * count].reshape(-1, count, count)
+        # Index of the candidate at each depth of the most likely draft.
+        self._path: list[int] = []
+        for scores in self._scores:
+            self._path.append(int(scores[self._path[-1] if self._path else 0].argmax()))
+
+    def logits(self, token: int, depth: int) -> NDArray[np.float32]:
+        """Return the logits [vocabulary] after `token`, which is at this depth below the block's first token.
+
+        If `token` is not a candidate, the most likely candidate at that depth is used instead.
+        """
+        previous = 0
+        if depth:
+            found = np.flatnonzero(self._candidates[depth - 1] == token)
+            previous = int(found[0]) if found.size else self._path[depth - 1]
+        row = np.full(self._vocab_size, -np.inf, np.float32)
+        row[self._candidates[depth]] = self._scores[depth, previous]
+        return row
+
+
+class MarkovHead:
+    """The Markov head of a DSpark head, a table with a row of logits for each possible previous token.
+
+    The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp adds the rows
+    only for the most likely draft. This class computes the rows for all other drafts.
+
+    Args:
+        path: The head's GGUF file.
+        vocab_size: Number of tokens in the target's vocabulary.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self._path, self._vocab_size = path, vocab_size
+        self._names = {tensor.name for tensor in read_header(path).tensors}
+        self._inputs = FileMatrix(path, "markov_w1.weight")
+
+    @cached_property
+    def _outputs(self) -> NDArray[np.float32]:
+        """The matrix `markov_w2` [draft vocabulary, rank].
+
+        The matrix is loaded on first use, because most greedy drafts match the draft that llama.cpp predicts
+        itself, and never need the matrix.
+        """
+        matrix = FileMatrix(self._path, "markov_w2.weight")
+        outputs: NDArray[np.float32] = dequantize(matrix.stored(), matrix.kind).astype(np.float32)
+        if "markov_w2.scale" in self._names:
+            outputs *= FileMatrix(self._path, "markov_w2.scale").rows([0])
+        return outputs
+
+    @cached_property
+    def _target_ids(self) -> NDArray[np.int64] | None:
+        """Maps draft tokens to the target's tokens. None if the head uses the target's vocabulary."""
+        return FileMatrix(self._path, "d2t").stored().view(np.int64)[0] if "d2t" in self._names else None
+
+    def logits(self, token: int) -> NDArray[np.float32]:
+        """Return the logits [vocabulary] that the Markov head adds if `token` is the previous token."""
+        logits: NDArray[np.float32] = self._outputs @ self._inputs.rows([token])[0]
+        if self._target_ids is None:
+            return logits
+        result = np.zeros(self._vocab_size, np.float32)
+        result[self._target_ids] = logits
+        return result
 
 
 class DFlashHead(CachedHead):

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.gguf_conversion import interleaved, write_converted
 from edgespec.errors import ModelFileError, shorten
-from edgespec.heads.layer_config import LayerConfig, layer_settings, read_config
-from edgespec.heads.rotation import ROPE_KINDS
-from edgespec.heads.stored_tensor import StoredTensor
-from edgespec.heads.tensor_files import read_folder_tensors
+from edgespec.model.heads.layer_config import LayerConfig, layer_settings, read_config
+from edgespec.model.heads.rotation import ROPE_KINDS
+from edgespec.model.heads.stored_tensor import StoredTensor
+from edgespec.model.heads.tensor_files import read_folder_tensors
 
 __all__ = ["convert_draft_model"]
 

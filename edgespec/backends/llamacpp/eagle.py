@@ -7,28 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.eagle1 import estimate_eagle1_head, load_eagle1_head
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import EagleContext, HeadPass
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
-from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
+from edgespec.backends.llamacpp.head_context import EagleContext
+from edgespec.backends.llamacpp.head_loading import (
+    HeadFile,
+    HeadWeights,
+    estimate_head,
+    load_head_file,
+    target_layers,
+)
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.mlx_metadata import read_head_info
-from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import ModelFileError
-from edgespec.heads.eagle_files import read_eagle
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.formats.mlx_metadata import read_head_info
+from edgespec.model.heads.eagle_files import read_eagle
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["EagleHead", "estimate_eagle_head", "estimate_published_head", "load_eagle_head"]
+__all__ = ["estimate_eagle_head", "estimate_published_head", "load_eagle_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
@@ -60,7 +64,7 @@ def load_eagle_head(target: HeadTarget, head: Head) -> SharedHead:
             threads = threads_for(weights, options)
             return EagleContext(weights, options, file.plan_for(target), threads, target.context, row_size)
 
-        return HeadFile(file, layers, open_context, EagleHead)
+        return HeadFile(file, layers, open_context, partial(PairHead, encodes=True))
 
     return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
@@ -114,11 +118,3 @@ def _check_rotations(head: Any, path: Path) -> None:
             f" up to the key length of {key_length:,}",
             "download it again, or use --head none",
         )
-
-
-class EagleHead(PairHead):
-    """An EAGLE-3 head, whose encoder combines the inputs of several of the target's layers."""
-
-    def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        features = super()._target_states(start, count)
-        return self._context.compute(HeadPass.chain("encode", [0] * count, features, start)).states

@@ -8,38 +8,107 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base_model import BaseModel
-from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite_logits, load_most_accurate
 from edgespec.backends.head_view import AttentionHeadView
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, check_sizes, head_options
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.residual_target import EMBEDDINGS, lm_head
-from edgespec.backends.memory_check import check_draft_width, check_tokens_fit, check_weights_fit
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.heads.cached_attention import TreeNodes
-from edgespec.heads.eagle1_network import Eagle1Network
-from edgespec.heads.eagle_files import EagleFiles, read_eagle
-from edgespec.heads.layer_config import invalid_settings
-from edgespec.heads.products import Array, Product, WeightLoader
+from edgespec.model.base_model import BaseModel
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.heads.cached_attention import CachedAttention, Projections, TreeNodes
+from edgespec.model.heads.eagle_files import EagleFiles, read_eagle
+from edgespec.model.heads.layer_config import invalid_settings
+from edgespec.model.heads.products import Array, Product, WeightLoader, rms_norm, silu
+from edgespec.model.heads.rotation import Rotation
+from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
+from edgespec.model.memory_check import check_draft_width, check_tokens_fit, check_weights_fit
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.model_facts import Capabilities, ModelFacts
 
-__all__ = ["Eagle1Head", "LoadedEagle1Head", "estimate_eagle1_head", "load_eagle1_head"]
+__all__ = ["Eagle1Head", "estimate_eagle1_head", "load_eagle1_head"]
 
 _FLOAT32_BYTES = 4
+
+
+class Eagle1Network:
+    """A transformer layer whose inputs are a token's embedding and the preceding hidden state.
+
+    The layer has no norm before its attention and no final norm. EAGLE-1 and EAGLE-2 heads have the same
+    layer.
+
+    Args:
+        files: The head's configuration and tensors.
+        loader: Loads the head's weights.
+
+    Raises:
+        ModelFileError: The weights are unreadable, or contain infinite values or NaN.
+        ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
+
+    Attributes:
+        attention: The layer's attention, with the KV cache.
+    """
+
+    def __init__(self, files: EagleFiles, loader: WeightLoader) -> None:
+        config, tensors = files.config, files.tensors
+
+        def linear(name: str) -> Product:
+            return loader.linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+        rotation = Rotation(config.rope, config.head_size)
+        self._fc = linear("fc")
+        self._gate, self._up, self._down = (
+            linear(f"layer.mlp.{name}_proj") for name in ("gate", "up", "down")
+        )
+        self._norm = loader.vector(tensors["layer.post_attention_layernorm.weight"])
+        self._epsilon = config.norm_eps
+        self.attention = CachedAttention(
+            Projections(*(linear(f"layer.self_attn.{name}_proj") for name in "qkvo")),
+            rotation,
+            config.heads,
+            config.kv_heads,
+            config.head_size,
+        )
+
+    def with_own_cache(self) -> Eagle1Network:
+        """Return the same network with an empty KV cache of its own."""
+        other = copy(self)
+        other.attention = self.attention.with_own_cache()
+        return other
+
+    def append(self, embeddings: Array, states: Array) -> None:
+        """Append tokens to the KV cache, without computing their hidden states. See `run`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.attention.append(self._fused(embeddings, states))
+
+    def run(self, embeddings: Array, states: Array, nodes: TreeNodes | None = None) -> Array:
+        """Append tokens to the KV cache, and return the head's hidden states [tokens, size].
+
+        Args:
+            embeddings: The embedding of each token [tokens, size].
+            states: For each token, the hidden state of the preceding token [tokens, size].
+            nodes: The tokens' nodes in a draft tree. None if they follow the last token in the cache.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            states = self._fused(embeddings, states)
+            states = states + self.attention.run(states, nodes)
+            x = rms_norm(states, self._norm, self._epsilon)
+            return states + self._down(silu(self._gate(x)) * self._up(x))
+
+    def _fused(self, embeddings: Array, states: Array) -> Array:
+        return self._fc(np.concatenate([embeddings, states], axis=1))
 
 
 class Eagle1Head(AttentionHeadView):

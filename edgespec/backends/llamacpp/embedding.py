@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Progress
-from edgespec.backends.base_model import in_batches
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import CapabilityError
+from edgespec.model.base import Progress
+from edgespec.model.base_model import in_batches
 
 __all__ = ["Pooling"]
 
@@ -21,7 +21,7 @@ _NONE, _MEAN, _CLS, _LAST = "0", "1", "2", "3"
 
 
 class Pooling(NamedTuple):
-    """The pooling method, which turns the hidden states of a text into one vector.
+    """The pooling method, which turns the hidden states of text into one vector.
 
     edgespec pools the states itself, because llama.cpp can only pool texts that fit in one pass.
 
@@ -43,7 +43,7 @@ class Pooling(NamedTuple):
         return cls(architecture_metadata(weights, "pooling_type") or _NONE, eos)
 
     def whole_text(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a text, followed by the EOS token if the model needs one."""
+        """Return the tokens of text, followed by the EOS token if the model needs one."""
         return tokens if self.eos in (None, tokens[-1]) else [*tokens, self.eos]
 
     def embed(
@@ -53,7 +53,7 @@ class Pooling(NamedTuple):
         batch_tokens: int,
         progress: Progress | None,
     ) -> NDArray[np.float32]:
-        """Return the embedding of a text, float32 [size].
+        """Return the embedding of text, float32 [size].
 
         Args:
             tokens: The text, from `whole_text`.

@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufTensor, read_header
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import GgufTensor, read_header
 
 __all__ = ["FileMatrix"]
 

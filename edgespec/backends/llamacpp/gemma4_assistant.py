@@ -10,28 +10,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions, Snapshot
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite
 from edgespec.backends.head_view import HeadView
-from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
 from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
-from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file
+from edgespec.backends.llamacpp.head_loading import (
+    BATCH_TOKENS,
+    HeadFile,
+    HeadParts,
+    HeadWeights,
+    estimate_head,
+    load_head_file,
+)
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
-from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.model_facts import Capabilities
-from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
+from edgespec.model.base import LoadOptions, Snapshot
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.memory_check import check_draft_width, check_tokens_fit
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.model_facts import Capabilities
+from edgespec.model.self_draft_methods import Head
 
 __all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
 

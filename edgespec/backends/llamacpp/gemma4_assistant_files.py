@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import GgufHeader, read_header
 
 __all__ = ["ASSISTANT", "ASSISTANT_TARGET", "check_assistant", "is_assistant"]
 

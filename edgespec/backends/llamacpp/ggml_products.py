@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.native import ContextParams, ggml
 from edgespec.errors import BackendError, OutOfMemoryError
-from edgespec.files import format_bytes
-from edgespec.heads.products import Array, Product
+from edgespec.model.heads.products import Array, Product
+from edgespec.system.files import format_bytes
 
 __all__ = ["GgmlProducts", "product_bytes"]
 

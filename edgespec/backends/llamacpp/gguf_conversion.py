@@ -11,11 +11,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.disk_checks import explain_write_errors
 from edgespec.errors import ModelFileError, shorten
-from edgespec.heads.layer_config import LayerConfig
-from edgespec.heads.rope_settings import RopeSettings
-from edgespec.heads.rotation import llama3_divisors
+from edgespec.model.heads.layer_config import LayerConfig
+from edgespec.model.heads.rotation import RopeSettings, llama3_divisors
+from edgespec.system.disk_checks import explain_write_errors
 
 __all__ = ["interleaved", "write_converted"]
 

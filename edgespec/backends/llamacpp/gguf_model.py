@@ -11,23 +11,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.kv_cells import KvCells
-from edgespec.backends.llamacpp.lowbit import load_low_bit_view
+from edgespec.backends.llamacpp.kv_sequences import export_text, first_part, import_text, sized_parts
 from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.llamacpp.text_export import export_text, first_part, import_text, sized_parts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import check_draft_width, round_up_to_block
-from edgespec.backends.self_draft_methods import EarlyExit, Head, SelfDraft, SkippedLayers
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
+from edgespec.model.base_model import BaseModel, SelfDraftView, in_batches
+from edgespec.model.memory_check import check_draft_width, round_up_to_block
+from edgespec.model.self_draft_methods import EarlyExit, Head, LowBit, SelfDraft
 
 __all__ = ["GgufModel"]
 
@@ -72,7 +70,8 @@ class GgufModel(BaseModel):
 
     @property
     def free_tokens(self) -> int:
-        return min(context.tokens for context in self._contexts) - self.length
+        room = min(context.tokens for context in self._contexts) - self.length
+        return room - self.facts.capabilities.padding_tokens
 
     @property
     def threads(self) -> int:
@@ -85,6 +84,10 @@ class GgufModel(BaseModel):
     def set_max_threads(self, threads: int) -> None:
         for context in self._contexts:
             context.set_max_threads(threads)
+
+    def fix_threads(self, fixed: bool) -> None:
+        for context in self._contexts:
+            context.fix_threads(fixed)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -207,20 +210,19 @@ class GgufModel(BaseModel):
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        if isinstance(method, SkippedLayers):
-            raise CapabilityError(
-                f"{self.facts.name} cannot skip layers, because it is not an MLX model",
-                "choose another method or load an MLX version of the model",
-            )
         view: SelfDraftView[Any]
         if isinstance(method, Head):
             view = self._head(method)
         elif isinstance(method, EarlyExit):
             view = self._early_exit_view(method.exit_layer)
         else:
-            view = load_low_bit_view(self, method)
+            view = self._low_bit_view(method)
         self._views.add(view)
         return view
+
+    @abstractmethod
+    def _low_bit_view(self, method: LowBit) -> SelfDraftView[Any]:
+        """Load a low-bit copy of the model, which drafts on its KV cells."""
 
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
         raise CapabilityError(

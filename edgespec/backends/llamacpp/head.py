@@ -10,23 +10,18 @@ from numpy.typing import NDArray
 
 from edgespec.backends.head_view import CachedHeadView
 from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass
-from edgespec.backends.llamacpp.head_file import HeadParts
+from edgespec.backends.llamacpp.head_loading import HeadParts
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
 from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.llamacpp.text_export import export_text, import_text
-from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
-from edgespec.backends.model_facts import Capabilities
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import (
-    BackendError,
-    CancelledError,
-    ContextFullError,
-    MemoryBudgetError,
-)
+from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError
+from edgespec.model.memory_check import check_draft_width, check_tokens_fit
+from edgespec.model.model_facts import Capabilities
 
 __all__ = ["CachedHead", "PairHead"]
 
@@ -127,9 +122,13 @@ class PairHead(CachedHead):
     yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
     the KV cells of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
     states.
+
+    Args:
+        parts: The weights, the target and the context.
+        encodes: Whether the head has an encoder, which combines the inputs of several of the target's layers.
     """
 
-    def __init__(self, parts: HeadParts) -> None:
+    def __init__(self, parts: HeadParts, encodes: bool = False) -> None:
         capabilities = Capabilities(
             rollback=True,
             tree=parts.target.facts.capabilities.tree,
@@ -137,6 +136,7 @@ class PairHead(CachedHead):
             max_branches=parts.weights.options.max_branches,
         )
         super().__init__(parts, capabilities)
+        self._encodes = encodes
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: list[NDArray[np.float32]] = []
 
@@ -146,7 +146,10 @@ class PairHead(CachedHead):
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
         """Return the head's input states for `count` tokens from position `start` on, one per token."""
-        return self._logged_states(start, count)
+        states = self._logged_states(start, count)
+        if not self._encodes:
+            return states
+        return self._context.compute(HeadPass.chain("encode", [0] * count, states, start)).states
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()

@@ -10,13 +10,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.batch import Batch
-from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context import Batch, LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
-from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
+from edgespec.backends.llamacpp.state_taps import copied_rows
+from edgespec.model.base import LoadOptions
 
 __all__ = ["EagleContext", "HeadContext", "HeadPass", "HeadRows", "PairContext"]
 

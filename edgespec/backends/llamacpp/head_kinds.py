@@ -9,7 +9,7 @@ from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.mtp import load_mtp_head
 from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
-from edgespec.backends.self_draft_methods import Head
+from edgespec.model.self_draft_methods import Head
 
 __all__ = ["load_head"]
 

@@ -1,30 +1,39 @@
-"""Load heads, check that they match their target, and estimate their memory."""
+"""Load a head that llama.cpp runs, check that it fits its target, and share its context between replies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
-from edgespec.backends.llamacpp.head_file import HeadFile
+from edgespec.backends.head_trial import check_finite
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.loading import check_file, load_weights
 from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.pass_scheduler import PassPart
+from edgespec.backends.llamacpp.shared_context import ContextSlot, JoinedParts, SharedContext
 from edgespec.backends.llamacpp.staging_api import target_layers_api
-from edgespec.backends.memory_check import check_weights_fit
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.model.base import LoadOptions
+from edgespec.model.base_model import SelfDraftView
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, HiddenStateLog
+from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.self_draft_methods import Head
 
 __all__ = [
     "BATCH_TOKENS",
+    "HeadFile",
+    "HeadParts",
+    "HeadWeights",
     "check_sizes",
     "estimate_head",
     "head_options",
@@ -35,6 +44,154 @@ __all__ = [
 # Maximum number of tokens per pass of a head. It is small because compute buffers grow with it and the
 # vocabulary size.
 BATCH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The weights of a head, and how they are used.
+
+    Attributes:
+        handle: The llama_model handle that contains the head.
+        path: The head's file.
+        name: The head's name, for messages.
+        options: See `head_options`.
+        max_plan: The plan of the head's context for the target's maximum context length and all replies.
+        free: Frees the weights that were loaded for the head.
+        shown_path: The path to show to the user.
+    """
+
+    handle: Any
+    path: Path
+    name: str
+    options: LoadOptions
+    max_plan: ContextPlan
+    free: Callable[[], None]
+    shown_path: Path
+
+    def plan_for(self, target: HeadTarget) -> ContextPlan:
+        """Return the plan of the head's context for the target's current context length."""
+        return self.max_plan.with_tokens(target.facts.context_tokens * self.max_plan.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """The parts of a reply's view of a head.
+
+    Attributes:
+        weights: The head's weights.
+        target: The target.
+        context: Runs the head. If several replies share its passes, the reply's slot in the context.
+        log: The log of the target's hidden states that the head reads.
+        release: Called when the view is closed. See `SharedHead.view`.
+    """
+
+    weights: HeadWeights
+    target: HeadTarget
+    context: HeadContext | HeadSlot
+    log: HiddenStateLog
+    release: Callable[[], None]
+
+
+class HeadFile:
+    """A loaded head, whose context the first view opens. Implements `SharedHead`.
+
+    Args:
+        weights: The head's weights.
+        states: The hidden states of the target that the head reads, numbered as in `HiddenStateSource`.
+        open_context: Opens the context, given the target and the number of hidden state values per token.
+        make_view: Creates a view.
+    """
+
+    def __init__(
+        self,
+        weights: HeadWeights,
+        states: Sequence[int],
+        open_context: Callable[[HeadTarget, int], HeadContext],
+        make_view: Callable[[HeadParts], SelfDraftView[HeadTarget]],
+    ) -> None:
+        self._weights, self._states = weights, states
+        self._open_context, self._make_view = open_context, make_view
+        # One for each view: slots in a shared context, or a context of its own for the only view.
+        self._contexts: Sequence[HeadContext | HeadSlot] = ()
+        self._close_context: Callable[[], None] = lambda: None
+
+    def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[HeadTarget]:
+        """See `SharedHead`. Raises ModelFileError if the head's logits are not finite."""
+        log = target.log_hidden_states(self._states)
+        try:
+            if not self._contexts:
+                self._open(target, log.row_size)
+            context = self._contexts[target.slot]
+            view = self._make_view(HeadParts(self._weights, target, context, log, release))
+        except BaseException:
+            target.stop_logging(log)
+            raise
+        try:
+            check_finite(view, self._weights.shown_path)
+        except BaseException:
+            view.close()
+            raise
+        return view
+
+    def _open(self, target: HeadTarget, row_size: int) -> None:
+        context = self._open_context(target, row_size)
+        self._contexts, self._close_context = [context], context.close
+        if context.plan.slots > 1:
+            shared = SharedHeadContext(context, self._weights.name)
+            self._contexts, self._close_context = shared.slots, shared.close
+
+    def close(self) -> None:
+        """See `SharedHead`."""
+        self._close_context()
+        self._weights.free()
+
+
+class SharedHeadContext(SharedContext):
+    """A head's context that several replies share, each in its own slot. See `SharedContext`.
+
+    Raises:
+        CapabilityError: Replies cannot share the head's passes.
+    """
+
+    _context: HeadContext
+    slots: tuple[HeadSlot, ...]
+
+    def __init__(self, context: HeadContext, name: str) -> None:
+        if context.window:
+            # llama.cpp would use the cells of a reply outside the window for tokens of other replies.
+            raise CapabilityError(
+                f"{name} cannot draft for several replies at once, because it has sliding-window attention",
+                "omit --parallel, or choose another method, such as suffix",
+            )
+        # `HeadFile` frees the weights.
+        super().__init__(context, lambda: None)
+
+    def _make_slot(self, context: LlamaContext, slot: int) -> HeadSlot:
+        return HeadSlot(self, context, slot)
+
+    def _run_together(self, parts: Sequence[PassPart]) -> None:
+        kind = parts[0].kind
+        assert kind in ("encode", "prefill", "draft")
+        tokens, positions, sequences = JoinedParts.of(parts)
+        inputs = np.concatenate([part.inputs for part in parts])
+        rows = self._context.compute(HeadPass(kind, tokens, inputs, positions, sequences))
+        start = 0
+        for part in parts:
+            end = start + len(part.tokens)
+            # Copy the logits, because the next pass overwrites them.
+            part.rows, part.states = rows.logits[start:end].copy(), rows.states[start:end]
+            start = end
+
+
+class HeadSlot(ContextSlot):
+    """One reply's slot in the shared context of a head, with the methods of `HeadContext` that heads need."""
+
+    def compute(self, head_pass: HeadPass) -> HeadRows:
+        """Run a pass of the head together with other replies. See `HeadContext.compute`."""
+        kind, tokens, inputs, positions, sequences = head_pass
+        outputs = len(tokens) if kind == "draft" else 0
+        part = self._run(tokens, positions, sequences, outputs, kind, inputs)
+        return HeadRows(part.rows, part.states)
 
 
 def head_options(target: HeadTarget) -> LoadOptions:

@@ -9,17 +9,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.base_model import BaseModel
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.optional_features import HiddenStateSource
-from edgespec.backends.self_draft_methods import Head
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
+from edgespec.model.base import LoadOptions
+from edgespec.model.base_model import BaseModel, SelfDraftView
+from edgespec.model.hidden_state_log import HiddenStateLog
+from edgespec.model.optional_features import HiddenStateSource
+from edgespec.model.self_draft_methods import Head
 
 __all__ = ["HeadTarget", "SharedHead", "SharedHeads"]
 

@@ -7,18 +7,17 @@ return a description of the first problem, or an empty string.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufHeader, StringArray, read_header
 from edgespec.errors import ModelFileError, shorten
+from edgespec.model.formats.gguf_header import GgufHeader, StringArray, read_header
 
-__all__ = ["check_header"]
+__all__ = ["check_headers"]
 
 # The value of LLAMA_MAX_LAYERS in llama.cpp.
 _MAX_LAYERS = 512
@@ -50,16 +49,15 @@ _TABLES = ("tid2eid", "d2t")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
-# The architecture with hyper-connections, and the only number of residual streams for which llama.cpp
-# supports them. The key size of the architecture's indexer must be a multiple of the last number.
-_STREAMS_ARCHITECTURE, _STREAMS, _INDEXER_KEY_MULTIPLE = "deepseek4", 4, 64
+# The architecture that compresses its keys.
+_COMPRESSED_ARCHITECTURE = "deepseek4"
 # The alignment in bytes that llama.cpp requires for memory-mapped weights.
 _ALIGNMENT_BYTES = 32
 
 
-def check_header(path: Path) -> None:
+def check_headers(files: Iterable[Path]) -> None:
     """Raise ModelFileError if a file of a GGUF model has a header that could make llama.cpp abort."""
-    for part in gguf_files(path):
+    for part in files:
         try:
             status = part.stat()
         except OSError as error:
@@ -78,7 +76,7 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
     problem = (
         _count_problem(header)
         or _expert_problem(header)
-        or _stream_problem(header)
+        or _compression_problem(header)
         or _epsilon_problem(header)
         or _vocabulary_problem(header)
         or _template_problem(header)
@@ -133,13 +131,10 @@ def _expert_problem(header: GgufHeader) -> str:
     return ""
 
 
-def _stream_problem(header: GgufHeader) -> str:
-    """Check the sizes of a DeepSeek-V4 model, which has several residual streams and compressed keys."""
-    if header.architecture != _STREAMS_ARCHITECTURE:
+def _compression_problem(header: GgufHeader) -> str:
+    """Check those sizes of a DeepSeek-V4 model that llama.cpp does not compare with tensor shapes."""
+    if header.architecture != _COMPRESSED_ARCHITECTURE:
         return ""
-    streams = header.architecture_number("hyper_connection.count")
-    if streams != _STREAMS:
-        return f"it has {streams} residual streams instead of {_STREAMS}"
     heads, groups = (_largest(header, f"attention.{key}") for key in ("head_count", "output_group_count"))
     if not groups or heads % groups:
         return f"its {heads:,} attention heads cannot be divided into {groups:,} groups"
@@ -151,7 +146,7 @@ def _stream_problem(header: GgufHeader) -> str:
     indexed, rotated = (
         _largest(header, key) for key in ("attention.indexer.key_length", "rope.dimension_count")
     )
-    if not indexed or indexed % _INDEXER_KEY_MULTIPLE or rotated > min(key or rotated, indexed):
+    if rotated > min(key or rotated, indexed):
         return f"its indexer's keys have {indexed:,} values, of which {rotated:,} are rotated"
     ratios = header.architecture_value("attention.compress_ratios", ())
     if isinstance(ratios, np.ndarray) and len(ratios) > _MAX_LAYERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -13,9 +14,10 @@ import numpy as np
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ContextFullError
 
-__all__ = ["KvSequences"]
+__all__ = ["KvSequences", "export_text", "first_part", "import_text", "sized_parts"]
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
+_SIZE = struct.Struct("<Q")
 
 
 class KvSequences:
@@ -237,3 +239,33 @@ class KvSequences:
 
     def _flags(self, recurrent_only: bool) -> int:
         return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0
+
+
+def export_text(context: KvSequences, start: int, end: int, *, recurrent: bool = False) -> bytes:
+    """Return a copy of sequence 0 at positions [start, end), or of the whole sequence if it is recurrent."""
+    parts = [context.export_sequence()] if recurrent else context.export_cells(0, start, end)
+    return b"".join(sized_parts(parts))
+
+
+def import_text(
+    context: KvSequences, data: memoryview, start: int, end: int, *, recurrent: bool = False
+) -> bool:
+    """Append the result of `export_text` to sequence 0, and return whether it was compatible."""
+    parts = []
+    while data:
+        part, data = first_part(data)
+        parts.append(part)
+    if recurrent:
+        return len(parts) == 1 and context.import_sequence(parts[0])
+    return context.import_cells(parts, start, end)
+
+
+def sized_parts(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return the parts of a snapshot, each preceded by its size in bytes. Join the result to store it."""
+    return [piece for part in parts for piece in (_SIZE.pack(len(part)), part)]
+
+
+def first_part(data: memoryview) -> tuple[memoryview, memoryview]:
+    """Split off the first part of the joined result of `sized_parts`."""
+    end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
+    return data[_SIZE.size : end], data[end:]

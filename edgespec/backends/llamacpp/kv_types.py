@@ -6,23 +6,19 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.devices import on_cpu
 from edgespec.backends.llamacpp.metadata import architecture_metadata, has_compressed_keys
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
+from edgespec.model.base import LoadOptions
 
 __all__ = [
-    "SMALL_KERNEL_MAX_ROWS",
     "KvTypes",
     "choose_kv_types",
     "kv_bytes_per_token",
     "parse_kv_types",
-    "prefill_kernel_differs",
 ]
 
-# llama.cpp's CPU flash attention uses a different kernel for passes with more tokens than this.
-SMALL_KERNEL_MAX_ROWS = 63
 # For each KV-cache type, its ggml_type number and the size of 32 elements in bytes.
 _TYPES = {
     "f32": (0, 128),
@@ -35,9 +31,6 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# In KV caches above this size, `--kv-type auto` stores both keys and values as f16, because bf16 values would
-# slow down prefill.
-_SMALL_CACHE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +56,6 @@ class KvTypes:
         return self.keys in ("f32", "f16")
 
     @property
-    def has_single_kernel(self) -> bool:
-        """Whether llama.cpp's CPU attention uses the same kernel for any number of tokens and threads."""
-        return self.keys != self.values or self.keys not in ("f32", "f16")
-
-    @property
     def text(self) -> str:
         """The types as a value for `--kv-type`, such as `f16` or `q8_0/f16`."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
@@ -77,41 +65,32 @@ class KvTypes:
         return _TYPES[self.keys][0], _TYPES[self.values][0]
 
 
-def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = False) -> KvTypes:
+def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes:
     """Return the data types of cached keys and values for `options.kv_type`.
 
-    `auto` selects f16, or bf16 values if `options.exact` is set or the cache is small. With f16 values,
-    llama.cpp's CPU attention rounds differently for batches of different sizes, so verified drafts get
-    slightly different logits than single tokens. With bf16 values it does not, but prefill is slower.
+    `auto` selects f16, or bf16 keys and f16 values if `options.exact` is set. If both types are f16,
+    llama.cpp's CPU attention has one kernel for single tokens in long contexts, another for up to 63 tokens,
+    and a third for more, and they round differently. If the types differ, there is one kernel. It decodes as
+    fast on processors with bf16 instructions, but reads long prompts more slowly.
 
     Args:
         options: The load options.
-        f16_bytes: The size of the whole KV cache in bytes if it is stored as f16.
         same_type: Whether keys and values must have the same type.
 
     Raises:
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """
     if options.kv_type == "auto":
-        # A draft model's rounding errors do not affect the output, so it always uses the faster f16.
-        prefers_exact = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
-        return KvTypes("f16", "bf16") if prefers_exact and supported else KvTypes("f16", "f16")
+        return KvTypes("bf16", "f16") if options.exact and supported else KvTypes("f16", "f16")
     types = parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(
             f"kv_type {types.text!r} has two types, but this model stores keys and values as one vector",
             f"use --kv-type {types.keys} or --kv-type auto",
+            option="kv_type",
         )
     return types
-
-
-def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether prefill uses a different attention kernel than decoding and verification.
-
-    Return False if decoding and verification also differ, as they do with more than one CPU thread.
-    """
-    return threads == 1 and on_cpu(options) and not types.has_single_kernel
 
 
 def parse_kv_types(text: str) -> KvTypes:
@@ -127,6 +106,7 @@ def parse_kv_types(text: str) -> KvTypes:
                 f"kv_type {text!r} is invalid",
                 f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
                 " q8_0/f16",
+                option="kv_type",
             )
     return KvTypes(keys, values or keys)
 

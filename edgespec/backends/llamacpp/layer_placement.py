@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.devices import layer_bytes, output_bytes, read_bytes
-from edgespec.backends.memory_estimate import MachineShare
 from edgespec.cluster.layer_split import split_layers
 from edgespec.cluster.link import Link
 from edgespec.errors import MemoryBudgetError
-from edgespec.files import format_bytes
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MachineShare
+from edgespec.system.files import format_bytes
 
 __all__ = ["LayerPlacement", "place_layers"]
 
@@ -23,7 +23,7 @@ class LayerPlacement:
 
     Attributes:
         local: Number of layers on this machine. These are the first layers of the model.
-        remote: Number of layers on each device of the workers, in the order of the workers.
+        remote: Number of layers on each worker device, in the order of the workers.
         workers: The layers and memory of each worker.
         local_fraction: Weight bytes of the layers on this machine, as a fraction of all weight bytes that a
             pass reads.

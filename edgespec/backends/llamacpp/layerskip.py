@@ -14,42 +14,48 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.base_model import scaled_progress
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_planning import plan_split_contexts, split_load_options, work_bytes
+from edgespec.backends.llamacpp.context_planning import (
+    plan_context,
+    plan_split_contexts,
+    split_load_options,
+    work_bytes,
+)
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.gguf_model import GgufModel
-from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.layerskip_files import (
-    DESCRIPTION_KEY,
-    FILES,
-    LOWER_FIRST,
-    PARAMETERS_KEY,
-    PARTS,
-    SHARED_BYTES_KEY,
-)
 from edgespec.backends.llamacpp.loading import (
-    check_file,
     default_threads,
     describe,
     load_files,
+    load_weights,
     repacks_weights,
+    threads_for,
 )
+from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.metadata import has_state, metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan
-from edgespec.backends.memory_check import check_weights_fit
-from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.backends.llamacpp.state_taps import HiddenStateHook, layer_output
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.base_model import SelfDraftView, scaled_progress
+from edgespec.model.formats.layerskip_files import (
+    DESCRIPTION_KEY,
+    FILES,
+    PARAMETERS_KEY,
+    PARTS,
+    SHARED_BYTES_KEY,
+)
+from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.self_draft_methods import LowBit
 
-__all__ = ["LayerSkipModel", "load_layerskip"]
+__all__ = ["LayerSkipModel", "hidden_states", "load_layerskip"]
 
 # llama.cpp's RoPE types for models with at most one position per token: LLAMA_ROPE_TYPE_NONE, NORM and NEOX.
 _SINGLE_POSITION_ROPES = (-1, 0, 2)
@@ -69,9 +75,13 @@ def load_layerskip(
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
     paths = {file: str(Path(folder) / file) for file in FILES}
-    check_weights_fit(name, sum(map(check_file, paths.values())), options)
+    check_weights_fit(name, sum(Path(file).stat().st_size for file in paths.values()), options)
     splits = [[paths[part] for part in parts] for parts in PARTS]
-    if options.mmap and any(repacks_weights(parts, options.gpu_layers) for parts in splits):
+    if (
+        options.mmap
+        and options.repack
+        and any(repacks_weights(parts, options.gpu_layers) for parts in splits)
+    ):
         options = replace(options, mmap=False)
     with ExitStack() as undo:
         loaded = []
@@ -118,16 +128,13 @@ class LayerSkipModel(GgufModel):
                 options = replace(options, memory_bytes=left)
             cells = [self._lower.cells, KvCells(above, options.max_branches)]
             super().__init__([lower, upper], [below, above], cells, max_plans[0], options)
-            facts = describe(
-                lower, str(Path(folder) / LOWER_FIRST), name, max_plans[0], self.vocabulary, result
-            )
+            file_bytes = sum((Path(folder) / file).stat().st_size for file in FILES)
+            facts = describe(lower, folder, name, max_plans[0], self.vocabulary, result, file_bytes)
             capabilities = replace(result.capabilities, self_draft_methods=frozenset({"layerskip"}))
             self.facts: ModelFacts = replace(
                 facts,
-                path=folder,
                 description=metadata(lower, DESCRIPTION_KEY) or facts.description,
                 parameters=int(metadata(lower, PARAMETERS_KEY) or facts.parameters),
-                file_bytes=sum(check_file(str(Path(folder) / file)) for file in FILES),
                 weight_bytes=weight_bytes,
                 context_tokens=plans[0].tokens,
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
@@ -153,6 +160,7 @@ class LayerSkipModel(GgufModel):
         return self._run(tree, first, self._logits)
 
     def _logits(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        tree = self._padded(tree)
         hidden = self._lower.hidden_of(tree, first)
         positions, sequences = self.cells.place_tree(tree, first)
         return self._context.run(hidden, positions, sequences)
@@ -174,7 +182,11 @@ class LayerSkipModel(GgufModel):
         self._lower.end_round()
         self.cells.end_round()
 
+    def _low_bit_view(self, method: LowBit) -> SelfDraftView[Any]:
+        return load_low_bit_view(self, method)
+
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
+        self.check_can_draft("layerskip")
         if exit_layer != self.exit_layer:
             raise CapabilityError(
                 f"{self.facts.name} was loaded for exit layer {self.exit_layer}, not {exit_layer}",
@@ -306,3 +318,35 @@ def _check_supported(weights: Any, name: str) -> None:
         reason = "it uses more than one position per token"
     if reason:
         raise ModelFileError(f"{name} does not support layerskip: {reason}", "load the original model file")
+
+
+def hidden_states(
+    path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
+) -> NDArray[np.float32]:
+    """Load a model, run `tokens`, and return the hidden states after every layer.
+
+    Returns:
+        The hidden states as a float32 array [layers, tokens, embedding size].
+
+    Raises:
+        BackendError: llama.cpp does not expose the layer outputs of this architecture.
+        EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
+    """
+    lib = library()
+    weights = load_weights(path, name, options, progress)
+    try:
+        names = [layer_output(layer) for layer in range(lib.llama_model_n_layer(weights))]
+        hook = HiddenStateHook(names, lib.llama_model_n_embd(weights))
+        threads = threads_for(weights, options)
+        context = LlamaContext(weights, options, plan_context(weights, options), threads, hook=hook)
+        try:
+            parts = []
+            for start in range(0, len(tokens), context.max_width):
+                chunk = tokens[start : start + context.max_width]
+                context.run(chunk, range(start, start + len(chunk)), [(0,)] * len(chunk))
+                parts.append(np.stack([hook.take(name, len(chunk)) for name in names]))
+            return np.concatenate(parts, axis=1)
+        finally:
+            context.close()
+    finally:
+        lib.llama_model_free(weights)

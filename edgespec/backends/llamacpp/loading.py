@@ -12,18 +12,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edgespec.backends.base import LoadOptions, Progress, Vocabulary
-from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp.context_plan import ContextPlan
-from edgespec.backends.llamacpp.header_validation import check_header
+from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.memory_check import check_weights_fit
-from edgespec.backends.model_facts import ModelFacts
-from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
-from edgespec.files import file_state
+from edgespec.model.base import LoadOptions, Progress, Vocabulary
+from edgespec.model.formats.file_quirks import explain_refusal
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import GgufHeader, read_header
+from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.model_facts import ModelFacts
+from edgespec.system.cores import usable_cores
+from edgespec.system.files import file_state
 
 __all__ = [
     "check_file",
@@ -42,8 +44,8 @@ __all__ = [
 # unconventional.
 Paths: TypeAlias = str | Sequence[str]
 
-# Models with fewer weight bytes than this run on one CPU thread by default, because more threads would slow
-# them down.
+# Models with fewer weight bytes than this run on one CPU thread by default, because their threads would wait
+# for each other longer than they compute. Only toy models are that small.
 _SMALL_MODEL_BYTES = 64 * 2**20
 _LARGE_MODEL_BYTES = 1 << 40
 
@@ -68,7 +70,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
         CancelledError: `progress` returned False.
     """
     check_weights_fit(name, check_file(path), options)
-    if options.mmap and repacks_weights(path, options.gpu_layers):
+    if options.mmap and options.repack and repacks_weights(path, options.gpu_layers):
         options = replace(options, mmap=False)
     return load_files(path, name, options, progress)
 
@@ -84,13 +86,13 @@ def load_files(
 ) -> Any:
     """Load a model's weights like `load_weights`, but without checking first that they fit in memory.
 
-    If `repack` is False, llama.cpp does not convert the weights to a faster layout, so that they can be
-    memory-mapped. `place` sets the devices in llama.cpp's parameters.
+    If `repack` or `options.repack` is False, llama.cpp does not convert the weights to a faster layout, so
+    that they can be memory-mapped. `place` sets the devices in llama.cpp's parameters.
     """
     params = model_params(options.gpu_layers)
     if place is not None:
         place(params)
-    params.use_extra_bufts &= repack
+    params.use_extra_bufts &= repack and options.repack
     params.load_mtp = options.mtp
     lib = library()
     params.load_mode = {
@@ -120,7 +122,7 @@ def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
     """Return whether llama.cpp would convert the weights in these files to a faster layout for this CPU."""
     every = (paths,) if isinstance(paths, str) else tuple(paths)
     with suppress(EdgespecError, OSError):
-        states = tuple(file_state(part) for path in every for part in gguf_files(Path(path)))
+        states = tuple(file_state(part) for part in _all_files(paths))
         return _repacks_weights(every, gpu_layers, states)
     return False
 
@@ -170,29 +172,29 @@ def _open(paths: Paths, params: Any) -> Any:
         ModelFileError: The model is damaged or not supported.
         MemoryBudgetError: There is not enough memory.
     """
-    every = [paths] if isinstance(paths, str) else paths
-    size_bytes = sum(map(check_file, every))
-    check_header(Path(every[0]))
+    every = _all_files(paths)
+    check_headers(every)
+    size_bytes = sum(file.stat().st_size for file in every)
     lib = library()
     recent_errors(clear=True)
-    if isinstance(paths, str):
-        weights = lib.llama_model_load_from_file(os.fsencode(paths), params)
+    if len(every) == 1:
+        weights = lib.llama_model_load_from_file(os.fsencode(every[0]), params)
     else:
-        names = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
-        weights = lib.llama_model_load_from_splits(names, len(paths), params)
+        # Pass the paths of all parts, because llama.cpp itself finds only parts with standard names.
+        names = (ctypes.c_char_p * len(every))(*map(os.fsencode, every))
+        weights = lib.llama_model_load_from_splits(names, len(every), params)
     if not weights:
-        raise _load_error(every[0], size_bytes, recent_errors())
+        raise _load_error(every, size_bytes, recent_errors())
     return weights
 
 
-def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
+def _all_files(paths: Paths) -> Sequence[Path]:
+    return gguf_files(Path(paths)) if isinstance(paths, str) else [Path(path) for path in paths]
+
+
+def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
     """Convert the errors that llama.cpp logged while loading a model to an exception."""
-    text = " ".join(lines)
-    if match := re.search(r"unknown model architecture: '([^']*)'", text):
-        return ModelFileError(
-            f"{path} has the architecture {match[1]!r}, which the installed llama.cpp does not support",
-            "update llama-cpp-python or choose another model",
-        )
+    text, path = " ".join(lines), files[0]
     if re.search(
         r"not within the file bounds|corrupted or incomplete|failed to read|unexpectedly reached end", text
     ):
@@ -204,6 +206,11 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
             f"{size:,} bytes of memory for {path} cannot be allocated",
             "close other programs, choose a smaller quantisation, or reduce --gpu-layers",
         )
+    headers: list[GgufHeader] = []
+    with suppress(ModelFileError):
+        headers += map(read_header, files)
+    if refusal := explain_refusal(text, headers):
+        return ModelFileError(f"{path} {refusal.what}", refusal.next_step)
     detail = lines[0] if lines else "llama.cpp reported no reason"
     return ModelFileError(
         f"{path} ({size:,} bytes) could not be loaded: {detail}", "check the file or download it again"
@@ -211,9 +218,18 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
 
 
 def describe(
-    weights: Any, path: str, name: str, plan: ContextPlan, vocabulary: Vocabulary, probe_result: ProbeResult
+    weights: Any,
+    path: str,
+    name: str,
+    plan: ContextPlan,
+    vocabulary: Vocabulary,
+    probe_result: ProbeResult,
+    file_bytes: int | None = None,
 ) -> ModelFacts:
-    """Return the name, sizes, capabilities and other facts about a loaded model."""
+    """Return the name, sizes, capabilities and other facts about a loaded model.
+
+    `file_bytes` is the total size of its files. By default, it is determined from `path`.
+    """
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))
@@ -230,7 +246,7 @@ def describe(
         architecture=metadata(weights, "general.architecture") or "unknown",
         description=buffer.value.decode("utf-8", "replace"),
         parameters=lib.llama_model_n_params(weights),
-        file_bytes=check_file(path),
+        file_bytes=check_file(path) if file_bytes is None else file_bytes,
         weight_bytes=lib.llama_model_size(weights),
         kv_bytes=plan.kv_bytes,
         quantisation=lib.llama_ftype_name(lib.llama_model_ftype(weights)).decode(),

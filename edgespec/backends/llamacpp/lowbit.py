@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
+from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import (
@@ -32,20 +32,18 @@ from edgespec.backends.llamacpp.metadata import all_metadata, has_state, vocabul
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.memory_check import (
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
+from edgespec.model.base import LoadOptions
+from edgespec.model.base_model import SelfDraftView
+from edgespec.model.memory_check import (
     check_draft_width,
     check_tokens_fit,
     check_weights_fit,
     round_up_to_block,
 )
-from edgespec.backends.self_draft_methods import LowBit
-from edgespec.backends.self_draft_view import SelfDraftView
-from edgespec.engine.logits import HostLogits
-from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
-
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.gguf_model import GgufModel
+from edgespec.model.self_draft_methods import LowBit
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
@@ -90,6 +88,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         )
     if target.low_bit_error is not None:
         raise target.low_bit_error
+    target.check_can_draft("lowbit")
     if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} does not support lowbit:"
@@ -147,7 +146,7 @@ def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions)
     return plan
 
 
-class LowBitView(SelfDraftView["GgufModel"]):
+class LowBitView(SelfDraftView[GgufModel]):
     """A draft model that uses the weights of a low-bit copy and the KV cells of the target.
 
     Its KV cache contains copies of the target's cells, followed by the drafted tokens. If the draft model has

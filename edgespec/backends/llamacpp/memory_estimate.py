@@ -12,7 +12,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.adapters import adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
@@ -28,7 +27,6 @@ from edgespec.backends.llamacpp.context_planning import (
 from edgespec.backends.llamacpp.devices import device_split, has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layer_placement import LayerPlacement, place_layers
-from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
@@ -41,9 +39,11 @@ from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
-from edgespec.backends.memory_estimate import GPU, MachineShare, MemoryEstimate, MemoryPart
 from edgespec.errors import CapabilityError
-from edgespec.heap import release_free_memory
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.layerskip_files import PARTS, SHARED_BYTES_KEY
+from edgespec.model.memory_estimate import GPU, MachineShare, MemoryEstimate, MemoryPart
+from edgespec.system.heap import release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
 

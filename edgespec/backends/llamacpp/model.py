@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.base_model import check_progress, split_last_batch
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import Checkpoint, open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
@@ -23,24 +21,20 @@ from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
-from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import (
-    BackendError,
-    CancelledError,
-    CapabilityError,
-    ContextFullError,
-    ModelFileError,
-)
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
+from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.base_model import SelfDraftView, check_progress, split_last_batch
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.self_draft_methods import Head, LowBit
 
 __all__ = ["LlamaCppModel", "load"]
 
@@ -121,10 +115,9 @@ class LlamaCppModel(GgufModel, HeadTarget):
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        # A separate pass verifies the last token if a head needs the final hidden states of all tokens, if a
-        # recurrent model needs a checkpoint before the last token, or if an exact model must compute the
-        # logits of every token in the same way.
-        if self._context.needs_all_rows or self._recurrent or self.facts.capabilities.exact:
+        # A separate pass verifies the last token if a head needs the final hidden states of all tokens, or if
+        # a recurrent model needs a checkpoint before the last token.
+        if self._context.needs_all_rows or self._recurrent:
             return super().prefill_prompt(tokens, progress)
         self._check(len(tokens))
         before, batch, part_progress = split_last_batch(tokens, self._context.batch_tokens, progress)
@@ -161,6 +154,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
         return self._run(tree, first, self._logits)
 
     def _logits(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        tree = self._padded(tree)
         positions, sequences = self.cells.place_tree(tree, first)
         self._rollback_pending = False
         logits = self._context.run(tree.tokens[first:], positions, sequences)
@@ -205,6 +199,9 @@ class LlamaCppModel(GgufModel, HeadTarget):
 
     def _head(self, method: Head) -> SelfDraftView[Any]:
         return self._head_view(method)
+
+    def _low_bit_view(self, method: LowBit) -> SelfDraftView[Any]:
+        return load_low_bit_view(self, method)
 
     def checkpoint(self) -> Checkpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

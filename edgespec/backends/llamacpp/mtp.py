@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.base import LoadOptions
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.gemma4_assistant import estimate_assistant, load_assistant
 from edgespec.backends.llamacpp.gemma4_assistant_files import is_assistant
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import PairContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
+from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
 from edgespec.backends.llamacpp.head_loading import (
+    HeadFile,
+    HeadParts,
+    HeadWeights,
     check_sizes,
     estimate_head,
     head_options,
     load_head_file,
 )
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
+from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.loading import check_file, threads_for
-from edgespec.backends.llamacpp.mtp_files import check_same_model, read_mtp_layers
-from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, plan_mtp_context
+from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
-from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.self_draft_methods import Head
+from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["estimate_mtp_head", "load_mtp_head"]
+__all__ = ["ChainedMtpHead", "estimate_mtp_head", "load_mtp_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 4
+_F16 = KvTypes("f16", "f16")
 
 
 def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
@@ -124,3 +132,65 @@ def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> M
         state_size=layers.state_size,
         bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
     )
+
+
+def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
+    """Return the context plan for MTP layers, whose KV cache is separate from the target's."""
+    assert options.context_tokens is not None
+    slots, token_bytes = options.parallel, layers.token_bytes
+    tokens, sequences = options.context_tokens * slots, (options.max_branches + 1) * slots
+    return ContextPlan(
+        tokens,
+        _F16,
+        sequences,
+        kv_bytes=tokens * token_bytes,
+        token_bytes=token_bytes,
+        rows=max(options.batch_tokens, sequences),
+        slots=slots,
+    )
+
+
+class ChainedMtpHead(PairHead):
+    """Several MTP layers, each of which was trained to predict one token further than the previous layer.
+
+    The first layer predicts the root's children in the draft tree, the second layer predicts their children,
+    and so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every
+    layer processes all tokens.
+
+    Args:
+        layers: Number of layers.
+        parts: The weights, the target and the context.
+    """
+
+    _context: PairContext
+
+    # Index of the MTP layer that runs the current level of the draft tree.
+    _layer = 0
+
+    def __init__(self, layers: int, parts: HeadParts) -> None:
+        super().__init__(parts)
+        self._count = layers
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        for layer in range(self._count):
+            # Free the KV cells of these tokens, so that every layer uses the same cells for a token.
+            self._cells.truncate(self.length)
+            self._context.select_mtp_layer(layer)
+            super()._append(tokens)
+
+    def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        before, self._layer = self._layer, min(self._layer + 1, self._count - 1) if first else 0
+        self._context.select_mtp_layer(self._layer)
+        if first == 0 or self._layer == before:
+            return super()._run_tree(tree, first)
+        self._cells.end_round()
+        positions, sequences = self._cells.place_tree(tree, 0)
+        states = self._states_before(tree, 0, positions)
+        rows = self._context.compute(HeadPass("draft", tree.tokens, states, positions, sequences))
+        self._own_states.extend(rows.states[first:])
+        return rows.logits[first:]
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Remove the KV cells of all nodes. The next prefill runs the accepted tokens with every layer."""
+        self._known_nodes = 0
+        super().commit(path)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufHeader, read_header
-from edgespec.backends.gguf_metadata import tensor_bytes
-from edgespec.backends.hidden_state_log import POST_NORM, stream_states
 from edgespec.errors import CapabilityError, ModelFileError, shorten
-from edgespec.files import file_state
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import GgufHeader, read_header
+from edgespec.model.formats.gguf_metadata import tensor_bytes
+from edgespec.model.hidden_state_log import POST_NORM, stream_states
+from edgespec.system.files import file_state
 
 __all__ = [
     "MTP_GRAPHS",

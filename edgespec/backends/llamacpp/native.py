@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import logging
+import os
 import signal
 import sys
 import threading
@@ -18,11 +19,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edgespec.errors import BackendMissingError, ConfigurationError
-from edgespec.files import log_folder, make_private_folder, regular_file_bytes, touch_private
-from edgespec.installation import setup_command
+from edgespec.errors import BackendError, BackendMissingError, ConfigurationError
+from edgespec.system.files import log_folder, make_private_folder, regular_file_bytes, touch_private
+from edgespec.system.installation import setup_command
 
-__all__ = ["ContextParams", "Interrupt", "captured_log", "ggml", "library", "recent_errors"]
+__all__ = [
+    "ContextParams",
+    "Interrupt",
+    "captured_log",
+    "ggml",
+    "library",
+    "recent_errors",
+    "use_threads",
+]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 # The values of GGML_LOG_LEVEL_DEBUG, GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
@@ -52,6 +61,26 @@ def library() -> ModuleType:
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+def use_threads() -> None:
+    """Prepare for multi-threaded passes. Raises BackendError if such passes ran before a fork.
+
+    OpenMP would then wait forever for its threads, which a forked child process does not have.
+    """
+    if _first_threads_process() != os.getpid():
+        raise BackendError(
+            f"llama.cpp already ran on several threads in process {_first_threads_process()}, so it cannot do"
+            " so in a forked child of this process",
+            "start the child process before you load a model, use multiprocessing's `spawn` method, or load"
+            " the model with threads=1",
+        )
+
+
+@cache
+def _first_threads_process() -> int:
+    """Return the ID of the first process that ran multi-threaded passes."""
+    return os.getpid()
 
 
 class ContextParams(ctypes.Structure):

@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.checkpoints import open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
-from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
-from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.errors import BackendError, ModelFileError
-from edgespec.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.base import LoadOptions
+from edgespec.model.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ProbeResult", "probe"]
 
@@ -89,21 +88,14 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
-    prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.max_threads)
-    # Verify fewer than 64 tokens at once if llama.cpp would otherwise use an attention kernel that rounds
-    # differently.
-    max_width = context.max_width
-    if not prefix_reuse_exact and not options.is_draft:
-        max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)
     return ProbeResult(
         Capabilities(
             True,
             tree,
             reason,
-            max_width,
+            context.max_width,
             options.max_branches,
             self_draft_methods=frozenset({"lowbit"} if copyable else ()),
-            prefix_reuse_exact=prefix_reuse_exact,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )

@@ -21,9 +21,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from edgespec.backends.base import Progress
-from edgespec.disk_checks import append_error
 from edgespec.errors import BackendError, CancelledError, CapabilityError, OptionError
+from edgespec.model.base import Progress
+from edgespec.system.disk_checks import append_error
 
 __all__ = [
     "QuantisedSize",

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot
-from edgespec.backends.base_model import BaseModel
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.layer_placement import LayerPlacement
 from edgespec.backends.llamacpp.loading import load_files
@@ -20,11 +18,13 @@ from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
-from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
+from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
+from edgespec.model.base_model import BaseModel
+from edgespec.model.self_draft_methods import Head, SelfDraft
 
 __all__ = ["RemoteModel", "load_on_workers"]
 
@@ -114,12 +114,6 @@ class _Placer:
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
 
-def _padded(chain: TokenTree, width: int) -> TokenTree:
-    """Return a chain with its last token repeated up to `width` tokens."""
-    more = max(0, width - chain.width)
-    return TokenTree.chain(chain.tokens[0], [*chain.tokens[1:], *chain.tokens[-1:] * more])
-
-
 class RemoteModel(BaseModel):
     """A GGUF model whose layers are on workers.
 
@@ -142,6 +136,7 @@ class RemoteModel(BaseModel):
                 facts.capabilities,
                 tree=False,
                 pass_widths=_PASS_WIDTHS,
+                has_slow_width_changes=True,
                 reason="drafts without branches only, because its layers are on workers",
                 self_draft_methods=facts.capabilities.self_draft_methods & _HEADS,
             ),
@@ -169,7 +164,7 @@ class RemoteModel(BaseModel):
         return self._call(lambda: self._model.embed(tokens, progress), is_pass=True)
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
-        padded = _padded(tree, min(self.facts.capabilities.padded_width(tree.width), self.free_tokens))
+        padded = tree.padded(min(self.facts.capabilities.padded_width(tree.width), self.free_tokens))
         return self._call(lambda: self._model.verify(padded, first), is_pass=True)
 
     def commit(self, path: tuple[int, ...]) -> None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.residual_heads import (
+    AttentionShape,
     ResidualHeadTarget,
     estimate_residual_heads,
     load_residual_heads,
 )
-from edgespec.backends.self_draft_methods import Head
-from edgespec.heads.prefix_layer import AttentionShape
-from edgespec.heads.products import Product
-from edgespec.heads.residual_layout import ResidualHeads
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.heads.products import Product
+from edgespec.model.heads.residual_layout import ResidualHeads
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.self_draft_methods import Head
 
 __all__ = ["EMBEDDINGS", "estimate_gguf_residual_heads", "lm_head", "load_gguf_residual_heads"]
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import architecture_metadata
-from edgespec.backends.memory_check import initial_context
 from edgespec.errors import BackendError, MemoryBudgetError
-from edgespec.heap import release_free_memory
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_check import initial_context
+from edgespec.system.heap import release_free_memory
 
 __all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
 

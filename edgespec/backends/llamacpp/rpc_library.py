@@ -16,8 +16,8 @@ from typing import Any
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.errors import BackendMissingError
-from edgespec.files import error_reason
-from edgespec.installation import setup_command
+from edgespec.system.files import error_reason
+from edgespec.system.installation import setup_command
 
 __all__ = ["add_devices", "guard_against_aborts", "lent_devices", "serve_devices"]
 

@@ -18,8 +18,8 @@ from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.rpc_library import lent_devices, serve_devices
 from edgespec.cluster.rpc_child import LOOPBACK
 from edgespec.cluster.weight_cache import hide_unverified
-from edgespec.cores import usable_cores
 from edgespec.errors import EdgespecError
+from edgespec.system.cores import usable_cores
 
 __all__ = ["main"]
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
@@ -18,6 +17,7 @@ from edgespec.backends.llamacpp.metadata import has_state
 from edgespec.backends.llamacpp.pass_scheduler import PassKind, PassPart, PassScheduler
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.errors import CapabilityError, EdgespecError, OptionError
+from edgespec.model.base import LoadOptions
 
 __all__ = [
     "ContextSlot",
@@ -54,6 +54,7 @@ def check_slots(plan: ContextPlan, options: LoadOptions) -> None:
             f"{plan.slots} concurrent replies with up to {options.max_branches} branches per draft need"
             f" {plan.sequences} llama.cpp sequences, but there are only {_MAX_SEQUENCES}",
             f"use --parallel {most} or less, or fewer --draft-branches",
+            option="draft_branches",
         )
 
 
@@ -177,6 +178,11 @@ class SharedContext:
         """Set the number of CPU threads on an idle machine."""
         with self.lock:
             self._context.set_max_threads(threads)
+
+    def fix_threads(self, fixed: bool) -> None:
+        """Fix the number of threads, or let it follow the load of the machine again."""
+        with self.lock:
+            self._context.fix_threads(fixed)
 
     def release(self) -> None:
         """Close a slot. When the last slot is closed, free the context and the weights."""

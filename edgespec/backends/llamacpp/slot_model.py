@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot
-from edgespec.backends.base_model import check_progress, split_last_batch
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -21,6 +19,7 @@ from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.head_kinds import load_head
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
@@ -35,11 +34,7 @@ from edgespec.backends.llamacpp.shared_context import (
     max_pass_tokens,
     why_not_shared,
 )
-from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import check_draft_width
-from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -50,6 +45,11 @@ from edgespec.errors import (
     MemoryBudgetError,
     ModelFileError,
 )
+from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
+from edgespec.model.base_model import check_progress, split_last_batch
+from edgespec.model.memory_check import check_draft_width
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.self_draft_methods import Head, SelfDraft
 
 __all__ = ["SlotModel", "load_slots"]
 
@@ -153,6 +153,9 @@ class SlotModel(HeadTarget):
     def max_threads(self) -> int:
         return self._slot.max_threads if self._slot.adapts_threads else 0
 
+    def fix_threads(self, fixed: bool) -> None:
+        self._slot.shared.fix_threads(fixed)
+
     def set_max_threads(self, threads: int) -> None:
         self._slot.shared.set_max_threads(threads)
 
@@ -172,7 +175,7 @@ class SlotModel(HeadTarget):
             self._cells.length += len(batch)
             done += len(batch)
             if progress and not progress("reading the prompt", done / len(tokens)):
-                raise CancelledError("processing the prompt was cancelled")
+                raise CancelledError("prompt processing was cancelled")
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> HostLogits:
         self._check(len(tokens))

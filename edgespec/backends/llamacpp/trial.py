@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
-from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.loading import load_files
@@ -19,11 +18,12 @@ from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.model_facts import Adapter
-from edgespec.backends.optional_features import HeadModel
-from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
+from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.model_facts import Adapter
+from edgespec.model.optional_features import HeadModel
+from edgespec.model.self_draft_methods import Head
 
 __all__ = ["try_adapters", "try_head", "try_model", "try_split_model"]
 

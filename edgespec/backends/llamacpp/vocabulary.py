@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache, partial
 from itertools import repeat
 from typing import Any
 
-from edgespec.backends.base_model import MAX_CACHED_PIECES
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.longest_piece import longest_piece_bytes
 from edgespec.errors import BackendError, ClosedError
+from edgespec.model.base_model import MAX_CACHED_PIECES
+from edgespec.model.longest_piece import longest_piece_bytes
 
 __all__ = ["LlamaVocabulary"]
 
@@ -41,7 +41,7 @@ class LlamaVocabulary:
         self._vocab = self._lib.llama_model_get_vocab(model)
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
         template = self._lib.llama_model_chat_template(model, None)
-        self.chat_template = template.decode("utf-8", "replace") if template else None
+        self.chat_template = template.decode("utf-8-sig", "replace") if template else None
         self.bos_text = self._special_text(self._lib.llama_vocab_bos(self._vocab))
         self.eos_text = self._special_text(self._lib.llama_vocab_eos(self._vocab))
         self._adds_start: bool = self._lib.llama_vocab_get_add_bos(self._vocab)
@@ -79,7 +79,7 @@ class LlamaVocabulary:
             room = -count
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens in a text, without tokenizing it."""
+        """Return a lower bound on the number of tokens in text, without tokenizing it."""
         longest = self._longest_piece_bytes
         return -(-len(text.strip().encode("utf-8", "replace")) // longest) if longest else 0
 

@@ -10,10 +10,18 @@ from functools import cache
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from edgespec.errors import BackendMissingError
-from edgespec.installation import setup_command
+from edgespec.errors import BackendError, BackendMissingError
+from edgespec.system.installation import setup_command
 
-__all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
+__all__ = [
+    "MlxBuildInfo",
+    "build_identity",
+    "build_info",
+    "mlx_core",
+    "mlx_lm_utils",
+    "runs_on_cpu",
+    "use_in_this_process",
+]
 
 # Allow the process to open at least this many files, because a model can be split into hundreds of files.
 _MIN_OPEN_FILES = 2048
@@ -44,7 +52,26 @@ def mlx_core() -> Any:
         import mlx.core
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx", error) from error
+    _first_user()
     return mlx.core
+
+
+def use_in_this_process() -> None:
+    """Prepare to compute with MLX. Raises BackendError if MLX was imported in the parent before a fork.
+
+    MLX would then wait forever for its threads, which a forked child process does not have.
+    """
+    if _first_user() != os.getpid():
+        raise BackendError(
+            f"MLX was already used in process {_first_user()}, so it cannot run in its forked child process",
+            "start the child process before you load an MLX model, or use multiprocessing's `spawn` method",
+        )
+
+
+@cache
+def _first_user() -> int:
+    """Return the ID of the first process that imported MLX."""
+    return os.getpid()
 
 
 def runs_on_cpu() -> bool:
@@ -121,3 +148,8 @@ def build_info() -> MlxBuildInfo:
         mx.cuda.is_available(),
         int(device.get("max_recommended_working_set_size") or 0),
     )
+
+
+def build_identity() -> str:
+    """Identify the installed version of MLX and its default device."""
+    return repr(build_info())

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backends.base import Snapshot
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.layer_caches import LayerCaches
 from edgespec.errors import BackendError
+from edgespec.model.base import Snapshot
 
 __all__ = ["deserialize_caches", "deserialize_head", "serialize_caches", "serialize_head"]
 

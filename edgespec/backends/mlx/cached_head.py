@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.head_view import CachedHeadView
-from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.cache_serialization import deserialize_head, serialize_head
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout
-from edgespec.backends.mlx.target_ends import DraftVocabulary
-from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget
 from edgespec.engine.tree import TokenTree
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
+from edgespec.model.memory_check import check_tokens_fit
+from edgespec.model.model_facts import ModelFacts
 
 __all__ = ["BATCH_TOKENS", "CachedHead"]
 
@@ -30,7 +27,7 @@ __all__ = ["BATCH_TOKENS", "CachedHead"]
 BATCH_TOKENS = 64
 
 
-class CachedHead(CachedHeadView["MlxModel"]):
+class CachedHead(CachedHeadView[HeadTarget]):
     """A head that MLX runs, which can have several KV caches.
 
     Args:
@@ -50,7 +47,7 @@ class CachedHead(CachedHeadView["MlxModel"]):
 
     def __init__(
         self,
-        target: MlxModel,
+        target: HeadTarget,
         states: Sequence[int],
         network: Any,
         embed: Callable[[mx.array], mx.array],

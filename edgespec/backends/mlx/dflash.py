@@ -1,27 +1,166 @@
-"""Draft with a DFlash or DSpark head, which predicts a block of tokens in one pass."""
+"""Run DFlash heads (arXiv 2602.06036) and DSpark heads (arXiv 2607.05147) with MLX."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.cached_head import CachedHead
-from edgespec.backends.mlx.dflash_network import DFlashNetwork
+from edgespec.backends.head_trial import check_finite
+from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
+from edgespec.backends.mlx.eagle_network import FeedForward
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.head_loading import (
+    check_memory,
+    check_sizes,
+    checked_folder,
+    estimate_head,
+    evaluate_constants,
+    head_facts,
+    loaded_bytes,
+    weight_array,
+)
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.model_facts import Capabilities, ModelFacts
+from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
-from edgespec.heads.dflash_config import DFlashConfig
+from edgespec.errors import CapabilityError
+from edgespec.model.heads.dflash_files import DFlashConfig, DFlashFiles, read_dflash
+from edgespec.model.heads.layer_config import invalid_settings
+from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.model_facts import Capabilities, ModelFacts
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
+__all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
-__all__ = ["DFlashHead"]
+
+class DFlashNetwork(Module):
+    """The network of a head. Its parameters have the names used by `edgespec.model.heads.dflash_files`."""
+
+    def __init__(self, files: DFlashFiles) -> None:
+        super().__init__()
+        config = files.config
+        self.fc = Linear(len(config.states) * config.size, config.size, bias=False)
+        self.hidden_norm = RMSNorm(config.size, config.norm_eps)
+        self.layers = [_Layer(config, window) for window in config.windows]
+        self.norm = RMSNorm(config.size, config.norm_eps)
+        if files.target_ids is not None:
+            self.lm_head = Linear(config.size, len(files.target_ids), bias=False)
+        if config.markov_rank:
+            self.markov_head = _MarkovHead(config, files.draft_vocab_size)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The data type in which the head computes."""
+        return self.fc.weight.dtype
+
+    @property
+    def cache_count(self) -> int:
+        """Number of KV caches."""
+        return len(self.layers)
+
+    def add_states(self, states: mx.array, caches: Sequence[AttentionCache]) -> None:
+        """Compute keys and values from the target's hidden states [tokens, states * size], and cache them."""
+        fused = self.hidden_norm(self.fc(states))[None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.add(fused, cache)
+
+    def __call__(self, embeddings: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        """Return the normalised hidden states [tokens, size] of a block, given its tokens' embeddings."""
+        states = embeddings[None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            states = layer(states, cache)
+        return self.norm(states)[0]
+
+
+class _MarkovHead(Module):
+    """Computes logits from the previous token, which are added to the logits of the block."""
+
+    def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.markov_w1 = Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = Linear(config.markov_rank, draft_vocab_size, bias=False)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Return the logits [tokens, draft vocabulary] to add after each of `tokens`."""
+        return self.markov_w2(self.markov_w1(tokens))
+
+
+class _Layer(Module):
+    def __init__(self, config: DFlashConfig, window: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, window)
+        self.mlp = FeedForward(config.size, config.feed_forward_size)
+        self.input_layernorm = RMSNorm(config.size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.size, config.norm_eps)
+
+    def __call__(self, states: mx.array, cache: AttentionCache) -> mx.array:
+        states = states + self.self_attn(self.input_layernorm(states), cache)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class _Attention(Module):
+    def __init__(self, config: DFlashConfig, window: int) -> None:
+        super().__init__()
+        self._config, self._window = config, window
+        self.q_proj = Linear(config.size, config.heads * config.head_size, bias=False)
+        self.k_proj = Linear(config.size, config.kv_heads * config.head_size, bias=False)
+        self.v_proj = Linear(config.size, config.kv_heads * config.head_size, bias=False)
+        self.o_proj = Linear(config.heads * config.head_size, config.size, bias=False)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps)
+        self.rope = initialize_rope(
+            config.head_size,
+            config.rope.theta,
+            False,
+            dict(config.rope.scaling) or None,
+            config.context_tokens or None,
+        )
+
+    def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:
+        """Append the keys and values of hidden states to the cache, and return all keys and values in it."""
+        keys = self.rope(self.k_norm(self._split(self.k_proj(states))), offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, self._split(self.v_proj(states)))
+        return keys, values
+
+    def __call__(self, states: mx.array, cache: AttentionCache) -> mx.array:
+        count, before = states.shape[1], cache.offset
+        queries = self.rope(self.q_norm(self._split(self.q_proj(states))), offset=before)
+        keys, values = self.add(states, cache)
+        attended = mx.fast.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            scale=self._config.head_size**-0.5,
+            mask=self._mask(before, count),
+        )
+        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
+
+    def _mask(self, before: int, count: int) -> mx.array | None:
+        """Return the attention mask of a block, bool [tokens, keys], or None if tokens attend to all keys."""
+        queries, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)[None]
+        seen = []
+        if self._config.is_causal:
+            seen.append(keys <= queries)
+        if self._window:
+            seen.append(queries - keys < self._window)
+        if not seen:
+            return None
+        return seen[0] & seen[-1]
+
+    def _split(self, rows: mx.array) -> mx.array:
+        count = rows.shape[1]
+        return rows.reshape(1, count, -1, self._config.head_size).transpose(0, 2, 1, 3)
 
 
 class DFlashHead(CachedHead):
@@ -44,7 +183,7 @@ class DFlashHead(CachedHead):
 
     def __init__(
         self,
-        target: MlxModel,
+        target: HeadTarget,
         network: DFlashNetwork,
         config: DFlashConfig,
         embed: Callable[[mx.array], mx.array],
@@ -119,3 +258,69 @@ class DFlashHead(CachedHead):
             if self._config.markov_rank:
                 rows = rows + self._network.markov_head(mx.array(list(tokens))).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
+
+
+def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory for a head, including the log of hidden states that it reads.
+
+    Raises:
+        CapabilityError: The head is a GGUF file.
+        ModelFileError: The folder contains no DFlash or DSpark head, or a damaged one.
+    """
+    files = read_dflash(checked_folder(folder))
+    config, fused = files.config, files.tensors["fc.weight"].shape[1]
+    batch_elements = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
+    compute_elements = (
+        batch_elements + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused
+    )
+    weight_bytes = sum(map(loaded_bytes, files.tensors.values()))
+    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
+
+
+def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
+    """Load a DFlash or DSpark head for a target.
+
+    Args:
+        target: The target.
+        net: The target's mlx-lm model.
+        folder: Folder of the head, in the layout in which it was published.
+
+    Raises:
+        CapabilityError: The head was made for another target, or is a GGUF file.
+        ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or not supported.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    files = read_dflash(checked_folder(folder))
+    config, name = files.config, f"the head of {target.facts.name}"
+    check_sizes(target, folder, config.size, config.vocab_size)
+    if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
+        raise CapabilityError(
+            f"the head {folder} was made for another target: it reads the layers {list(config.states)}, but"
+            f" {target.facts.name} has {target.layer_count} layers",
+            "choose the head that was published for this target",
+        )
+    check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))
+    weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
+    with invalid_settings(folder):
+        network = DFlashNetwork(files)
+        network.load_weights(weights, strict=True)
+        evaluate_constants(layer.self_attn.rope for layer in network.layers)
+    facts = head_facts(
+        target,
+        name,
+        folder,
+        "dspark" if config.markov_rank else "dflash",
+        f"head that drafts blocks of {config.block_tokens} tokens",
+        [array for _, array in weights],
+        config.kv_bytes_per_token,
+        config.context_tokens,
+    )
+    embed = TargetEmbedding(net, config.vocab_size, config.size)
+    lm_head = TargetLmHead(net) if files.target_ids is None else network.lm_head
+    head = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
+    try:
+        check_finite(head, folder)
+    except BaseException:
+        head.close()
+        raise
+    return head

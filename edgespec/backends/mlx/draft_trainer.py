@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx import optimizers
+from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from edgespec.backends.drafter_training import TrainingBatch
-from edgespec.backends.mlx.batch_writing import write_texts
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup, save_arrays
-from edgespec.backends.mlx.trainable_draft import TrainableDraft
-from edgespec.backends.mlx_files import WEIGHTS_INDEX, is_weights
-from edgespec.errors import ModelFileError
+from edgespec.backends.mlx.gradient_descent import Arrays, GradientDescent, ParameterGroup, save_arrays
+from edgespec.backends.mlx.lora_trainer import adapted_layers
+from edgespec.backends.mlx.model_skeleton import named_arrays, read_skeleton, translate_load_errors
+from edgespec.backends.mlx.teacher_model import (
+    TeacherModel,
+    convert_to_float32,
+    faster_in_float32,
+    write_texts,
+)
+from edgespec.backends.mlx.weight_loading import load_model
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.drafter_training import TrainingBatch
+from edgespec.model.formats.mlx_files import WEIGHTS_INDEX, is_weights
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.teacher import MlxTeacher
-
-__all__ = ["DraftGuesser", "DraftStudent", "DraftTrainer"]
+__all__ = ["DraftStudent", "DraftTrainer"]
 
 _WEIGHTS_FILE = "model.safetensors"
 # Files that are copied from the original to the trained draft model: the configuration and the tokenizer.
@@ -44,6 +50,97 @@ _ON_POLICY_EVERY = 2
 _OWN_TOKENS = 32
 
 
+class _Quantisation(NamedTuple):
+    group_size: int
+    bits: int
+    mode: str
+
+
+class TrainableDraft:
+    """A draft model with weights to train, which is published with the quantisation that it was loaded with.
+
+    Args:
+        path: Folder of the draft model.
+        name: Name of the draft model, for messages.
+        lora: Train LoRA weights instead of the model's own weights.
+
+    Attributes:
+        net: The mlx `nn.Module`.
+        vocab_size: Number of logits per token.
+        size: Number of values in a hidden state.
+
+    Raises:
+        ModelFileError: The model is damaged or not supported.
+        MemoryBudgetError: The model does not fit in memory.
+        CapabilityError: The model has no layers to which low-rank changes can be added.
+    """
+
+    def __init__(self, path: Path, name: str, lora: bool) -> None:
+        # The data types in the files. Loading may convert the weights to other types.
+        stored = read_skeleton(str(path), name, LoadOptions()).model.parameters()
+        self._dtypes = {key: array.dtype for key, array in named_arrays(stored)}
+        loaded = load_model(str(path), name, LoadOptions(), None)
+        self.net: Any = loaded.skeleton.model
+        self.vocab_size = loaded.skeleton.vocab_size
+        config = loaded.skeleton.config
+        self.size = int((config.get("text_config") or config)["hidden_size"])
+        self._quantised = {
+            key: _Quantisation(module.group_size, module.bits, module.mode)
+            for key, module in self.net.named_modules()
+            if "scales" in module
+        }
+        self._adapted = []
+        with translate_load_errors(str(path)):
+            if not lora or faster_in_float32(loaded):
+                convert_to_float32(self.net)
+        if lora:
+            self._adapted = list(adapted_layers(self.net))
+            if not self._adapted:
+                raise CapabilityError(
+                    f"{name} has no linear layers to which LoRA layers can be added", "omit --lora"
+                )
+            self.net.freeze()
+            for layer in self._adapted:
+                layer.parent[layer.attribute] = layer.adapted
+                layer.adapted.unfreeze(recurse=False)
+
+    @property
+    def weights(self) -> Arrays:
+        """The trained weights by name."""
+        leaves: Any = tree_flatten(self.net.trainable_parameters())
+        return dict(leaves)
+
+    @weights.setter
+    def weights(self, weights: Arrays) -> None:
+        self.net.update(tree_unflatten(list(weights.items())))
+
+    def published(self) -> Arrays:
+        """Return the tensors of the published model, in the data types of the original model."""
+        arrays: Arrays = {}
+        for key, array in self._merged().items():
+            module, _, leaf = key.rpartition(".")
+            if leaf == "weight" and module in self._quantised and mx.issubdtype(array.dtype, mx.floating):
+                scales_dtype = self._dtypes[f"{module}.scales"]
+                # Keep the type of the weights if the scales are 8-bit integers, as in some quantisations.
+                weight = array.astype(scales_dtype) if mx.issubdtype(scales_dtype, mx.floating) else array
+                packed = mx.quantize(weight, **self._quantised[module]._asdict())
+                parts = zip(("weight", "scales", "biases"), packed, strict=False)
+                arrays.update({f"{module}.{part}": values for part, values in parts})
+            else:
+                arrays[key] = array.astype(self._dtypes[key])
+        return arrays
+
+    def _merged(self) -> Arrays:
+        """Return the model's parameters after adding the low-rank changes."""
+        try:
+            for layer in self._adapted:
+                layer.parent[layer.attribute] = layer.adapted.fuse()
+            return dict(named_arrays(self.net.parameters()))
+        finally:
+            for layer in self._adapted:
+                layer.parent[layer.attribute] = layer.adapted
+
+
 class DraftGuesser:
     """Implements `Guesser` for a draft model.
 
@@ -53,7 +150,7 @@ class DraftGuesser:
         name: Name of the draft model, for messages.
     """
 
-    def __init__(self, teacher: MlxTeacher, draft: TrainableDraft, name: str) -> None:
+    def __init__(self, teacher: TeacherModel, draft: TrainableDraft, name: str) -> None:
         self._teacher, self._draft, self._name = teacher, draft, name
         # The vocabularies can have different numbers of padding tokens at the end.
         self._vocab_size = min(teacher.vocabulary.size, draft.vocab_size)
@@ -95,7 +192,7 @@ class DraftTrainer(DraftGuesser):
     """
 
     def __init__(
-        self, teacher: MlxTeacher, draft: TrainableDraft, name: str, original: Path, rate: float
+        self, teacher: TeacherModel, draft: TrainableDraft, name: str, original: Path, rate: float
     ) -> None:
         super().__init__(teacher, draft, name)
         self._original = original
@@ -153,7 +250,7 @@ class DraftTrainer(DraftGuesser):
 class DraftStudent:
     """Implements `Student` for a draft model. See `Teacher.draft`."""
 
-    def __init__(self, teacher: MlxTeacher, path: Path, name: str, lora: bool) -> None:
+    def __init__(self, teacher: TeacherModel, path: Path, name: str, lora: bool) -> None:
         self.title = "draft model"
         self._teacher, self._path, self._name, self._lora = teacher, path, name, lora
 

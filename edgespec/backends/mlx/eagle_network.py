@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import mlx.core as mx
+from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
@@ -13,15 +14,31 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.feed_forward import FeedForward
-from edgespec.heads.eagle_config import EagleConfig
-from edgespec.heads.eagle_files import EagleFiles
+from edgespec.model.heads.eagle_files import EagleConfig, EagleFiles
 
-__all__ = ["Attend", "EagleLayer", "EagleNetwork"]
+__all__ = ["EagleLayer", "EagleNetwork", "FeedForward"]
+
+
+class FeedForward(Module):
+    """A feed-forward block with a gate (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        size: Size of hidden states.
+        inner: Size of the block's inner layer.
+    """
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(size, inner, bias=False)
+        self.up_proj = Linear(size, inner, bias=False)
+        self.down_proj = Linear(inner, size, bias=False)
+
+    def __call__(self, states: mx.array) -> mx.array:
+        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
 
 
 class EagleNetwork(Module):
-    """The network of an EAGLE head. Its parameters have the canonical names in `edgespec.heads.eagle_files`.
+    """The network of an EAGLE head. Its parameters have the canonical names of `model.heads.eagle_files`.
 
     EAGLE-3 first reduces several hidden states of the target to one (`reduced`), and normalises its inputs.
     EAGLE-1 reads one hidden state, and combines it with the token's embedding in `fc`.

@@ -6,22 +6,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import check_weights_fit
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.mlx.target_ends import HeadTarget
 from edgespec.errors import CapabilityError
-from edgespec.heads.stored_tensor import StoredTensor
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
+from edgespec.model.base import LoadOptions
+from edgespec.model.heads.stored_tensor import StoredTensor
+from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.model_facts import ModelFacts
 
 __all__ = [
     "check_memory",
@@ -91,14 +89,14 @@ def evaluate_constants(ropes: Iterable[Any]) -> None:
     evaluate(mx.random.state)  # type: ignore[arg-type]
 
 
-def check_memory(target: MlxModel, name: str, weight_bytes: int) -> None:
+def check_memory(target: HeadTarget, name: str, weight_bytes: int) -> None:
     """Raise MemoryBudgetError if the weights of a head do not fit in memory."""
     if target.memory_bytes is not None:
         left = target.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         check_weights_fit(name, weight_bytes, LoadOptions(memory_bytes=max(0, left)))
 
 
-def check_sizes(target: MlxModel, folder: Path, state_size: int, vocab_size: int) -> None:
+def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: int) -> None:
     """Raise CapabilityError if the sizes of a head's hidden states or vocabulary differ from its target's."""
     for what, own, needed in (
         ("hidden states", target.state_size, state_size),
@@ -113,7 +111,7 @@ def check_sizes(target: MlxModel, folder: Path, state_size: int, vocab_size: int
 
 
 def head_facts(
-    target: MlxModel,
+    target: HeadTarget,
     name: str,
     folder: Path,
     architecture: str,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx import optimizers
 from numpy.typing import NDArray
 
-from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
 from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup, save_arrays
+from edgespec.backends.mlx.teacher_model import TeacherModel
 from edgespec.backends.mlx.trainable_head import TrainableHead
 from edgespec.errors import ModelFileError
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.teacher import MlxTeacher
+from edgespec.model.drafter_training import TrainingBatch
 
 __all__ = ["HeadGuesser", "HeadStudent", "MlxHeadTrainer"]
 
@@ -58,7 +56,7 @@ class HeadGuesser:
         head: The head.
     """
 
-    def __init__(self, teacher: MlxTeacher, head: TrainableHead) -> None:
+    def __init__(self, teacher: TeacherModel, head: TrainableHead) -> None:
         self._teacher, self.head = teacher, head
         self._draft_tokens = mx.array(head.draft_tokens)
 
@@ -80,7 +78,7 @@ class HeadGuesser:
 class MlxHeadTrainer(HeadGuesser):
     """Implements `DrafterTrainer` for a head of any kind."""
 
-    def __init__(self, teacher: MlxTeacher, head: TrainableHead) -> None:
+    def __init__(self, teacher: TeacherModel, head: TrainableHead) -> None:
         super().__init__(teacher, head)
         # Train matrices with Muon, and norms and biases with AdamW.
         self._descent = GradientDescent(
@@ -149,7 +147,7 @@ class HeadStudent:
         kind: The kind of head.
     """
 
-    def __init__(self, teacher: MlxTeacher, kind: type[TrainableHead]) -> None:
+    def __init__(self, teacher: TeacherModel, kind: type[TrainableHead]) -> None:
         self._teacher, self._kind = teacher, kind
         self.title = kind.title
 
@@ -164,7 +162,9 @@ class HeadStudent:
         """See `Student`."""
 
 
-def _load_published_head(teacher: MlxTeacher, kind: type[TrainableHead], folder: Path) -> HeadGuesser | None:
+def _load_published_head(
+    teacher: TeacherModel, kind: type[TrainableHead], folder: Path
+) -> HeadGuesser | None:
     if not any((folder / name).exists() for name in (_CONFIG, kind.weights_file)):
         return None
     try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.absent_layers import AbsentLayer, FirstLayer, LastLayer, check_separable
 from edgespec.backends.mlx.evaluation import evaluate, freed_buffers_bytes, translate_errors
 from edgespec.backends.mlx.layer_caches import LayerCaches
@@ -18,7 +17,8 @@ from edgespec.backends.mlx.model_skeleton import ModelSkeleton, named_arrays, re
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.cluster.layer_child import temporary_folder
 from edgespec.errors import MemoryBudgetError, WorkerError
-from edgespec.files import error_reason, format_bytes, write_advice
+from edgespec.model.base import LoadOptions
+from edgespec.system.files import error_reason, format_bytes, write_advice
 
 __all__ = ["LayerBlock", "build_skeleton"]
 

@@ -9,14 +9,14 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_estimate import MachineShare
 from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.model_skeleton import parameter_bytes, read_skeleton, trace_one_token
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.layer_split import split_layers
 from edgespec.errors import MemoryBudgetError
-from edgespec.files import format_bytes
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MachineShare
+from edgespec.system.files import format_bytes
 
 __all__ = ["LayerPlacement", "LayerSizes", "place_layers", "place_parts", "read_layer_sizes"]
 

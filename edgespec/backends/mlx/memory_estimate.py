@@ -12,18 +12,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import requested_context
-from edgespec.backends.memory_estimate import MachineShare, MemoryEstimate, MemoryPart
-from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
+from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu, use_in_this_process
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
-from edgespec.backends.mlx.layer_placement import (
-    LayerPlacement,
-    place_layers,
-    place_parts,
-    read_layer_sizes,
-)
-from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
+from edgespec.backends.mlx.layer_placement import LayerPlacement, place_layers, place_parts, read_layer_sizes
 from edgespec.backends.mlx.model_skeleton import (
     ModelSkeleton,
     WeightSizes,
@@ -32,9 +23,13 @@ from edgespec.backends.mlx.model_skeleton import (
     trace_one_token,
 )
 from edgespec.backends.mlx.streams import reuse_stream
-from edgespec.backends.mlx_metadata import language_config
-from edgespec.backends.model_facts import Adapter
+from edgespec.backends.mlx.weight_loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
 from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.mlx_metadata import language_config
+from edgespec.model.memory_check import requested_context
+from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, MemoryPart
+from edgespec.model.model_facts import Adapter
 
 __all__ = ["MlxMemoryEstimator"]
 
@@ -94,6 +89,7 @@ class MlxMemoryEstimator:
     why_not_shared = "MLX runs one reply at a time"
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
+        use_in_this_process()
         reuse_stream()
         self.name, self._path = name, path
         folders = [path, *(adapter.path for adapter in options.adapters)]
@@ -108,7 +104,9 @@ class MlxMemoryEstimator:
         widened, bits = shape.sizes.widens(options), KV_BITS[options.kv_type]
         if (bits, widened) not in shape.caches:
             raise OptionError(
-                f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
+                f"{self.name} does not support kv_type {options.kv_type!r}",
+                "use --kv-type auto",
+                option="kv_type",
             )
         if options.workers is not None:
             return self._estimate_local(options)

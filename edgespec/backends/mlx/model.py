@@ -5,23 +5,17 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.cache_serialization import deserialize_caches, serialize_caches
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
-from edgespec.backends.mlx.loading import KV_BITS, LoadedMlxModel, prefill_batch_tokens
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import (
@@ -33,23 +27,26 @@ from edgespec.backends.mlx.partial_models import (
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.backends.mlx.streams import reuse_stream
+from edgespec.backends.mlx.target_ends import HeadTarget
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.optional_features import Trainer
-from edgespec.backends.self_draft_methods import Head, SelfDraft, SkippedLayers
-from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.backends.mlx.weight_loading import KV_BITS, LoadedMlxModel, prefill_batch_tokens
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
+from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
+from edgespec.model.base_model import SelfDraftView, in_batches
+from edgespec.model.hidden_state_log import HiddenStateLog
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.optional_features import Trainer
+from edgespec.model.self_draft_methods import Head, SelfDraft
 
-__all__ = ["MlxModel"]
+__all__ = ["MlxModel", "SpreadModel"]
 
 
-class MlxModel(BaseModel):
+class MlxModel(HeadTarget):
     """A loaded MLX model. Checks the arguments of each call, and runs passes with a `PassRunner`.
 
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
-        memory_bytes: Memory limit of the model, its KV cache and its head. None if there is no limit.
         caches: The caches of all layers.
         why_chains_only: The reason why the model supports no token trees and no drafting for itself. Empty if
             there is none.
@@ -78,9 +75,6 @@ class MlxModel(BaseModel):
         # The loader replaces this function after it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # Cache of `top1_agreement`: a KV-cache checkpoint, the input tokens, and the most likely next tokens
-        # with all layers.
-        self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
 
     @property
@@ -102,7 +96,7 @@ class MlxModel(BaseModel):
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
         self._check_pass(tree)
-        return self._runner.verify(tree, first)
+        return self._runner.verify(self._padded(tree), first)
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
         """Draft with a partial model. The drafted tokens are discarded when the full model is used again."""
@@ -127,7 +121,7 @@ class MlxModel(BaseModel):
             raise
 
     def run_ahead(self, enabled: bool) -> None:
-        self._runner.run_ahead = enabled
+        self._runner.run_ahead = enabled and not self.facts.capabilities.pass_widths
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
         self._runner.pipeline_with(draft._runner if isinstance(draft, MlxModel) else None)
@@ -217,9 +211,6 @@ class MlxModel(BaseModel):
         self._check(0)
         return MlxTrainer(self._net, self._runner.layout, self.facts.name, self._fingerprint, self.end_round)
 
-    def release_thread_state(self) -> None:
-        release_thread_state()
-
     @property
     def layer_count(self) -> int:
         return self.partial_models.layer_count
@@ -235,8 +226,8 @@ class MlxModel(BaseModel):
         return view
 
     def _head(self, method: Head) -> SelfDraftView[Any]:
-        from edgespec.backends.mlx.dflash_loading import load_dflash_head
-        from edgespec.backends.mlx.eagle_loading import load_eagle_head
+        from edgespec.backends.mlx.dflash import load_dflash_head
+        from edgespec.backends.mlx.eagle import load_eagle_head
         from edgespec.backends.mlx.mtp import load_mtp_head
         from edgespec.backends.mlx.residual_target import load_mlx_residual_heads
 
@@ -253,22 +244,6 @@ class MlxModel(BaseModel):
     def _partial_model(self, method: PartialDraft) -> PartialModel:
         self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)
         return self.partial_models.create(method, self.facts.name)
-
-    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        self._check_not_interrupted()
-        partial_model = self._partial_model(SkippedLayers(tuple(layers)))
-        self.end_round()
-        start = self.length - len(tokens)
-        if not tokens or start < 0 or not self.caches.can_rewind(start):
-            raise CapabilityError(
-                f"{self.facts.name} cannot score the last {len(tokens)} tokens, because its cache holds fewer"
-            )
-        committed, runner = self._runner.committed, self._runner
-        if not self._scored or self._scored[0] is not committed or self._scored[1] != tuple(tokens):
-            best = runner.best_tokens(tokens, start, nullcontext())
-            self._scored = committed, tuple(tokens), best
-        partial_best = runner.best_tokens(tokens, start, partial_model.active(0))
-        return float(np.mean(partial_best == self._scored[2]))
 
     def measure_exits(self, tokens: Sequence[int], first: int = 0) -> tuple[dict[int, float], list[int], int]:
         """Measure how often each early exit agrees with the full model on the next token.
@@ -292,11 +267,11 @@ class MlxModel(BaseModel):
         self._check_not_interrupted()
         self.end_round()
         layers, hooks, best_tokens = LayerList(self._net), self.hidden_state_hooks(), self._runner.best_tokens
-        whole = best_tokens(tokens, self.length, hooks.on(range(hooks.count)))
+        whole = best_tokens(tokens, hooks.on(range(hooks.count)))
         agreements = {}
         for layer in range(1, hooks.count):
             resumed = layers.resumed_at(hooks.count, hooks.outputs[layer - 1])
-            best = best_tokens(tokens, self.length, layers.replaced(resumed))
+            best = best_tokens(tokens, layers.replaced(resumed))
             agreements[layer] = float(np.mean((best == whole)[first:]))
         return agreements, *self.partial_models.layer_bytes()
 
@@ -324,6 +299,59 @@ class MlxModel(BaseModel):
     def _check_not_interrupted(self) -> None:
         if self._runner.interrupted:
             raise CancelledError("the model's computation was cancelled")
+
+
+class SpreadModel(MlxModel):
+    """An MLX model whose layers are on workers.
+
+    Passes raise WorkerLostError after a worker was lost. After an interrupt, they raise CancelledError
+    without waiting for the workers.
+    """
+
+    why_chains_only = "drafts without branches only, because its layers are on workers"
+
+    def __init__(
+        self, loaded: LoadedMlxModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
+    ) -> None:
+        super().__init__(loaded, facts, vocabulary, options)
+        self._blocks, self._workers = loaded.blocks, options.workers
+
+    def run_ahead(self, enabled: bool) -> None:
+        """Do nothing, because a pass waits for the workers, so it cannot overlap with other work."""
+
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
+        """Do nothing. See `run_ahead`."""
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> NoReturn:  # noqa: ARG002
+        raise CapabilityError(
+            f"the cache of {self.facts.name} cannot be copied, because it is on workers",
+            "process the prompt again",
+        )
+
+    def restore(self, snapshot: Snapshot) -> NoReturn:  # noqa: ARG002
+        raise CapabilityError(
+            f"the cache of {self.facts.name} cannot be restored, because it is on workers",
+            "process the prompt again",
+        )
+
+    def resize(self, context_tokens: int) -> None:
+        raise MemoryBudgetError(
+            f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
+            " are on workers",
+            "load the model again with another --context",
+        )
+
+    def interrupt(self, enabled: bool) -> None:
+        super().interrupt(enabled)
+        if self._workers is not None:
+            self._workers.interrupt(enabled)
+
+    def close(self) -> None:
+        super().close()
+        for block in self._blocks:
+            block.close()
+        if self._workers is not None:
+            self._workers.close()
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):

@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import check_weights_fit, requested_context
-from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu
-from edgespec.backends.mlx_files import WEIGHTS, missing_files, read_json_object, read_tensors
-from edgespec.backends.mlx_metadata import trained_context
+from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu, use_in_this_process
 from edgespec.errors import EdgespecError, MemoryBudgetError, ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.mlx_files import (
+    missing_files,
+    read_json_object,
+    read_tensors,
+    readable_folder,
+    weight_files,
+)
+from edgespec.model.formats.mlx_metadata import trained_context
+from edgespec.model.memory_check import check_weights_fit, requested_context
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.layer_caches import LayerCaches
@@ -32,6 +38,7 @@ __all__ = [
     "read_skeleton",
     "trace_one_token",
     "translate_load_errors",
+    "try_model",
 ]
 
 _OUT_OF_MEMORY = re.compile(
@@ -103,10 +110,11 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
         MemoryBudgetError: The weights exceed the memory limit.
     """
+    use_in_this_process()
     folder, adapter = Path(path), options.adapters[0].path if options.adapters else None
     with translate_load_errors(path):
         config = _read_config(folder)
-        files = sorted(folder.glob(WEIGHTS))
+        files = weight_files(folder)
     if adapter is not None:
         with translate_load_errors(adapter):
             files.append(_adapter_file(Path(adapter)))
@@ -120,7 +128,8 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     # Redirect stdout, which is reserved for results, because some of mlx-lm's models print to it.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
-        model, config = mlx_lm_utils().load_model(folder, lazy=True)
+        with readable_folder(folder) as readable:
+            model, config = mlx_lm_utils().load_model(readable, lazy=True)
     # Evaluate MLX's random state, to free the graph of the random initial weights, which are not used.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
@@ -273,3 +282,12 @@ def _kv_elements(caches: LayerCaches) -> int:
     arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
     # Cached keys and values have shape [batch, heads, tokens, size].
     return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)
+
+
+def try_model(path: str, name: str) -> None:
+    """Check that a model can be built and that its tensor shapes fit, without reading its weights.
+
+    Raises:
+        EdgespecError: The model cannot be loaded.
+    """
+    read_skeleton(path, name, LoadOptions())

@@ -1,4 +1,4 @@
-"""Load the multi-token prediction (MTP) layers of models that contain them, such as Qwen3-Next."""
+"""Load and run multi-token prediction (MTP) layers (arXiv 2412.19437), as in Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.quantized import quantize
 
 from edgespec.backends.head_trial import load_most_accurate
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.head_loading import (
@@ -24,21 +27,139 @@ from edgespec.backends.mlx.head_loading import (
     weight_array,
 )
 from edgespec.backends.mlx.layers import Body, LayerList
-from edgespec.backends.mlx.mtp_head import ChainedMtpHead
-from edgespec.backends.mlx.mtp_network import MtpChain, MtpModule, quantize_like
-from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
-from edgespec.backends.mlx_files import read_json_object
-from edgespec.backends.mlx_metadata import language_config
+from edgespec.backends.mlx.logits import DeviceLogits
+from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError, shorten
-from edgespec.heads.mtp_files import QWEN_MODELS, read_mtp
-from edgespec.heads.stored_tensor import StoredTensor
+from edgespec.model.formats.mlx_files import read_json_object
+from edgespec.model.formats.mlx_metadata import language_config
+from edgespec.model.heads.mtp_files import QWEN_MODELS, read_mtp
+from edgespec.model.heads.stored_tensor import StoredTensor
+from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
+from edgespec.model.memory_estimate import MemoryEstimate
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
-
-__all__ = ["estimate_mtp_head", "load_mtp_head"]
+__all__ = ["ChainedMtpHead", "estimate_mtp_head", "load_mtp_head"]
 
 _Weights: TypeAlias = dict[str, mx.array]
+# Quantisation formats without biases, by bits per weight and group size.
+_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+
+
+class MtpModule(Module):
+    """An MTP module, which predicts the next token from a token and the preceding hidden state.
+
+    Args:
+        layers: Layers with the architecture of the target's full-attention layers, without weights. They run
+            one after another.
+        size: Size of hidden states.
+        norm_eps: Epsilon of the norms.
+        post_norm: Whether the module's hidden state is normalised before it is fed back, like the target's.
+        hidden_first: Whether `fc` reads the hidden state before the embedding.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], size: int, norm_eps: float, post_norm: bool, hidden_first: bool
+    ) -> None:
+        super().__init__()
+        self._post_norm, self._hidden_first = post_norm, hidden_first
+        self.pre_fc_norm_embedding = RMSNorm(size, norm_eps)
+        self.pre_fc_norm_hidden = RMSNorm(size, norm_eps)
+        self.fc = Linear(2 * size, size, bias=False)
+        self.layers = list(layers)
+        self.norm = RMSNorm(size, norm_eps)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def cache_count(self) -> int:
+        return len(self.layers)
+
+    def reduced(self, states: mx.array) -> mx.array:
+        return states
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
+        if self._hidden_first:
+            pair.reverse()
+        outputs: mx.array = self.fc(mx.concatenate(pair, axis=-1))[None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            # Pass the mask as an array, because multi-head latent attention does not accept the string
+            # "causal".
+            mask = cache.make_mask(outputs.shape[1], return_array=True)
+            outputs = layer(outputs, mask, cache)
+        return outputs[0]
+
+    def normalised(self, states: mx.array) -> mx.array:
+        return self.norm(states)
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        return self.norm(states) if self._post_norm else states
+
+
+class MtpChain(Module):
+    """A chain of MTP modules. Each was trained to predict one token further ahead than the preceding module.
+
+    Each module has one layer. Only the selected module runs.
+    """
+
+    def __init__(self, modules: Sequence[MtpModule]) -> None:
+        super().__init__()
+        self.steps = list(modules)
+        self._step = 0
+
+    def select(self, step: int) -> None:
+        """Select the module with this index, or the last module if there are fewer."""
+        self._step = min(step, len(self.steps) - 1)
+
+    @property
+    def step(self) -> int:
+        """Index of the selected module."""
+        return self._step
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.steps[0].dtype
+
+    @property
+    def cache_count(self) -> int:
+        return len(self.steps)
+
+    def reduced(self, states: mx.array) -> mx.array:
+        return states
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        return self.steps[self._step](embeddings, states, [caches[self._step]])
+
+    def normalised(self, states: mx.array) -> mx.array:
+        return self.steps[self._step].normalised(states)
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        return self.steps[self._step].fed_back(states)
+
+
+def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
+    """Quantise the layers of a network whose stored weights are quantised.
+
+    The bits per weight and the group size are computed from the shapes of the weights, because files describe
+    them in different ways.
+
+    Raises:
+        KeyError: A weight is missing, or its quantisation is unknown.
+    """
+
+    def settings(path: str, layer: Any) -> bool | dict[str, Any]:
+        scales = weights.get(f"{path}.scales")
+        if scales is None:
+            return False
+        columns: int = layer.weight.shape[-1]
+        bits = 32 * weights[f"{path}.weight"].shape[-1] // columns
+        group_size = columns // max(1, scales.shape[-1])
+        mode = "affine" if f"{path}.biases" in weights else _MODES[bits, group_size]
+        return {"bits": bits, "group_size": group_size, "mode": mode}
+
+    quantize(network, class_predicate=settings)
 
 
 class _Shaped(Protocol):
@@ -81,7 +202,7 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
     raise ModelFileError("the MTP layer has no tensor for attention keys", "download the model again")
 
 
-def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
+def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
     """Load the MTP layers in a target's folder. The target's cache must be empty.
 
     MTP implementations differ in four ways:
@@ -180,7 +301,7 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
 
 
 def _head(
-    target: MlxModel, net: Any, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
+    target: HeadTarget, net: Any, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
 ) -> EagleHead:
     """Create a head that reads the target's hidden state `state`, before or after the embedding."""
     networks = [
@@ -205,7 +326,7 @@ def _head(
 
 
 def _module(
-    target: MlxModel, net: Any, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
+    target: HeadTarget, net: Any, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
 ) -> MtpModule:
     """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
     arguments, layers = Body(net).arguments, LayerList(net).layers
@@ -226,3 +347,40 @@ def _module(
             f"the MTP layers in {folder} do not fit the model: {shorten(error)}", "download the model again"
         ) from error
     return network
+
+
+class ChainedMtpHead(EagleHead):
+    """A chain of MTP modules. Each was trained to predict one token further ahead than the preceding module.
+
+    The first module predicts the root's children in the draft tree, the second one predicts their children,
+    and so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so every
+    module processes all tokens.
+    """
+
+    _network: MtpChain
+
+    def _run_known(self, tokens: Sequence[int]) -> None:
+        for step in range(len(self._network.steps)):
+            self._network.select(step)
+            super()._run_known(tokens)
+
+    def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
+        before = self._network.step
+        self._network.select(before + 1 if first else 0)
+        if first and self._network.step != before:
+            self._run_again(tree, first)
+        return super()._run_tree(tree, first)
+
+    def _run_again(self, tree: TokenTree, count: int) -> None:
+        """Run the first `count` nodes of the tree with the selected module, to fill its cache."""
+        known = self._known_nodes
+        self._set_layout(0, count)
+        states = [self._target_states(self._length, known)]
+        if known < count:
+            states.append(self._states_before(tree, known, count))
+        self._run(tree.tokens[:count], mx.concatenate(states))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Remove the cache rows of all nodes. The next prefill runs the accepted tokens in all modules."""
+        self._known_nodes = 0
+        super().commit(path)

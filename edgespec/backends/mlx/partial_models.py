@@ -17,19 +17,18 @@ from edgespec.backends.mlx.layers import LayerList, SkippedLayer
 from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
 from edgespec.backends.mlx.pass_layout import PassLayout
-from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.errors import CapabilityError, OptionError
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
 
-PartialDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
+PartialDraft: TypeAlias = EarlyExit | LowBit
 """The self-draft methods that run only part of the target."""
 
 SELF_DRAFT_NAMES: dict[type[PartialDraft], str] = {
     EarlyExit: "layerskip",
     LowBit: "lowbit",
-    SkippedLayers: "swift",
 }
 
 
@@ -151,7 +150,8 @@ class PartialModelFactory:
     def check(self, name: str, facts: ModelFacts) -> None:
         """Raise CapabilityError if the model does not support the self-draft method with this name."""
         if name not in facts.capabilities.self_draft_methods:
-            reason = self.unavailable.get(name, facts.capabilities.reason)
+            refusals = facts.capabilities.self_draft_refusals
+            reason = refusals.get(name) or self.unavailable.get(name, facts.capabilities.reason)
             raise CapabilityError(
                 f"{facts.name} cannot draft for itself with {name}: {reason}", "choose another method"
             )
@@ -166,7 +166,7 @@ class PartialModelFactory:
         Raises:
             CapabilityError: The target does not store its layers in a single list, or `method` uses a
                 separate low-bit copy.
-            OptionError: `method` specifies layers that do not exist or cannot be skipped.
+            OptionError: `method` specifies a layer that does not exist.
         """
         if isinstance(method, LowBit):
             if method.copy is not None:
@@ -179,17 +179,9 @@ class PartialModelFactory:
             return PartialModel("fewer bits", activate, self.low_bits.nbytes)
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
-        if isinstance(method, EarlyExit):
-            if not 1 <= method.exit_layer <= last:
-                raise OptionError(
-                    f"{name} has {last + 1} layers, so it cannot draft with the first {method.exit_layer}",
-                    f"draft with 1 to {last} layers",
-                )
-            return EarlyExitModel(layers, method.exit_layer)
-        for layer in method.layers:
-            if not 1 <= layer < last:
-                raise OptionError(
-                    f"layer {layer} of {name} cannot be skipped", f"choose layers from 1 to {last - 1}"
-                )
-        remaining = layers.without(method.layers)
-        return PartialModel(f"without {len(method.layers)} layers", partial(layers.replaced, remaining))
+        if not 1 <= method.exit_layer <= last:
+            raise OptionError(
+                f"{name} has {last + 1} layers, so it cannot draft with the first {method.exit_layer}",
+                f"draft with 1 to {last} layers",
+            )
+        return EarlyExitModel(layers, method.exit_layer)

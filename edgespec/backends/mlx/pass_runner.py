@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
 from edgespec.backends.mlx.logits import DeviceLogits
@@ -22,6 +21,7 @@ from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError, CancelledError, CapabilityError
+from edgespec.model.hidden_state_log import OpenLogs
 
 __all__ = ["PassRunner"]
 
@@ -121,15 +121,15 @@ class PassRunner:
         return rows
 
     def best_tokens(
-        self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
+        self, tokens: Sequence[int], partial_model: AbstractContextManager[None]
     ) -> NDArray[np.uint32]:
         """Return the most likely next token after each of `tokens`, without changing the KV cache.
 
-        The first token is at position `start`. The pass runs inside the context manager `partial_model`.
+        The tokens follow the committed ones. The pass runs inside the context manager `partial_model`.
         """
         try:
-            self.caches.set_offset(start)
-            self.layout.set_chain(start)
+            self.caches.set_offset(self.length)
+            self.layout.set_chain(self.length)
             self.layout.scratch = True
             best = mx.argmax(self._forward_partial(mx.array(list(tokens)), partial_model), axis=-1)
             evaluate(best)

@@ -17,12 +17,12 @@ from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
-from edgespec.backends.model_facts import Capabilities
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError, WorkerLostError
-from edgespec.heads.mtp_files import MTP_MODELS
-from edgespec.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.heads.mtp_files import MTP_MODELS
+from edgespec.model.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.model_facts import Capabilities
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
@@ -88,7 +88,6 @@ def probe(model: MlxModel) -> ProbeResult:
         checks.supports_trees = not tree_problem
         problems = {
             "layerskip": checks.find_problem(checks.early_exit),
-            "swift": checks.find_problem(checks.skipped_layers),
             "lowbit": checks.find_problem(checks.low_bits),
         }
         unavailable = {name: reason for name, reason in problems.items() if reason}
@@ -178,12 +177,6 @@ class _Checks:
         if layers < 2:
             return "the model has only one layer"
         return self._self_draft(EarlyExit(1)) or self._self_draft(EarlyExit(layers - 1))
-
-    def skipped_layers(self) -> str:
-        layers = self._model.layer_count
-        if layers < 3:
-            return "the model has no layers between the first and the last"
-        return self._self_draft(SkippedLayers(tuple(range(1, layers - 1))))
 
     def low_bits(self) -> str:
         low_bits = self._model.partial_models.low_bits

@@ -27,13 +27,13 @@ from edgespec.backends.mlx.layer_messages import (
 )
 from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import named_arrays
-from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.link import Link, open_layers
 from edgespec.cluster.messages import Buffer, MessageConnection
 from edgespec.cluster.weight_cache import weight_digest
 from edgespec.errors import BackendError, WorkerLostError
-from edgespec.files import read_regular_file
+from edgespec.model.formats.mlx_files import MAX_JSON_BYTES, weight_files
+from edgespec.system.files import read_regular_file
 
 __all__ = ["RemoteBlock", "describe_model", "send_blocks", "send_weights"]
 
@@ -185,13 +185,13 @@ def describe_model(
             worker has whole layers.
     """
     headers, sizes = [], []
-    for file in sorted(folder.glob(WEIGHTS)):
+    for file in weight_files(folder):
         with file.open("rb") as stream:
             length = stream.read(8)
             headers.append(length + stream.read(int.from_bytes(length, "little")))
         sizes.append((len(headers[-1]), file.stat().st_size))
     present = (name for name in JSON_FILES if (folder / name).exists())
-    texts = {name: read_regular_file(folder / name, MAX_JSON_BYTES).decode() for name in present}
+    texts = {name: read_regular_file(folder / name, MAX_JSON_BYTES).decode("utf-8-sig") for name in present}
     header = {
         "protocol": PROTOCOL,
         "json_files": texts,

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import worker_ring
 from edgespec.backends.mlx.absent_layers import AbsentLayer, LastAbsentLayer
 from edgespec.backends.mlx.evaluation import evaluate
@@ -29,6 +28,7 @@ from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.messages import Buffer
 from edgespec.errors import BackendError, WorkerLostError
+from edgespec.model.base import LoadOptions
 
 __all__ = ["RemoteShards", "send_shards"]
 

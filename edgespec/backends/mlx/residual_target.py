@@ -5,33 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
-from edgespec.backends.mlx_files import read_json_object
-from edgespec.backends.mlx_metadata import language_config, read_mlx_info
-from edgespec.backends.residual_head_view import ResidualHeadView
-from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
-from edgespec.heads.prefix_layer import AttentionShape
-from edgespec.heads.products import Array, Product
-from edgespec.heads.residual_layout import ResidualHeads
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.residual_heads import (
+    AttentionShape,
+    ResidualHeadTarget,
+    ResidualHeadView,
+    estimate_residual_heads,
+    load_residual_heads,
+)
+from edgespec.model.formats.mlx_files import read_json_object
+from edgespec.model.formats.mlx_metadata import language_config, read_mlx_info
+from edgespec.model.heads.products import Array, Product
+from edgespec.model.heads.residual_layout import ResidualHeads
+from edgespec.model.memory_estimate import MemoryEstimate
 
 __all__ = ["estimate_mlx_residual_heads", "load_mlx_residual_heads"]
 
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 
-def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualHeadView:
+def load_mlx_residual_heads(target: HeadTarget, net: Any, path: Path) -> ResidualHeadView:
     """Load the Medusa or Hydra heads at a path for an MLX target. See `load_residual_heads`.
 
     Args:

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backends.hidden_state_log import POST_NORM, HiddenStateLog, OpenLogs
 from edgespec.backends.mlx.layers import Body, HiddenStateHooks
 from edgespec.backends.mlx.model_skeleton import trace_one_token
 from edgespec.errors import CapabilityError
+from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog, OpenLogs
 
 __all__ = ["StateRecorder"]
 

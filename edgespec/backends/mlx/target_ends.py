@@ -1,7 +1,8 @@
-"""The token embedding, LM head and vocabulary of a target, for heads that have none of their own."""
+"""A target for heads: its sizes, and the token embedding, LM head and vocabulary that heads share with it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +13,30 @@ from numpy.typing import NDArray
 
 from edgespec.backends.mlx.layers import Body
 from edgespec.errors import CapabilityError
+from edgespec.model.base_model import BaseModel
+from edgespec.model.optional_features import HiddenStateSource
 
-__all__ = ["DraftVocabulary", "TargetEmbedding", "TargetLmHead"]
+__all__ = ["DraftVocabulary", "HeadTarget", "TargetEmbedding", "TargetLmHead"]
+
+
+class HeadTarget(BaseModel, HiddenStateSource):
+    """An MLX model that heads can draft for.
+
+    Attributes:
+        memory_bytes: Memory limit of the model, its KV cache and its head. None if there is no limit.
+    """
+
+    memory_bytes: int | None
+
+    @property
+    @abstractmethod
+    def layer_count(self) -> int:
+        """Number of layers."""
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """Number of values per hidden state."""
 
 
 class TargetEmbedding:

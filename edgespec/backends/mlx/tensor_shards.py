@@ -13,8 +13,8 @@ from typing import Any
 
 from edgespec.backends.mlx.absent_layers import check_separable
 from edgespec.backends.mlx.build_info import mlx_core
-from edgespec.backends.mlx_metadata import language_config
 from edgespec.errors import CapabilityError
+from edgespec.model.formats.mlx_metadata import language_config
 
 __all__ = ["ShardIndex", "shard_for_transfer", "shard_model"]
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
 from numpy.typing import NDArray
 
-from edgespec.backends.drafter_training import TrainingBatch
+from edgespec.backends.mlx.eagle_network import EagleLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.teacher_model import TeacherModel
 from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
-from edgespec.backends.mlx.unrolled_eagle import UnrolledEagle
 from edgespec.errors import CapabilityError
+from edgespec.model.drafter_training import TrainingBatch
+from edgespec.model.heads.eagle_files import parse_config
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.teacher import MlxTeacher
-
-__all__ = ["TrainableEagle"]
+__all__ = ["TrainableEagle", "UnrolledEagle"]
 
 # EAGLE-3 heads read the inputs of layer 2, of the middle layer, and of the third layer from the end.
 _MIN_LAYERS = 6
@@ -30,6 +32,78 @@ _MAX_DRAFT_TOKENS = 32_768
 # The head drafts one more token per training step after each of these fractions of the training. Each
 # additional token takes as much time as the first, and is useful only once the earlier tokens are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
+
+
+class UnrolledEagle(Module):
+    """One transformer layer that reads token embeddings and hidden states of the target.
+
+    The output matrix is not part of the network, because heads use a copy of the target's. The modules are
+    named as in the heads published by SafeAILab and SpecForge.
+
+    Args:
+        config: The `config.json` of the head.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        settings = parse_config(config, 3)
+        size = settings.hidden_size
+        self.fc = Linear(3 * size, size, bias=False)
+        self.midlayer = EagleLayer(settings)
+        self.norm = RMSNorm(size, settings.norm_eps)
+
+    def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
+        """Draft several tokens ahead from every token at once, as in training-time test (section 3.2).
+
+        In the first step, row t reads the target's hidden state at token t and the embedding of token t + 1,
+        and attends to all rows up to its own. In each later step, it reads its own output of the step before
+        and the embedding of the next token, and also attends to its own rows of the earlier steps, just as
+        when the head drafts.
+
+        Args:
+            embeddings: The target's token embeddings [conversations, tokens, size].
+            hidden: The target's hidden states, of three layers, concatenated [conversations, tokens, 3 size].
+            steps: Number of tokens to draft.
+
+        Yields:
+            For each step j, the head's hidden states [conversations, tokens, size]. The output matrix maps
+            the state of token t to the logits of token t + 2 + j.
+        """
+        attention = _UnrolledAttention(hidden.shape[1])
+        state = self.fc(hidden)
+        for _ in range(steps):
+            embeddings = mx.concatenate([embeddings[:, 1:], mx.zeros_like(embeddings[:, :1])], axis=1)
+            state = self.midlayer(state, embeddings, attention)
+            yield self.norm(state)
+
+
+class _UnrolledAttention:
+    """Attention of row t in each step to rows 0 to t of the first step, and to row t of later steps."""
+
+    def __init__(self, length: int) -> None:
+        rows = mx.arange(length)
+        self._mask = mx.where(rows[None] <= rows[:, None], 0.0, -mx.inf)
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+
+    @property
+    def offset(self) -> int:
+        """Number of earlier steps. Row t of step j belongs to the token at position t + j."""
+        return len(self._keys)
+
+    def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        shared = queries.shape[1] // keys.shape[1]
+        queries = queries * scale
+        self._keys.append(mx.repeat(keys, shared, axis=1))
+        self._values.append(mx.repeat(values, shared, axis=1))
+        length = queries.shape[2]
+        own = [(queries * key).sum(axis=-1, keepdims=True) for key in self._keys[1:]]
+        scores = mx.concatenate([queries @ self._keys[0].swapaxes(-1, -2) + self._mask, *own], axis=-1)
+        weights = mx.softmax(scores, axis=-1)
+        output = weights[..., :length] @ self._values[0]
+        for step, value in enumerate(self._values[1:]):
+            output = output + weights[..., length + step : length + step + 1] * value
+        return output
 
 
 class TrainableEagle(TrainableHead):
@@ -50,7 +124,7 @@ class TrainableEagle(TrainableHead):
 
     def __init__(
         self,
-        teacher: MlxTeacher,
+        teacher: TeacherModel,
         config: Mapping[str, Any],
         draft_tokens: NDArray[np.int64],
         output: mx.array,
@@ -61,7 +135,7 @@ class TrainableEagle(TrainableHead):
         self.draft_tokens, self.output = draft_tokens, output
 
     @classmethod
-    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
+    def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
         draft_tokens = np.sort(np.argsort(-counts, kind="stable")[:_MAX_DRAFT_TOKENS])
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -82,7 +156,7 @@ class TrainableEagle(TrainableHead):
         head._choose_initial_weights(teacher, examples)
         return head
 
-    def _choose_initial_weights(self, teacher: MlxTeacher, examples: TrainingBatch) -> None:
+    def _choose_initial_weights(self, teacher: TeacherModel, examples: TrainingBatch) -> None:
         """Initialise `fc` with the linear map that best predicts the next token's final hidden state."""
         states = np.array(teacher.states(examples.tokens, [*self.states, teacher.layers]).hidden)
         size = teacher.size
@@ -103,7 +177,7 @@ class TrainableEagle(TrainableHead):
         evaluate(*weights.values())
 
     @classmethod
-    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+    def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
         # A head with the target's whole vocabulary may lack `d2t`. A head without an output matrix uses the
         # target's.
         offsets = np.array(arrays.pop("d2t", mx.zeros(config["vocab_size"])), np.int64)
@@ -137,7 +211,7 @@ class TrainableEagle(TrainableHead):
         return arrays
 
 
-def _hidden_layers(teacher: MlxTeacher) -> tuple[int, ...]:
+def _hidden_layers(teacher: TeacherModel) -> tuple[int, ...]:
     """Return the indices of the target layers whose inputs the head reads."""
     layers = teacher.layers
     if layers < _MIN_LAYERS:
@@ -149,7 +223,7 @@ def _hidden_layers(teacher: MlxTeacher) -> tuple[int, ...]:
     return (2, layers // 2, layers - 3)
 
 
-def _layer_config(teacher: MlxTeacher) -> dict[str, Any]:
+def _layer_config(teacher: TeacherModel) -> dict[str, Any]:
     """Return the configuration of the head's layer, which has the same sizes as the target's layers."""
     config = teacher.config
     missing = [key for key in _SIZES if not isinstance(config.get(key), int)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
@@ -12,11 +12,9 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.gradient_descent import Arrays
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.teacher import MlxTeacher
+from edgespec.backends.mlx.teacher_model import TeacherModel
+from edgespec.model.drafter_training import TrainingBatch
 
 __all__ = ["TrainableHead", "least_squares"]
 
@@ -49,12 +47,12 @@ class TrainableHead(ABC):
 
     @classmethod
     @abstractmethod
-    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
+    def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
         """Create a new head. See `Student.trainer`."""
 
     @classmethod
     @abstractmethod
-    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+    def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
         """Create a head from the `config.json` and the tensors of a published one.
 
         Raises:

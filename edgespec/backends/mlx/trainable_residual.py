@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
@@ -13,14 +13,12 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from numpy.typing import NDArray
 
-from edgespec.backends.drafter_training import TrainingBatch
-from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.teacher_model import TeacherModel
 from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.teacher import MlxTeacher
+from edgespec.model.drafter_training import TrainingBatch
+from edgespec.model.hidden_state_log import POST_NORM
 
 __all__ = ["TrainableHydra", "TrainableMedusa"]
 
@@ -62,7 +60,7 @@ class _TrainableHeads(TrainableHead):
     # Prefix of the residual blocks' names in the published layout.
     prefix: ClassVar[str]
 
-    def __init__(self, teacher: MlxTeacher, config: Mapping[str, Any]) -> None:
+    def __init__(self, teacher: TeacherModel, config: Mapping[str, Any]) -> None:
         self._heads = _Heads(teacher.size, self.reads_tokens)
         super().__init__(self._heads, config)
         self.states = (POST_NORM,)
@@ -70,7 +68,7 @@ class _TrainableHeads(TrainableHead):
         self._teacher, self._lm_head = teacher, teacher.lm_head()
 
     @classmethod
-    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:  # noqa: ARG003
+    def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:  # noqa: ARG003
         return cls(
             teacher,
             {
@@ -81,7 +79,7 @@ class _TrainableHeads(TrainableHead):
         )
 
     @classmethod
-    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+    def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
         head = cls(teacher, config)
         blocks = {
             f"blocks.{name.removeprefix(cls.prefix)}": array.astype(mx.float32)
@@ -130,7 +128,7 @@ class TrainableHydra(_TrainableHeads):
     reads_tokens, prefix = True, "hydra_mlp."
 
     @classmethod
-    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
+    def create(cls, teacher: TeacherModel, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
         head = super().create(teacher, examples, counts)
         head.config = {
             **head.config, "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
@@ -163,7 +161,7 @@ class TrainableHydra(_TrainableHeads):
         evaluate(*weights.values())
 
     @classmethod
-    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+    def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
         outputs = [arrays.pop(f"hydra_lm_head.{head}.weight") for head in range(_HEADS)]
         own = cls._output(teacher)
         if not all(mx.array_equal(output, own).item() for output in outputs):
@@ -175,5 +173,5 @@ class TrainableHydra(_TrainableHeads):
         return {**super().published(), **{f"hydra_lm_head.{head}.weight": output for head in range(_HEADS)}}
 
     @staticmethod
-    def _output(teacher: MlxTeacher) -> mx.array:
+    def _output(teacher: TeacherModel) -> mx.array:
         return teacher.output_rows(mx.arange(teacher.vocabulary.size)).astype(mx.float16)

@@ -12,9 +12,9 @@ import threading
 from functools import cache, cached_property
 from typing import Any
 
-from edgespec.backends.base_model import MAX_CACHED_PIECES
-from edgespec.backends.longest_piece import longest_piece_bytes
 from edgespec.errors import BackendError, ClosedError, ModelFileError
+from edgespec.model.base_model import MAX_CACHED_PIECES
+from edgespec.model.longest_piece import longest_piece_bytes
 
 __all__ = ["MlxVocabulary"]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.chat.message import Message
+from edgespec.chat.tool_calls.calls import read_arguments
 from edgespec.chat.tool_calls.form import CallForm, JsonPart
 
 __all__ = ["ToolSupport"]
@@ -52,11 +53,16 @@ class ToolSupport:
         return [Message("system", instructions), *rewritten]
 
     def _rewritten(self, message: Message) -> Message:
-        if message.tool_calls and not self._shows_calls:
-            calls = [self._spelled(call.name, call.arguments) for call in message.tool_calls]
+        shown = {"assistant": self._shows_calls, "tool": self._shows_results}
+        return message if shown.get(message.role, True) else self.as_text(message)
+
+    def as_text(self, message: Message) -> Message:
+        """Return the message with its tool calls or its tool result written as text."""
+        if message.tool_calls:
+            calls = [self._spelled(call.name, read_arguments(call.arguments)) for call in message.tool_calls]
             content = "\n".join(filter(None, [message.content, *calls]))
             return replace(message, content=content, tool_calls=())
-        if message.role == "tool" and not self._shows_results:
+        if message.role == "tool":
             return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
         return message
 

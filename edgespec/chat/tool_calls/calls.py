@@ -9,7 +9,12 @@ from typing import Any
 
 from edgespec.errors import OptionError
 
-__all__ = ["ToolCall", "ToolCallDelta", "as_tool_calls", "collect_calls"]
+__all__ = ["ToolCall", "ToolCallDelta", "as_tool_calls", "collect_calls", "parse_object", "read_arguments"]
+
+_NO_ARGUMENTS = "{}"
+# Maximum number of times to decode arguments. They are JSON text, which some programs encode again as a JSON
+# string.
+_MAX_ARGUMENT_LEVELS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,9 @@ class ToolCall:
 
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it, with valid arguments as an object."""
-        parsed = parse_object(self.arguments)
-        arguments = self.arguments if parsed is None else parsed
+        written = read_arguments(self.arguments)
+        parsed = parse_object(written)
+        arguments = written if parsed is None else parsed
         return {
             "id": self.id,
             "type": "function",
@@ -82,6 +88,34 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_arguments(given: Any) -> str:
+    """Return a call's arguments as a JSON object in text form, if they can be read as one.
+
+    Programs send an object, JSON text, or doubly encoded JSON text. For no arguments, they send an empty
+    string, an empty list or null.
+
+    Raises:
+        TypeError: The arguments are neither text nor a JSON value.
+    """
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    inner = text
+    for _ in range(_MAX_ARGUMENT_LEVELS):
+        if not inner.strip():
+            return _NO_ARGUMENTS
+        try:
+            value = json.loads(inner)
+        except (ValueError, RecursionError):
+            break
+        if value is None or value == []:
+            return _NO_ARGUMENTS
+        if isinstance(value, dict):
+            return inner
+        if not isinstance(value, str):
+            break
+        inner = value
+    return text
+
+
 def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
     """Convert the tool calls of the `number`-th message, which are `ToolCall` or in OpenAI's format.
 
@@ -99,11 +133,11 @@ def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
 def _as_tool_call(number: int, item: Any) -> ToolCall:
     function = item.get("function") if isinstance(item, Mapping) else None
     if isinstance(function, Mapping):
-        call_id, name, arguments = item.get("id") or "", function.get("name"), function.get("arguments", "{}")
-        if isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        if isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str):
-            return ToolCall(call_id, name, arguments)
+        call_id, name, arguments = item.get("id") or "", function.get("name"), function.get("arguments")
+        is_valid = arguments is None or isinstance(arguments, str | Mapping) or arguments == []
+        if isinstance(call_id, str) and isinstance(name, str) and is_valid:
+            given = dict(arguments) if isinstance(arguments, Mapping) else arguments
+            return ToolCall(call_id, name, read_arguments(given))
     raise OptionError(
         f"message {number} has an invalid tool call: {item!r}"[:300],
         'pass dictionaries such as {"id": "call_1", "type": "function",'

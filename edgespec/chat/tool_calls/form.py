@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from edgespec.chat.tool_calls.calls import ToolCallDelta
+from edgespec.chat.tool_calls.calls import ToolCallDelta, parse_object, read_arguments
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "OptionalPart",
     "Part",
     "TextPart",
+    "read_arguments_object",
     "read_closes",
 ]
 
@@ -101,12 +102,15 @@ class CallWriter:
         schemas: Mapping[str, Mapping[str, Any]],
         new_id: Callable[[int], str],
         report: Callable[[ToolCallDelta], None],
+        *,
+        known_tools_only: bool = False,
     ) -> None:
         self.used = 0
         self._reader = reader
         self._schemas = schemas
         self._new_id = new_id
         self._report = report
+        self._known_tools_only = known_tools_only
         # The number of earlier calls. The next three attributes describe the current call.
         self._count = 0
         self._name = ""
@@ -122,6 +126,8 @@ class CallWriter:
     def begin(self, name: str) -> bool:
         """Begin a call. Return False if `name` cannot be the name of a tool."""
         self._name, self._held, self._reported = name, "", False
+        if self._known_tools_only and name not in self._schemas:
+            return False
         return name.isprintable() and 0 < len(name) <= MAX_NAME_CHARACTERS
 
     def write(self, arguments: str) -> None:
@@ -141,6 +147,20 @@ class CallWriter:
         self._count += self._reported
         self._reported = False
         self.used = self._reader.at
+
+
+def read_arguments_object(reader: TextReader, write: Callable[[str], None]) -> Wait[bool]:
+    """Read arguments: a JSON object, JSON in a string, or one of the ways to leave arguments out."""
+    if (yield from reader.peek()) == "{":
+        return (yield from reader.json_value(write))
+    parts: list[str] = []
+    if not (yield from reader.json_value(parts.append)):
+        return False
+    arguments = read_arguments("".join(parts))
+    if parse_object(arguments) is None:
+        return False
+    write(arguments)
+    return True
 
 
 def read_closes(reader: TextReader, closes: tuple[str, ...]) -> Wait[None]:

@@ -1,4 +1,4 @@
-"""Grammars that make a reply call a tool, or that make its calls match the schemas of the tools.
+"""Grammars that make a reply call a tool, make its calls valid, or make it either calls or a valid answer.
 
 The grammars are in llguidance's Lark format, which the reply option `grammar` accepts.
 """
@@ -8,32 +8,62 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from copy import deepcopy
+from typing import Any, NamedTuple, TypeAlias
 
-from edgespec.backends.base import Vocabulary
 from edgespec.chat.escaping import is_control
 from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
+from edgespec.chat.tool_calls.formats import HERMES
 from edgespec.chat.tool_calls.tool_set import ToolSet
-from edgespec.enforceable_schemas import enforceable_schema
+from edgespec.model.base import Vocabulary
+from edgespec.options.schemas.enforceable import enforceable_schema, subschemas
 
-__all__ = ["auto_grammar", "required_grammar", "tool_grammar"]
+__all__ = [
+    "AnswerRule",
+    "answer_grammar",
+    "arguments_grammar",
+    "auto_grammar",
+    "required_grammar",
+    "tool_grammar",
+]
 
 # Schema keys that change or cancel the effect of `additionalProperties`.
 _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 # Write JSON as chat templates do. Flexible whitespace would let a model write spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = "(?s:.*)"
+# Maximum number of calls in a reply that contains only calls. A small model that wants to write text after a
+# call may not end its reply, but call again and again. Chosen.
+_MAX_CALLS = 16
+# How gpt-oss writes its reasoning and what comes after it. All other models write their answer at once.
+_ANALYSIS, _ANALYSIS_END = "<|channel|>analysis<|message|>", "<|end|>"
+_NEXT_MESSAGE, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 
 ControlToken: TypeAlias = Callable[[str], int | None]
 
 
-def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str | None:
+class AnswerRule(NamedTuple):
+    """The constraint on the answer to a request with tools.
+
+    Attributes:
+        expression: The constraint in llguidance's Lark format.
+        is_json: Whether answers are JSON. Text in JSON that looks like a call is part of the answer.
+    """
+
+    expression: str
+    is_json: bool
+
+
+def tool_grammar(
+    form: CallForm, tools: ToolSet, vocabulary: Vocabulary, answer: AnswerRule | None = None
+) -> str | None:
     """Return the grammar that a request with tools needs, or None if the model can write anything.
 
     Args:
         form: How the model writes calls.
         tools: The tools of the request. If any of them is strict, the grammar covers all of them.
         vocabulary: The target's tokenizer.
+        answer: The constraint on the answer. The grammar then covers all tools.
     """
 
     def control_token(text: str) -> int | None:
@@ -42,10 +72,18 @@ def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str 
 
     if tools.required:
         return required_grammar(form, tools, control_token)
+    if answer:
+        return answer_grammar(form, tools, answer.expression, control_token)
     # The text around the calls of gpt-oss contains control tokens, which this grammar does not describe.
     if tools.strict and not form.reasoning_ends:
         return auto_grammar(form, tools, control_token)
     return None
+
+
+def arguments_grammar(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    """Return a grammar for a tool's arguments only. It is invalid if the tool's full grammar would be."""
+    grammar = _Grammar(HERMES, lambda _: None, lenient=lenient)
+    return grammar.text(grammar.rule([JsonPart(_closed(schema))]))
 
 
 def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
@@ -85,6 +123,37 @@ def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) ->
             begins = f"{text} {grammar.literal(opening)}"
         calls.append(f"{begins} ({' | '.join(rules)})")
     return grammar.text(f"({' | '.join(calls)})* {text}")
+
+
+def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: ControlToken) -> str:
+    """Return a grammar that makes the reply either valid calls to the tools or an answer.
+
+    There is no text around the calls, because a model that may begin with any text need not write a call.
+
+    Args:
+        form: How the model writes calls.
+        tools: The tools of the request. If none is strict, parts of their schemas that cannot be enforced are
+            ignored.
+        answer: The expression that answers match.
+        control_token: Returns the id of the control token with the given text, or None.
+    """
+    grammar = _Grammar(form, control_token, lenient=not tools.strict)
+    spelled = [form.spell(name, _closed(schema)) for name, schema in tools.schemas.items()]
+    if form.starts_bare:
+        calls = " | ".join(grammar.rule([JsonPart(_call_schema(parts))]) for parts in spelled)
+        return grammar.text(f"{calls} | {grammar.rule_of(answer)}")
+    call = grammar.rule_of(" | ".join(grammar.rule(parts) for parts in spelled))
+    calls, answer = grammar.rule_of(f'{call} ("\\n"? {call}){{0,{_MAX_CALLS - 1}}}'), grammar.rule_of(answer)
+    if not form.reasoning_ends:
+        return grammar.text(f"{calls} | {answer}")
+    # The reasoning of gpt-oss must be part of the grammar, because it begins with the same token as a call.
+    if (end := control_token(_ANALYSIS_END)) is None:
+        reasoning = grammar.rule([_ANALYSIS, TextPart(_ANALYSIS_END), _NEXT_MESSAGE])
+    else:
+        text = grammar.terminal(f"/{_ANY_TEXT}/")
+        before, after = grammar.literal(_ANALYSIS), grammar.literal(_NEXT_MESSAGE)
+        reasoning = grammar.rule_of(f"{before} {text} <[{end}]> {after}")
+    return grammar.text(f"{reasoning}? ({calls} | ({grammar.literal(_FINAL)})? {answer})")
 
 
 class _Grammar:
@@ -158,6 +227,30 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if schema and ("properties" not in schema or schema.keys() & _COMBINING_KEYS):
         return schema
     return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
+
+
+def _call_schema(parts: Sequence[Part]) -> Mapping[str, Any]:
+    """Return the schema of a call that is a JSON object, from its parts.
+
+    A call with literal text would exclude JSON answers: after `{"`, llguidance's lexer would expect the rest
+    of that text.
+    """
+    before, arguments, after = parts
+    assert isinstance(before, str)
+    assert isinstance(arguments, JsonPart)
+    assert isinstance(after, str)
+    written = json.loads(f"{before}null{after}")
+    key = next(key for key, value in written.items() if value is None)
+    parameters = deepcopy(dict(arguments.schema))
+    for _, part in subschemas(parameters):
+        if isinstance(reference := part.get("$ref"), str) and reference.startswith("#"):
+            part["$ref"] = f"#/properties/{key}{reference[1:]}"
+    return {
+        "type": "object",
+        "properties": {name: {"const": value} for name, value in written.items()} | {key: parameters},
+        "required": list(written),
+        "additionalProperties": False,
+    }
 
 
 def _quote(text: str) -> str:

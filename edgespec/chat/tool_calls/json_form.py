@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.calls import parse_object
-from edgespec.chat.tool_calls.form import CallWriter, JsonPart, Part, read_closes
+from edgespec.chat.tool_calls.form import CallWriter, JsonPart, Part, read_arguments_object, read_closes
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["JsonForm"]
@@ -81,7 +80,7 @@ class JsonForm:
                 named = True
                 writer.write("".join(held))
             elif key in _ARGUMENT_KEYS and not has_arguments:
-                if not (yield from _read_arguments(reader, writer.write if named else held.append)):
+                if not (yield from read_arguments_object(reader, writer.write if named else held.append)):
                     return False
                 has_arguments = True
             elif not (yield from reader.json_value(_ignore)):
@@ -102,18 +101,6 @@ class JsonForm:
             JsonPart(parameters),
             after,
         )
-
-
-def _read_arguments(reader: TextReader, write: Callable[[str], None]) -> Wait[bool]:
-    """Read a JSON object, or a string that contains the JSON text of an object."""
-    character = yield from reader.peek()
-    if character == "{":
-        return (yield from reader.json_value(write))
-    text = yield from reader.json_string()
-    if text is None or parse_object(text) is None:
-        return False
-    write(text)
-    return True
 
 
 def _ignore(text: str) -> None:

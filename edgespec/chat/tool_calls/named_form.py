@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.form import MAX_NAME_CHARACTERS, CallWriter, JsonPart, Part, read_closes
+from edgespec.chat.tool_calls.form import (
+    MAX_NAME_CHARACTERS,
+    CallWriter,
+    JsonPart,
+    Part,
+    read_arguments_object,
+    read_closes,
+)
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["NamedForm"]
@@ -45,7 +52,7 @@ class NamedForm:
             return False
         yield from reader.literal(*self.separators)
         yield from reader.space()
-        if (yield from reader.peek()) != "{" or not (yield from reader.json_value(writer.write)):
+        if not (yield from read_arguments_object(reader, writer.write)):
             return False
         writer.end()
         yield from read_closes(reader, self.closes)

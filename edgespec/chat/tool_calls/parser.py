@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from edgespec.chat.reasoning import MIN_CUT_CHARACTERS
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.form import CallForm, CallWriter
 from edgespec.chat.tool_calls.reader import SPACE, TextReader, Wait
@@ -29,15 +30,22 @@ class CallSyntax:
         form: How the model writes calls.
         schemas: The JSON schema of each tool's parameters, by the tool's name.
         id_prefix: The start of the ids of the calls, which must differ between replies.
+        calls_or_answer: See `ToolCallParser`.
     """
 
     form: CallForm
     schemas: Mapping[str, Mapping[str, Any]]
     id_prefix: str
+    calls_or_answer: bool = False
 
     def parser(self) -> ToolCallParser:
         """Return a parser for the reply."""
-        return ToolCallParser(self.form, self.schemas, lambda index: f"{self.id_prefix}{index}")
+        return ToolCallParser(
+            self.form,
+            self.schemas,
+            lambda index: f"{self.id_prefix}{index}",
+            calls_or_answer=self.calls_or_answer,
+        )
 
     @cached_property
     def markers(self) -> frozenset[bytes]:
@@ -56,19 +64,38 @@ class ToolCallParser:
         form: How the model writes calls.
         schemas: The JSON schema of each tool's parameters, by the tool's name.
         new_id: Returns the id of the call with the given index.
+        calls_or_answer: Whether the reply is either calls to known tools or an answer without calls, such as
+            JSON. Text in such an answer that looks like a call is not a call.
     """
 
     def __init__(
-        self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], new_id: Callable[[int], str]
+        self,
+        form: CallForm,
+        schemas: Mapping[str, Mapping[str, Any]],
+        new_id: Callable[[int], str],
+        *,
+        calls_or_answer: bool = False,
     ) -> None:
         self._form = form
+        # Whether an answer without calls is possible, and whether it has begun.
+        self._calls_or_answer, self._is_answer = calls_or_answer, False
         self._reader = TextReader()
         self._text: list[str] = []
         self._deltas: list[ToolCallDelta] = []
-        self._writer = CallWriter(self._reader, schemas, new_id, self._report)
+        self._writer = CallWriter(
+            self._reader, schemas, new_id, self._report, known_tools_only=calls_or_answer
+        )
         self._parsing = self._parse()
+        # Whether a marker has begun a call, and whether to drop the call because the reply was truncated.
+        # Without a marker, a JSON answer can look like the beginning of a call.
+        self._in_call = self._drops_rest = False
         # Whether a call may begin at the current position without a marker.
         self._starts_bare = form.starts_bare
+
+    @property
+    def pending(self) -> int:
+        """Number of characters at the end of the answer that may still turn out to be text."""
+        return len(self._reader.text) - self._writer.used
 
     def feed(self, text: str) -> ParsedText:
         """Add text of the answer. Return the text and parts of calls that can already be told apart."""
@@ -76,10 +103,26 @@ class ToolCallParser:
         next(self._parsing, None)
         return self._drain()
 
-    def finish(self, text: str = "") -> ParsedText:
-        """Add the last text of the answer, and return everything that `feed` has not returned."""
-        self._reader.text += text
-        self._reader.ended = True
+    def finish(self, text: str = "", *, cut: bool = False) -> ParsedText:
+        """Add the last text of the answer, and return everything that `feed` has not returned.
+
+        Args:
+            text: The text.
+            cut: Whether the reply reached its maximum length. If so, an incomplete marker or call at its end
+                is omitted, because it is not text for the user.
+        """
+        reader = self._reader
+        reader.text += text
+        next(self._parsing, None)
+        if cut and self._in_call:
+            self._drops_rest = True
+        elif (
+            cut
+            and not self._is_answer
+            and (length := reader.partial_length(self._form.opens)) >= MIN_CUT_CHARACTERS
+        ):
+            reader.text = reader.text[:-length]
+        reader.ended = True
         next(self._parsing, None)
         return self._drain()
 
@@ -99,13 +142,19 @@ class ToolCallParser:
         reader, writer = self._reader, self._writer
         while (opening_end := (yield from self._find_opening())) is not None:
             writer.used = 0
-            if (yield from self._form.read(reader, writer)) and writer.used:
+            is_call = yield from self._form.read(reader, writer)
+            self._in_call = False
+            if self._drops_rest:
+                writer.end()
+                return
+            if is_call and writer.used:
                 yield from reader.space()
                 self._starts_bare = self._form.starts_bare
             else:
                 used = writer.used
                 writer.end()
                 self._starts_bare = False
+                self._is_answer = self._calls_or_answer
                 reader.at = max(used, opening_end)
                 self._text.append(reader.text[used : reader.at])
 
@@ -118,21 +167,44 @@ class ToolCallParser:
         """
         reader = self._reader
         reader.drop_read_text()
+        self._writer.used = 0
         if self._starts_bare:
             yield from reader.space()
             if (yield from reader.peek()) == "{":
                 return reader.at
             reader.at = 0
+        if self._calls_or_answer:
+            return (yield from self._find_opening_at_start())
         while True:
             found = [(at, opening) for opening in self._form.opens if (at := reader.text.find(opening)) >= 0]
             if found:
                 at, opening = min(found)
                 reader.at = self._show(at) + len(opening)
+                self._in_call = True
                 return reader.at
             if reader.ended:
                 self._text.append(reader.text)
+                reader.at = len(reader.text)
+                reader.drop_read_text()
                 return None
             self._show(len(reader.text) - reader.partial_length(self._form.opens))
+            yield
+
+    def _find_opening_at_start(self) -> Wait[int | None]:
+        """Read an opening marker that comes next. If there is none, show the rest of the answer."""
+        reader = self._reader
+        if not self._is_answer:
+            yield from reader.space()
+            if (yield from reader.literal(*self._form.opens)):
+                self._in_call = True
+                return reader.at
+            self._is_answer = True
+        while True:
+            self._text.append(reader.text)
+            reader.at = len(reader.text)
+            reader.drop_read_text()
+            if reader.ended:
+                return None
             yield
 
     def _show(self, end: int) -> int:

@@ -10,7 +10,6 @@ from time import perf_counter as now
 
 import numpy as np
 
-from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
@@ -18,6 +17,7 @@ from edgespec.memory.prefix_cache.head_state import HeadState
 from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
+from edgespec.model.base import LanguageModel
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 

@@ -20,8 +20,10 @@ from zlib import crc32
 import numpy as np
 from filelock import FileLock, Timeout
 
-from edgespec.backends.base import Snapshot
-from edgespec.files import (
+from edgespec.memory.prefix_cache.headers import block_checksums, encode_header, read_header
+from edgespec.memory.prefix_cache.segments import Tokens
+from edgespec.model.base import Snapshot
+from edgespec.system.files import (
     data_folder,
     delete_files,
     error_reason,
@@ -30,8 +32,6 @@ from edgespec.files import (
     touch_private,
     write_private_file,
 )
-from edgespec.memory.prefix_cache.headers import block_checksums, encode_header, read_header
-from edgespec.memory.prefix_cache.segments import Tokens
 
 __all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from edgespec.backends.model_facts import Capabilities
+from edgespec.model.model_facts import Capabilities
 
-__all__ = ["REUSE_BLOCK_TOKENS", "ReuseCosts", "reusable_tokens"]
+__all__ = ["ReuseCosts", "reusable_tokens"]
 
-# Some models compute slightly different results for different prefill sizes. Their prompts are prefilled in
-# blocks of this many tokens, so that cached blocks can be reused. A heuristic.
-REUSE_BLOCK_TOKENS = 256
 # The prefix cache ignores prefixes of fewer tokens than this, because prefilling them is fast. A heuristic.
 _MIN_TOKENS = 16
 # Do not time copies of fewer bytes than this, because most of their time is overhead.
@@ -22,11 +19,11 @@ _NEW_WEIGHT = 0.3
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
     """Return how many of the first `length` cached tokens can be reused without changing the logits.
 
-    For some models, the result is a multiple of `REUSE_BLOCK_TOKENS`, or 0.
+    For some models, the result is a multiple of `capabilities.reuse_block_tokens`, or 0.
     """
     if capabilities.prefix_reuse_exact:
         return length
-    return length - length % REUSE_BLOCK_TOKENS if capabilities.partial_truncate else 0
+    return length - length % capabilities.reuse_block_tokens if capabilities.partial_truncate else 0
 
 
 class ReuseCosts:

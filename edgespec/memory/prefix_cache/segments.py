@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Snapshot
+from edgespec.model.base import Snapshot
 
 __all__ = ["Segment", "SegmentTree", "Tokens", "name_of", "shared_tokens", "tokens_digest"]
 

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from edgespec.backends.base import Snapshot
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.reuse import ReuseCosts
 from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_digest
+from edgespec.model.base import Snapshot
 
 __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from edgespec.server.fields import Ignored, ItemFields, ReplyFields, RequestFields, ignored_in_messages
+from edgespec.server.fields import Ignored, ItemFields, ReplyFields, RequestFields
+from edgespec.server.leniency.constraints import ConstraintFields
+from edgespec.server.leniency.content import is_text, omitted_parts, plain_message
+from edgespec.server.leniency.tools import skipped_tools
 
 __all__ = [
     "AnthropicCountRequest",
     "AnthropicMessage",
     "AnthropicMessageRequest",
-    "AnthropicTool",
-    "AnthropicToolChoice",
     "ContentBlock",
+    "is_skipped",
 ]
 
 
@@ -28,7 +30,7 @@ class ContentBlock(ItemFields):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str | None = None
     content: str | _Blocks | None = None
 
@@ -40,31 +42,24 @@ _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 class AnthropicMessage(ItemFields):
     """A message of the conversation. Fields of other servers are ignored."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: str | _Blocks
+    tool_calls: list[dict[str, Any]] | None = Field(default=None, description="As in OpenAI's API.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simplify(cls, data: Any) -> Any:
+        return plain_message(data) if isinstance(data, dict) else data
 
 
-class AnthropicTool(ItemFields):
-    """A tool. Tools with a special type, such as web search, run on Anthropic's servers."""
+def is_skipped(message: AnthropicMessage, block: ContentBlock) -> bool:
+    """Return whether a block is omitted from the prompt.
 
-    name: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    type: str | None = None
-
-    @property
-    def is_function(self) -> bool:
-        """Whether the client runs the tool, as opposed to Anthropic's servers."""
-        return self.type in (None, "custom")
-
-
-class AnthropicToolChoice(RequestFields):
-    """The field that says whether the model must call a tool."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: Ignored
+    Replies of Anthropic's own models can contain blocks about tools that ran on Anthropic's servers. An agent
+    cannot withdraw them, so they must not end the conversation.
+    """
+    known = ("thinking", "redacted_thinking", "tool_use", "tool_result")
+    return message.role == "assistant" and not is_text(block) and block.type not in known
 
 
 class ThinkingConfig(RequestFields):
@@ -80,20 +75,6 @@ class ThinkingConfig(RequestFields):
         return {"enabled": "on", "disabled": "off"}.get(self.type, "auto")
 
 
-class OutputFormat(RequestFields):
-    """The format of the answer: JSON that satisfies a schema."""
-
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(RequestFields):
-    """Settings for the answer."""
-
-    format: OutputFormat | None = None
-    effort: Ignored
-
-
 class Thread(RequestFields):
     """The field that asks Anthropic's servers to keep the conversation, to shorten the next request."""
 
@@ -101,10 +82,9 @@ class Thread(RequestFields):
     previous_message_id: str | None = None
 
 
-class AnthropicCountRequest(RequestFields):
+class AnthropicCountRequest(ConstraintFields):
     """The body of a token count request."""
 
-    ignores_unknown = True
     advice = MappingProxyType(
         {
             "container": "the server runs no code; leave it out",
@@ -115,11 +95,12 @@ class AnthropicCountRequest(RequestFields):
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1), FailFast()]
     system: str | _Blocks | None = Field(default=None, description="The system prompt.")
-    tools: list[AnthropicTool] | None = Field(default=None, description="Tools that the model can call.")
-    tool_choice: AnthropicToolChoice | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Tools that the model can call.")
+    tool_choice: str | dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(default=None, description="Like output_config.format.")
+    reasoning_effort: str | None = Field(
+        default=None, description="none turns reasoning off, unless thinking is set. Others are ignored."
+    )
     cache_control: Ignored
     context_management: Ignored
     speed: Ignored
@@ -127,14 +108,23 @@ class AnthropicCountRequest(RequestFields):
     workspace_id: Ignored
 
     @property
-    def answer_format(self) -> OutputFormat | None:
-        """The format of the answer, from either of the two fields that can set it."""
-        return self.output_format or (self.output_config.format if self.output_config else None)
+    def thinking_option(self) -> str | None:
+        """The value for the reply option `thinking`, or None if the request does not set it."""
+        if self.thinking:
+            return self.thinking.option
+        return "off" if self.reasoning_effort == "none" else None
+
+    @property
+    def client_tools(self) -> list[dict[str, Any]]:
+        """The tools. The type `custom` is removed, because it has another meaning in OpenAI's API."""
+        return [{**tool, "type": None} if tool.get("type") == "custom" else tool for tool in self.tools or ()]
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields and the positions of the skipped tools."""
-        skipped = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if not tool.is_function]
-        return [*super().ignored_fields(), *ignored_in_messages(self.messages), *skipped]
+        skipped = [*skipped_tools(self.client_tools), *_omitted(self.messages)]
+        if self.reasoning_effort and (self.thinking or self.reasoning_effort != "none"):
+            skipped.append("reasoning_effort")
+        return [*super().ignored_fields(), *skipped]
 
 
 class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
@@ -153,3 +143,16 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields and the positions of the skipped tools."""
         return [*super().ignored_fields(), *(["thread"] if self.thread else [])]
+
+
+def _omitted(messages: list[AnthropicMessage]) -> list[str]:
+    """Return the locations of skipped blocks and of non-text parts of tool results."""
+    places = []
+    for index, message in enumerate(messages):
+        for number, block in enumerate(message.content if isinstance(message.content, list) else ()):
+            place = f"messages.{index}.content.{number}"
+            if is_skipped(message, block):
+                places.append(place)
+            elif block.type == "tool_result":
+                places += omitted_parts(f"{place}.content", block.content)
+    return places

@@ -1,23 +1,185 @@
-"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`, and build messages and their events."""
 
 from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from edgespec.json_schemas import without_other_properties
-from edgespec.server.anthropic.errors import error_event
-from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
-from edgespec.server.anthropic.message import MessageBuilder
-from edgespec.server.anthropic.prompt import chat_prompt
-from edgespec.server.errors import ApiError
-from edgespec.server.fields import combined_options, reply_options
-from edgespec.server.generation import ReplyRequest
+from edgespec import Reply, Stats, TextChunk
+from edgespec.chat.tool_calls.calls import parse_object
+from edgespec.server.anthropic.fields import (
+    AnthropicCountRequest,
+    AnthropicMessage,
+    AnthropicMessageRequest,
+    ContentBlock,
+    is_skipped,
+)
+from edgespec.server.errors import ApiError, unsupported_content
+from edgespec.server.fields import reply_options, require_fields
+from edgespec.server.generation import ChatPrompt, ReplyRequest
+from edgespec.server.leniency.constraints import answer_constraint, constraints_in
+from edgespec.server.leniency.content import is_text, part_text, result_text, text_of
+from edgespec.server.leniency.tools import checked_choice, offered_tools
+from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.protocol import Call
-from edgespec.server.reply_builder import respond
-from edgespec.server.responses import json_response
+from edgespec.server.reply_builder import Event, respond
+from edgespec.server.responses import json_response, server_sent_event
 
-__all__ = ["AnthropicCount", "count_tokens", "create_message"]
+__all__ = [
+    "AnthropicCount",
+    "AnthropicReply",
+    "chat_prompt",
+    "count_tokens",
+    "create_message",
+    "error_body",
+    "error_event",
+]
+
+# Placeholder for the signature of reasoning. Clients drop unsigned reasoning from their next request.
+_SIGNATURE = "edgespec"
+# Claude Code writes this line at the start of the system prompt. It changes with every request, so nothing
+# after it could be reused from the prefix cache.
+_BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+# The required fields of each type of block.
+_NEEDED = {
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name"),
+    "tool_result": ("tool_use_id",),
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicUsage(TypedDict):
+    """Token counts. `input_tokens` excludes tokens that were found in the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicReply(TypedDict):
+    """The response to a message request."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    timings: Timings
+    edgespec: ReplyReport
+
+
+class MessageBuilder:
+    """Builds the message of one reply. See `ReplyBuilder`."""
+
+    def __init__(self) -> None:
+        self.response: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": "",
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._blocks: list[dict[str, Any]] = self.response["content"]
+        # The arguments of the tool call that is being written, as JSON text.
+        self._arguments = ""
+        self._is_open = False
+
+    def start(self, model: str, stats: Stats) -> Iterator[Event]:
+        """Begin the message."""
+        self.response.update(model=model, usage=_usage(stats))
+        yield {"type": "message_start", "message": self.response}
+
+    def add(self, chunk: TextChunk) -> Iterator[Event]:
+        """Add a chunk to the message, and yield the events for it."""
+        if call := chunk.tool_call:
+            if call.id:
+                yield from self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            if call.arguments:
+                self._arguments += call.arguments
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        elif chunk.text:
+            kind = "thinking" if chunk.reasoning else "text"
+            if not self._is_open or self._blocks[-1]["type"] != kind:
+                signature = {"signature": ""} if chunk.reasoning else {}
+                yield from self._open({"type": kind, kind: "", **signature})
+            self._blocks[-1][kind] += chunk.text
+            yield self._delta({"type": f"{kind}_delta", kind: chunk.text})
+
+    def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
+        """End the message."""
+        yield from self._close()
+        # If the reply ended in the middle of a tool call, leave the call out, because its arguments are
+        # incomplete.
+        content = [block for block in self._blocks if block.get("input", {}) is not None]
+        calls = any(block["type"] == "tool_use" for block in content)
+        ending = {
+            "stop_reason": _stop_reason(reply, calls),
+            "stop_sequence": reply.stop_string or None,
+        }
+        usage = _usage(reply.stats)
+        self.response.update(ending, content=content, usage=usage, **more)
+        yield {"type": "message_delta", "delta": ending, "usage": usage, **more}
+        yield {"type": "message_stop"}
+
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close()
+        self._blocks.append(block)
+        self._is_open = True
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _close(self) -> Iterator[Event]:
+        """Yield the events that end the open block, if there is one."""
+        if not self._is_open:
+            return
+        block, index = self._blocks[-1], len(self._blocks) - 1
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        yield {"type": "content_block_stop", "index": index}
+        self._is_open = False
+        if block["type"] == "tool_use":
+            block["input"], self._arguments = parse_object(self._arguments), ""
+
+
+def _stop_reason(reply: Reply, calls: bool) -> str:
+    if reply.finish_reason == "length":
+        return "model_context_window_exceeded" if reply.context_full else "max_tokens"
+    if reply.stop_string:
+        return "stop_sequence"
+    return "tool_use" if calls else "end_turn"
+
+
+def _usage(stats: Stats) -> AnthropicUsage:
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.cached_prompt_tokens,
+        "output_tokens": stats.generated_tokens,
+    }
 
 
 class AnthropicCount(TypedDict):
@@ -33,8 +195,8 @@ async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
 
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
     """Count the tokens in the prompt of a message request."""
-    thinking = call.body.thinking.option if call.body.thinking else None
-    tokens = await call.service.count_tokens(call.body.model, chat_prompt(call.body), thinking)
+    body = call.body
+    tokens = await call.service.count_tokens(body.model, chat_prompt(body), body.thinking_option)
     count: AnthropicCount = {"input_tokens": tokens}
     return json_response(count)
 
@@ -49,11 +211,82 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
             details={"details": {"error_code": "thread_not_found"}},
         )
     options = reply_options(body)
-    if body.thinking:
-        options["thinking"] = body.thinking.option
+    if body.thinking_option:
+        options["thinking"] = body.thinking_option
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
-    if body.answer_format:
-        schema = without_other_properties(body.answer_format.schema_)
-        options = combined_options(options, {"schema": schema})
+    options |= answer_constraint(constraints_in(body, options))
     return ReplyRequest(chat_prompt(body), options)
+
+
+def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
+    """Convert the conversation and the tools of a request.
+
+    Raises:
+        ApiError: A message contains an image or anything else that is not text, or a block is incomplete.
+    """
+    system = _BILLING_HEADER.sub("", text_of("system", fields.system))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(fields.messages):
+        messages += _converted(f"messages.{index}.content", message)
+    offered = offered_tools(fields.client_tools)
+    choice = checked_choice(fields.tool_choice, offered, fields.client_tools)
+    return ChatPrompt.from_messages(messages, offered.definitions, choice)
+
+
+def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Convert a message. Each tool result in it becomes a separate message."""
+    role = "system" if message.role == "developer" else message.role
+    if isinstance(message.content, str):
+        calls = list(message.tool_calls or ())
+        return [{"role": role, "content": message.content, "tool_calls": calls}]
+    texts, reasoning, calls, results = [], "", list(message.tool_calls or ()), []
+    for number, block in enumerate(message.content):
+        at = f"{place}.{number}"
+        if is_skipped(message, block):
+            continue
+        if is_text(block):
+            texts.append(part_text(at, block))
+            continue
+        _check(at, block)
+        match block.type:
+            case "thinking":
+                reasoning += block.thinking or ""
+            case "tool_use":
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case "tool_result":
+                content = result_text(f"{at}.content", block.content)
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    if results and not (texts or reasoning or calls):
+        return results
+    # The text blocks of a reply are the parts of one text, split by tool calls. Other blocks are separate
+    # texts.
+    content = ("" if message.role == "assistant" else "\n").join(texts)
+    converted = {"role": role, "content": content, "reasoning": reasoning, "tool_calls": calls}
+    return [*results, converted]
+
+
+def _check(place: str, block: ContentBlock) -> None:
+    """Raise ApiError if the type of a block is not supported, or if a required field is missing."""
+    if block.type not in _NEEDED:
+        raise unsupported_content(block.type, param=place)
+    require_fields(place, block, _NEEDED[block.type])
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error response."""
+    message = error.message
+    if error.code == "context_length_exceeded":
+        # Agents such as Claude Code recognise this wording, and shorten the conversation according to the
+        # numbers.
+        tokens, context_tokens = error.details.get("n_prompt_tokens", 0), error.details.get("n_ctx", 0)
+        sizes = f"{tokens} tokens > {context_tokens} maximum; " if tokens > context_tokens else ""
+        message = f"prompt is too long: {sizes}{message}"
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message, **error.details}}
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event that reports an error to a client that is already receiving a stream."""
+    return server_sent_event(error_body(error), "error")

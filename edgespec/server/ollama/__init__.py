@@ -1,5 +1,100 @@
 """Ollama's API, for programs that can use Ollama but no other server."""
 
-from edgespec.server.ollama.protocol import OLLAMA
+from __future__ import annotations
+
+from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
+
+from edgespec.server.ollama.chat import OllamaChat, OllamaChatRequest, chat
+from edgespec.server.ollama.embed import (
+    OllamaEmbedding,
+    OllamaEmbeddingRequest,
+    OllamaEmbeddings,
+    OllamaEmbedRequest,
+    embed,
+    embed_prompt,
+)
+from edgespec.server.ollama.generate import OllamaGenerateRequest, OllamaGeneration, generate
+from edgespec.server.ollama.model_list import (
+    LoadedModels,
+    ModelTags,
+    PulledModel,
+    PullRequest,
+    ShownModel,
+    ShowRequest,
+    list_loaded,
+    list_models,
+    pull_model,
+    show_model,
+)
+from edgespec.server.ollama.replying import STREAM_MEDIA_TYPE, error_body
+from edgespec.server.protocol import Call, Endpoint, Protocol
+from edgespec.server.responses import json_response
 
 __all__ = ["OLLAMA"]
+
+# The version of Ollama's API that the server implements. Clients compare it with the oldest version that they
+# support, such as 0.6.4 for VS Code, so it must not be edgespec's own version.
+_OLLAMA_VERSION = "0.12.11"
+
+
+class Version(TypedDict):
+    """The version of Ollama's API."""
+
+    version: str
+
+
+async def version(_call: Call[None]) -> Response:
+    """Return the version of Ollama's API that the server implements."""
+    result: Version = {"version": _OLLAMA_VERSION}
+    return json_response(result)
+
+
+async def running(_call: Call[None]) -> Response:
+    """Report that the server is running. Ollama's client checks this before each command."""
+    return PlainTextResponse("edgespec is running")
+
+
+OLLAMA = Protocol(
+    "Ollama",
+    ("/api/",),
+    (
+        Endpoint("GET", "/", "Say that the server runs.", running, response=str, public=True),
+        Endpoint("GET", "/api/version", "Return the version of Ollama's API.", version, response=Version),
+        Endpoint("GET", "/api/tags", "List the models on this machine.", list_models, response=ModelTags),
+        Endpoint("GET", "/api/ps", "List the loaded models.", list_loaded, response=LoadedModels),
+        Endpoint("POST", "/api/show", "Describe a model.", show_model, ShowRequest, ShownModel),
+        Endpoint(
+            "POST",
+            "/api/pull",
+            "Confirm that a model is on this machine.",
+            pull_model,
+            PullRequest,
+            PulledModel,
+        ),
+        Endpoint(
+            "POST",
+            "/api/chat",
+            "Reply to the messages of a conversation.",
+            chat,
+            OllamaChatRequest,
+            OllamaChat,
+            streams=True,
+        ),
+        Endpoint(
+            "POST",
+            "/api/generate",
+            "Reply to a prompt, or continue it.",
+            generate,
+            OllamaGenerateRequest,
+            OllamaGeneration,
+            streams=True,
+        ),
+        Endpoint("POST", "/api/embed", "Embed texts.", embed, OllamaEmbedRequest, OllamaEmbeddings),
+        Endpoint(
+            "POST", "/api/embeddings", "Embed a text.", embed_prompt, OllamaEmbeddingRequest, OllamaEmbedding
+        ),
+    ),
+    error_body,
+    STREAM_MEDIA_TYPE,
+)

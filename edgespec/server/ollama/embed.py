@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, NotRequired
 
 from pydantic import FailFast, Field
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.openai.report import IgnoredReport
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -61,6 +62,7 @@ class OllamaEmbeddings(TypedDict):
     embeddings: list[list[float]]
     total_duration: int
     prompt_eval_count: int
+    edgespec: NotRequired[IgnoredReport]
 
 
 class OllamaEmbedding(TypedDict):
@@ -80,11 +82,13 @@ async def embed(call: Call[OllamaEmbedRequest]) -> Response:
 
     def response() -> Response:
         result: OllamaEmbeddings = {
-            "model": body.model or model,
+            "model": model,
             "embeddings": [each.vector.tolist() for each in embeddings],
             "total_duration": time.perf_counter_ns() - started,
             "prompt_eval_count": sum(each.tokens for each in embeddings),
         }
+        if ignored := body.ignored_fields():
+            result["edgespec"] = {"ignored_fields": ignored}
         return json_response(result)
 
     # Use a thread, because writing millions of numbers takes seconds and would block other requests.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, Off, One, ReplyFields, combined_options, reply_options
+from edgespec.server.fields import Ignored, Off, One, ReplyFields, reply_options
+from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
+from edgespec.server.openai.logprobs import wanted_logprobs
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
@@ -19,8 +21,19 @@ _RENAMED = {
     "repeat_last_n": "penalty_window",
 }
 
+# Ollama parses times as Go does, such as `1h30m`. Clients also write numbers of seconds as text.
+_DURATION = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|[µμ]s|ms|s|m|h))+)")
 
-class OllamaOptions(ReplyFields):
+
+def _duration(value: float | str | None) -> float | str | None:
+    """Return a valid `keep_alive`. Empty text means that it is not set. Raises ValueError."""
+    text = value.strip().lower() if isinstance(value, str) else value
+    if isinstance(text, str) and text and not _DURATION.fullmatch(text):
+        raise ValueError("must be a number of seconds or a time such as 5m; 0 unloads the model")
+    return None if text == "" else text
+
+
+class OllamaOptions(ReplyFields, ConstraintFields):
     """The field `options`, which accepts Ollama's and edgespec's option names.
 
     Some options are ignored. Most of these control how a model is loaded, which `edgespec serve` has already
@@ -29,7 +42,7 @@ class OllamaOptions(ReplyFields):
     feature off.
     """
 
-    num_predict: Annotated[int, Field(ge=-2)] | None = Field(
+    num_predict: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like max_tokens. -1 and -2 mean the default."
     )
     repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
@@ -57,7 +70,7 @@ class OllamaOptions(ReplyFields):
     vocab_only: Off
 
 
-class OllamaFields(ReplyFields):
+class OllamaFields(ReplyFields, ConstraintFields):
     """Fields of the requests that generate text.
 
     The options of a reply belong in `options`. Ollama ignores them elsewhere, but some clients, such as a
@@ -66,21 +79,20 @@ class OllamaFields(ReplyFields):
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     stream: bool | None = Field(default=None, description="false returns the whole reply at once.")
-    format: Literal["", "json"] | dict[str, Any] | None = Field(
-        default=None, description="Make the answer JSON, or JSON that satisfies this schema."
-    )
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
         default=None, description="Whether the model should reason. All levels mean true."
     )
-    logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
+    logprobs: bool | int | None = Field(
+        default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
     )
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like num_predict."
     )
-    keep_alive: float | str | None = Field(
+    keep_alive: Annotated[float | str | None, AfterValidator(_duration)] = Field(
         default=None, description="0 unloads the model after the request. Other values are ignored."
     )
     num_ctx: Ignored
@@ -88,9 +100,17 @@ class OllamaFields(ReplyFields):
     truncate: Ignored
 
     @property
+    def wanted_logprobs(self) -> int | None:
+        """Number of most likely tokens to return at each position, or None for no log-probabilities."""
+        return wanted_logprobs(self.logprobs, self.top_logprobs)
+
+    @property
     def unloads(self) -> bool:
         """Whether to unload the model after the request."""
-        return self.keep_alive in (0, "0", "0s")
+        # Every number in the time is 0, as in `0h0m`.
+        return self.keep_alive == 0 or (
+            isinstance(self.keep_alive, str) and not re.search("[1-9]", self.keep_alive)
+        )
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -99,32 +119,30 @@ class OllamaFields(ReplyFields):
 
 
 def ignored_fields(fields: OllamaFields) -> list[str]:
-    """Return the names of the ignored fields that the request sets, including those in `options`."""
-    inner = fields.options.ignored_fields() if fields.options else []
+    """Return the names of the ignored fields that the request sets, including `keep_alive`."""
     kept = [] if fields.keep_alive is None or fields.unloads else ["keep_alive"]
-    return [*kept, *fields.ignored_fields(), *(f"options.{name}" for name in inner)]
+    return [*kept, *fields.ignored_fields()]
 
 
 def options_of(fields: OllamaFields) -> dict[str, Any]:
     """Return the reply options that a request sets, under edgespec's names."""
     options = reply_options(fields)
+    constraints = constraints_in(fields, options)
     options.pop("logprobs", None)  # The field of this name is Ollama's.
     if fields.max_output_tokens is not None:
         options["max_tokens"] = fields.max_output_tokens
     if fields.options:
-        options |= reply_options(fields.options)
+        inner = reply_options(fields.options)
+        constraints |= constraints_in(fields.options, inner, "options.")
+        options |= inner
     for theirs, ours in _RENAMED.items():
-        value = getattr(fields.options, theirs, None)
-        # A negative number of tokens means no limit.
-        if value is not None and (theirs != "num_predict" or value >= 0):
+        if (value := getattr(fields.options, theirs, None)) is not None:
             options[ours] = value
     if fields.think is not None:
         options["thinking"] = "on" if fields.think else "off"
-    if fields.format:
-        schema = {"type": "object"} if fields.format == "json" else without_other_properties(fields.format)
-        options = combined_options(options, {"schema": schema})
-    if fields.logprobs:
-        options["logprobs"] = fields.top_logprobs or 0
+    options |= answer_constraint(constraints)
+    if fields.wanted_logprobs is not None:
+        options["logprobs"] = fields.wanted_logprobs
     return options
 
 

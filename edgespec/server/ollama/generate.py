@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, NotRequired
 
 from pydantic import Field
@@ -24,6 +25,13 @@ _UNSUPPORTED = {
 
 class OllamaGenerateRequest(OllamaFields):
     """The body of a generate request. Without a prompt, it loads the model."""
+
+    advice = MappingProxyType(
+        {
+            "messages": "use prompt, or POST /api/chat",
+            "tools": "only chats have tools, so POST /api/chat",
+        }
+    )
 
     prompt: str | None = Field(default=None, description="The question, or with raw the text to continue.")
     system: str | None = Field(default=None, description="The system prompt.")

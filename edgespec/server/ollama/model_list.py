@@ -12,17 +12,20 @@ from typing_extensions import TypedDict
 
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import Ignored, RequestFields
-from edgespec.server.models import KnownModel, without_latest
+from edgespec.server.models import KnownModel
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
 __all__ = [
     "LoadedModels",
     "ModelTags",
+    "PullRequest",
+    "PulledModel",
     "ShowRequest",
     "ShownModel",
     "list_loaded",
     "list_models",
+    "pull_model",
     "show_model",
 ]
 
@@ -76,6 +79,19 @@ class ShowRequest(RequestFields):
     verbose: Ignored
 
 
+class PullRequest(ShowRequest):
+    """The body of a request to pull a model."""
+
+    stream: Ignored
+    insecure: Ignored
+
+
+class PulledModel(TypedDict):
+    """The state of a pulled model, which is always `success`."""
+
+    status: str
+
+
 class ShownModel(TypedDict):
     """A description of a model. `modelfile` and `template` are always empty, but clients require them."""
 
@@ -110,12 +126,26 @@ async def list_loaded(call: Call[None]) -> Response:
 
 async def show_model(call: Call[ShowRequest]) -> Response:
     """Describe one of the models."""
-    name = call.body.model or call.body.name or call.service.settings.target
-    for known in await call.service.models.known():
-        if known.name in (name, without_latest(name)):
-            return json_response(_shown(known))
-    message = f"there is no model {name[:100]} on this machine; GET /api/tags lists the models"
-    raise ApiError(404, message, code="model_not_found", param="model")
+    return json_response(_shown(await call.service.models.describe(call.body.model or call.body.name)))
+
+
+async def pull_model(call: Call[PullRequest]) -> Response:
+    """Confirm that a model is on this machine. Programs pull their model when they start.
+
+    Raises:
+        ApiError: There is no such model. The server downloads none.
+    """
+    name = call.body.model or call.body.name
+    found = await call.service.models.find(name)
+    if name and found.name != name:
+        raise ApiError(
+            404,
+            f"there is no model named {name[:100]} on this machine, and the server downloads none; use"
+            f" `edgespec models pull` there, or the model {found.name}",
+            code="model_not_found",
+        )
+    result: PulledModel = {"status": "success"}
+    return json_response(result)
 
 
 def _shown(known: KnownModel) -> ShownModel:

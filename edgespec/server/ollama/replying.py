@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ from typing_extensions import TypedDict
 
 from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.reply import TokenLogprobs
+from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.generation import Generation, ReplyRequest, TextPrompt
 from edgespec.server.ollama.fields import OllamaFields, ignored_fields
 from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
 from edgespec.server.openai.report import ReplyReport, report
 from edgespec.server.protocol import Call
-from edgespec.server.responses import json_response, open_stream
+from edgespec.server.responses import json_line, json_response, open_stream
 
 __all__ = ["STREAM_MEDIA_TYPE", "OllamaPart", "OllamaReply", "error_body", "load_model", "respond"]
 
@@ -70,7 +69,7 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
         formatted: Formats the parts of the reply.
     """
     fields: OllamaFields = call.body
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and fields.wanted_logprobs is None:
         raise invalid_request(
             "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
             param="top_logprobs",
@@ -82,8 +81,8 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
         (reply,) = await generation.replies()
         raw = isinstance(request.prompt, TextPrompt)
         part = OllamaPart(reply.text) if raw else OllamaPart(reply.answer, reply.reasoning, reply.tool_calls)
-        logprobs = _logprobs(reply.logprobs) if fields.logprobs else {}
-        head = _head(fields.model or generation.model.name)
+        logprobs = _logprobs(reply.logprobs) if fields.wanted_logprobs is not None else {}
+        head = _head(generation.model_name)
         end = _end(fields, reply, generation, started)
         response = json_response({**head, **formatted(part), **logprobs, **end})
     if fields.unloads:
@@ -100,7 +99,7 @@ async def _stream(
     async with call.service.generate(fields.model, [request]) as generation:
         raw = isinstance(request.prompt, TextPrompt)
         async for _, event in generation.events():
-            head = _head(fields.model or generation.model.name)
+            head = _head(generation.model_name)
             if isinstance(event, TextChunk):
                 part = _part(event, raw)
                 logprobs = _logprobs(event.logprobs) if event.logprobs else {}
@@ -122,13 +121,16 @@ async def load_model(call: Call[Any], formatted: Formatter) -> Response:
     """
     fields: OllamaFields = call.body
     models = call.service.models
+    found = await models.find(fields.model)
     if fields.unloads:
         await models.unload(fields.model)
-        name, reason = fields.model or call.service.settings.target, "unload"
+        reason = "unload"
     else:
-        async with models.borrow(fields.model) as model:
-            name, reason = fields.model or model.name, "load"
-    return json_response({**_head(name), **formatted(OllamaPart()), "done": True, "done_reason": reason})
+        async with models.borrow(found):
+            reason = "load"
+    return json_response(
+        {**_head(found.name), **formatted(OllamaPart()), "done": True, "done_reason": reason}
+    )
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _part(chunk: TextChunk, raw: bool) -> OllamaPart:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+    return f"{json_line(value)}\n".encode("utf-8", "replace")
 
 
 def _head(name: str) -> dict[str, Any]:
@@ -155,7 +157,8 @@ def _head(name: str) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    return {"logprobs": chat_logprobs(tokens)["content"]}
+    content = chat_logprobs(tokens)["content"]
+    return {"logprobs": content} if content else {}
 
 
 def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: int) -> dict[str, Any]:

@@ -5,31 +5,92 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, model_validator
 from starlette.responses import Response
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCallDelta
-from edgespec.reply import TokenLogprobs
+from edgespec.chat.tool_calls.tool_set import ToolChoice
+from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, combined_options, ignored_in_messages
-from edgespec.server.generation import ReplyRequest
+from edgespec.server.fields import Ignored, ItemFields
+from edgespec.server.generation import ChatPrompt, ReplyRequest
+from edgespec.server.leniency.content import (
+    SystemPrompt,
+    omitted_parts,
+    part_text,
+    reasoning_of,
+    result_text,
+    system_messages,
+)
+from edgespec.server.leniency.tools import (
+    checked_choice,
+    modern_message,
+    modern_tools,
+    needs_whole_calls,
+    offered_tools,
+    skipped_tools,
+)
 from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import ChoiceFields, requests_options
-from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
-from edgespec.server.openai.messages import ChatMessage, chat_prompt
-from edgespec.server.openai.reasoning import ReasoningFields
-from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage
-from edgespec.server.openai.response_format import ResponseFormat, answer_schema
+from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, requests_options
+from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_logprobs
+from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
-__all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
+__all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completion"]
+
+
+# The part types that Anthropic's API uses for tool calls and tool results.
+_BLOCKS = ("tool_use", "tool_result")
+# The fields that are read from parts of other APIs, keyed by part type.
+_READ_FIELDS = {
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content"),
+    "thinking": ("thinking",),
+    "reasoning": ("reasoning",),
+}
+
+
+class ContentPart(ItemFields):
+    """A part of a message's content. Only text is supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def _own_ignored_fields(self) -> list[str]:
+        read = _READ_FIELDS.get(self.type, ())
+        return [name for name in super()._own_ignored_fields() if name not in read]
+
+
+# Defined as an alias, because a union cannot contain an annotated type directly.
+_ChatParts = TypeAliasType("_ChatParts", Annotated[list[ContentPart], FailFast()])
+
+
+class ChatMessage(ItemFields):
+    """A message of the conversation. Fields that other servers add to their replies are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | _ChatParts | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: Ignored
+    refusal: Ignored
+    annotations: Ignored
+    audio: Ignored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _modernise(cls, data: Any) -> Any:
+        return modern_message(data) if isinstance(data, dict) else data
 
 
 class ChatRequest(ReasoningFields, ChoiceFields):
@@ -37,43 +98,61 @@ class ChatRequest(ReasoningFields, ChoiceFields):
 
     advice = MappingProxyType(
         {
+            "input": "use messages, or POST /v1/responses",
             "prompt": "use messages, or POST /v1/completions",
-            "functions": "use tools",
-            "function_call": "use tool_choice",
             "think": "use thinking",
         }
     )
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
-    response_format: ResponseFormat | None = None
+    system: SystemPrompt = Field(default=None, description="A system prompt before the messages.")
     tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = Field(
+    tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="auto, none, required, or the function that the model must call."
     )
-    logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
+    functions: list[dict[str, Any]] | None = Field(
+        default=None, description="Older form of tools. The reply then has a function_call."
+    )
+    function_call: str | dict[str, Any] | None = Field(
+        default=None,
+        description="Older form of tool_choice: auto, none, or an object with a name.",
+    )
+    logprobs: bool | int | None = Field(
+        default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
     )
-    max_completion_tokens: int | None = Field(default=None, description="Like max_tokens.")
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Like max_tokens."
+    )
     parallel_tool_calls: Ignored
     prediction: Ignored
     verbosity: Ignored
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Number of most likely tokens to return at each position, or None for no log-probabilities."""
+        return wanted_logprobs(self.logprobs, self.top_logprobs)
+
     def ignored_fields(self) -> list[str]:
-        """Return the names of the ignored fields that the request sets, including those of messages."""
-        return [*super().ignored_fields(), *ignored_in_messages(self.messages)]
+        """Return the names of the ignored fields and the locations of skipped tools and parts."""
+        tools = skipped_tools(self.tools or ())
+        return [*super().ignored_fields(), *tools, *omitted_in_results(self.messages)]
 
 
 class ChatReplyMessage(TypedDict):
     """The message of a reply.
 
-    `reasoning_content` is present if the model reasoned, and `tool_calls` if it calls tools.
+    `reasoning_content` is present if the model reasoned, and `tool_calls` if it calls tools. If the request
+    has `functions`, the first call is in `function_call` instead.
     """
 
     role: str
     content: str | None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]
+    function_call: NotRequired[dict[str, Any]]
 
 
 class ChatChoice(TypedDict):
@@ -111,17 +190,18 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
             elif not event.reasoning:
                 logprobs[index] += event.logprobs
         ordered = [replies[index] for index in sorted(replies)]
+        has_logprobs = call.body.wanted_logprobs is not None
         completion: ChatCompletion = {
             "id": _new_id(),
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": call.body.model or generation.model.name,
+            "model": generation.model_name,
             "choices": [
                 {
                     "index": index,
-                    "message": _message(reply),
-                    "finish_reason": _finish_reason(reply),
-                    "logprobs": chat_logprobs(logprobs[index]) if call.body.logprobs else None,
+                    "message": _message(reply, call.body),
+                    "finish_reason": _finish_reason(reply, call.body),
+                    "logprobs": chat_logprobs(logprobs[index]) if has_logprobs else None,
                     "edgespec": report(reply, call.body.ignored_fields()),
                 }
                 for index, reply in enumerate(ordered)
@@ -133,18 +213,20 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and body.wanted_logprobs is None:
         raise invalid_request(
             "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
             param="top_logprobs",
         )
-    schema = answer_schema(body.response_format)
-    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0 if body.logprobs else None}
-    if body.max_completion_tokens not in (None, -1):
+    more: dict[str, Any] = {"logprobs": body.wanted_logprobs}
+    if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
-    prompt = chat_prompt(body.messages, body.tools or (), body.tool_choice or "auto")
+    tools, choice = modern_tools(body.tools or (), body.tool_choice, body.functions or (), body.function_call)
+    offered = offered_tools(tools)
+    choice = checked_choice(choice, offered, tools)
+    prompt = chat_prompt(body.messages, offered.definitions, choice, system=body.system)
     return [
-        ReplyRequest(prompt, {**body.reasoning_options(), **combined_options(options, schema), **more})
+        ReplyRequest(prompt, {**body.reasoning_options(), **options, **more})
         for options in requests_options(body)
     ]
 
@@ -153,26 +235,37 @@ def _new_id() -> str:
     return f"chatcmpl-{secrets.token_hex(12)}"
 
 
-def _message(reply: Reply) -> ChatReplyMessage:
+def _message(reply: Reply, body: ChatRequest) -> ChatReplyMessage:
     message: ChatReplyMessage = {"role": "assistant", "content": reply.answer}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["content"] = reply.answer or None
-        message["tool_calls"] = [call.to_json() for call in reply.tool_calls]
+        if body.functions:
+            message["function_call"] = reply.tool_calls[0].to_json()["function"]
+        else:
+            message["tool_calls"] = [call.to_json() for call in reply.tool_calls]
     return message
 
 
-def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+def _finish_reason(reply: Reply, body: ChatRequest) -> str:
+    if not (reply.tool_calls and reply.finish_reason == "stop"):
+        return reply.finish_reason
+    return "function_call" if body.functions else "tool_calls"
 
 
-def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
-    """Return a part of a tool call. Only the first part of a call has the id and the name."""
-    if not delta.id:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
+    """Return a part of a tool call. Only the first part of a call has the id and the name.
+
+    In the older form, a message has a single call, and further calls are left out.
+    """
+    function = {"arguments": delta.arguments}
+    if delta.id:
+        function = {"name": delta.name, **function}
+    if body.functions:
+        return {"function_call": function} if delta.index == 0 else {}
+    identity = {"id": delta.id, "type": "function"} if delta.id else {}
+    return {"tool_calls": [{"index": delta.index, **identity, "function": function}]}
 
 
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
@@ -182,30 +275,39 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     separate event without choices, which other clients often cannot handle.
     """
     body = call.body
+    has_logprobs = body.wanted_logprobs is not None
     own_event = bool(body.stream_options and body.stream_options.include_usage)
+    continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+    whole_calls = needs_whole_calls(call.headers)
     async with call.service.generate(body.model, _requests(body)) as generation:
-        head = {
+        head: dict[str, Any] = {
             "id": _new_id(),
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": body.model or generation.model.name,
+            "model": generation.model_name,
         }
         started: set[int] = set()
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():
+            if continuous:
+                head["usage"] = usage_so_far([generation.stats(index)])
             if index not in started:
                 started.add(index)
                 yield _chunk(head, index, {"role": "assistant", "content": ""})
             if isinstance(event, TextChunk) and event.tool_call:
-                yield _chunk(head, index, {"tool_calls": [_call_delta(event.tool_call)]})
+                if not whole_calls and (delta := _call_delta(event.tool_call, body)):
+                    yield _chunk(head, index, delta)
                 continue
             if not isinstance(event, Reply):
-                shown = chat_logprobs(event.logprobs) if body.logprobs and not event.reasoning else None
+                shown = chat_logprobs(event.logprobs) if has_logprobs and not event.reasoning else None
                 if event.text or (shown and shown["content"]):
                     name = "reasoning_content" if event.reasoning else "content"
                     yield _chunk(head, index, {name: event.text}, **({"logprobs": shown} if shown else {}))
                 continue
             replies[index] = event
+            if whole_calls and event.tool_calls:
+                calls = [{"index": at, **each.to_json()} for at, each in enumerate(event.tool_calls)]
+                yield _chunk(head, index, {"tool_calls": calls})
             is_last = len(replies) == (body.n or 1)
             ended = list(replies.values())
             totals = {"usage": usage(ended, len(ended)), "timings": timings(ended)} if is_last else {}
@@ -213,7 +315,7 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
                 {**head, **({} if own_event else totals)},
                 index,
                 {},
-                finish_reason=_finish_reason(event),
+                finish_reason=_finish_reason(event, body),
                 edgespec=report(event, body.ignored_fields()),
             )
             if is_last and own_event:
@@ -225,3 +327,89 @@ def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any)
     return server_sent_event(
         {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None, **more}]}
     )
+
+
+def chat_prompt(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: ToolChoice = "auto",
+    *,
+    system: SystemPrompt = None,
+) -> ChatPrompt:
+    """Convert the messages of a request.
+
+    Raises:
+        ApiError: A message contains an image or anything else that is not text.
+    """
+    converted = [each for index, message in enumerate(messages) for each in _converted(index, message)]
+    return ChatPrompt.from_messages([*system_messages(system), *converted], tools, tool_choice)
+
+
+def _converted(index: int, message: ChatMessage) -> list[dict[str, Any]]:
+    """Convert a message. Each tool result in it becomes a separate message."""
+    place = f"messages.{index}.content"
+    parts = message.content if isinstance(message.content, list) else []
+    calls, results = _anthropic_calls(place, parts)
+    reasoning = "".join(reasoning_of(part) or "" for part in _reasoning_parts(message))
+    converted = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(place, message),
+        "reasoning": message.reasoning_content or message.reasoning or reasoning,
+        **({"tool_calls": [*(message.tool_calls or ()), *calls]} if message.tool_calls or calls else {}),
+        **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
+    }
+    return results if len(results) == len(parts) > 0 else [*results, converted]
+
+
+def _anthropic_calls(
+    place: str, parts: Sequence[ContentPart]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return tool calls and tool results in Anthropic's format, which Cursor sends to this endpoint."""
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for number, part in enumerate(parts):
+        at, fields = f"{place}.{number}", part.model_extra or {}
+        if part.type == "tool_use":
+            function = {"name": fields.get("name"), "arguments": fields.get("input")}
+            calls.append({"id": fields.get("id"), "type": "function", "function": function})
+        elif part.type == "tool_result":
+            content = result_text(f"{at}.content", fields.get("content"))
+            results.append({"role": "tool", "tool_call_id": fields.get("tool_use_id"), "content": content})
+    return calls, results
+
+
+def _text(place: str, message: ChatMessage) -> str:
+    if message.role == "tool" or not isinstance(message.content, list):
+        return result_text(place, message.content)
+    skipped = _reasoning_parts(message)
+    return "\n".join(
+        part_text(f"{place}.{at}", each)
+        for at, each in enumerate(message.content)
+        if each.type not in _BLOCKS and each not in skipped
+    )
+
+
+def _reasoning_parts(message: ChatMessage) -> list[ContentPart]:
+    """Return the parts of a reply that hold its reasoning."""
+    if message.role != "assistant" or not isinstance(message.content, list):
+        return []
+    return [part for part in message.content if reasoning_of(part) is not None]
+
+
+def omitted_in_results(messages: Sequence[ChatMessage]) -> list[str]:
+    """Return the locations of non-text parts of tool results, including those in Anthropic's format."""
+    return [
+        place
+        for index, message in enumerate(messages)
+        for at, content in _results(f"messages.{index}.content", message)
+        for place in omitted_parts(at, content)
+    ]
+
+
+def _results(place: str, message: ChatMessage) -> Iterator[tuple[str, Any]]:
+    """Yield the location and the content of each tool result in a message."""
+    if message.role == "tool":
+        yield place, message.content
+    for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        if part.type == "tool_result":
+            yield f"{place}.{number}.content", (part.model_extra or {}).get("content")

@@ -13,14 +13,22 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from edgespec import Reply
-from edgespec.reply import TokenLogprobs
+from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
+from edgespec.server.fields import MaxTokensOrZero
 from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
 from edgespec.server.models import LoadedModel
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, Texts, requests_options, texts_in
-from edgespec.server.openai.logprobs import TextLogprobs, text_logprobs
-from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage
+from edgespec.server.openai.logprobs import (
+    TextLogprobs,
+    TextOffsets,
+    prompt_logprobs,
+    spelled_in,
+    text_logprobs,
+    wanted_logprobs,
+)
+from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
@@ -34,6 +42,8 @@ class CompletionRequest(ChoiceFields):
     advice = MappingProxyType(
         {
             "messages": "use prompt, or POST /v1/chat/completions",
+            "system": "put it in prompt, or POST /v1/chat/completions",
+            "instructions": "put it in prompt, or POST /v1/chat/completions",
             "suffix": "edgespec cannot fill in text before a suffix; leave it out",
         }
     )
@@ -41,6 +51,12 @@ class CompletionRequest(ChoiceFields):
     prompt: Texts = Field(
         description="The text to continue, or several texts. Each can also be a list of token ids."
     )
+    # Evaluation programs use 0 to get the log-probabilities of the prompt alone.
+    max_tokens: MaxTokensOrZero = None
+    logprobs: bool | int | None = Field(
+        default=None, description="Number of the most likely tokens to return at each position."
+    )
+    top_logprobs: int | None = Field(default=None, description="Same as a number in logprobs.")
     echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")
     best_of: int | None = Field(default=None, description="Must equal n.")
 
@@ -75,17 +91,23 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
     async with call.service.generate(body.model, requests) as generation:
         replies = await generation.replies()
         echoes = [_echoed(body, request, generation.model) for request in requests]
+        scores = [
+            _prompt_logprobs(body, request, generation.model, reply.prompt_logprobs)
+            for request, reply in zip(requests, replies, strict=True)
+        ]
         completion: Completion = {
             "id": _new_id(),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": body.model or generation.model.name,
+            "model": generation.model_name,
             "choices": [
                 {
                     "index": index,
                     "text": echoes[index] + reply.text,
                     "finish_reason": reply.finish_reason,
-                    "logprobs": _logprobs(reply.logprobs),
+                    "logprobs": _joined(
+                        scores[index], _logprobs(reply.logprobs, TextOffsets(len(echoes[index])))
+                    ),
                     "edgespec": report(reply, body.ignored_fields()),
                 }
                 for index, reply in enumerate(replies)
@@ -106,13 +128,10 @@ def _requests(body: CompletionRequest) -> list[ReplyRequest]:
         )
     if body.best_of not in (None, choices):
         raise invalid_request(f"best_of must equal n, which is {choices}; leave best_of out", param="best_of")
-    options = requests_options(body)
-    if body.echo and any(each.get("logprobs") is not None for each in options):
-        raise invalid_request(
-            "echo and logprobs together ask for the log-probabilities of the prompt, which edgespec does not"
-            " compute; leave one of them out",
-            param="echo",
-        )
+    logprobs = wanted_logprobs(body.logprobs, body.top_logprobs)
+    options = [{**each, "logprobs": logprobs} for each in requests_options(body)]
+    if (body.echo and logprobs is not None) or body.max_tokens == 0:
+        options = [{**each, "prompt_logprobs": logprobs or 0} for each in options]
     return [ReplyRequest(_prompt(text), each) for text in prompts for each in options]
 
 
@@ -136,35 +155,62 @@ def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) 
     return prompt.text
 
 
-def _logprobs(tokens: Sequence[TokenLogprobs], offset: int = 0) -> TextLogprobs | None:
-    return text_logprobs(tokens, offset) if tokens else None
+def _logprobs(tokens: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogprobs | None:
+    return text_logprobs(tokens, offsets) if tokens else None
+
+
+def _prompt_logprobs(
+    body: CompletionRequest, request: ReplyRequest, model: LoadedModel, tokens: Sequence[TokenLogprobs]
+) -> TextLogprobs | None:
+    """Return the log-probabilities of a prompt's tokens, or None if the request does not ask for them."""
+    if not body.echo or wanted_logprobs(body.logprobs, body.top_logprobs) is None:
+        return None
+    piece, prompt = model.runtime.vocabulary.piece, request.prompt
+    if isinstance(prompt, TextPrompt):
+        return prompt_logprobs(tokens, spelled_in(prompt.text, tokens, piece))
+    return prompt_logprobs(tokens, [piece(each.token) for each in tokens])
+
+
+def _joined(first: TextLogprobs | None, second: TextLogprobs | None) -> TextLogprobs | None:
+    if not first or not second:
+        return first or second
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of streamed texts. The usage is sent as for chat completions."""
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
+    continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)
     async with call.service.generate(body.model, requests) as generation:
-        head = {
+        head: dict[str, Any] = {
             "id": _new_id(),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": body.model or generation.model.name,
+            "model": generation.model_name,
         }
-        # Number of characters sent for each reply, by its index.
-        written: dict[int, int] = {}
+        # Token positions, keyed by reply index.
+        offsets: dict[int, TextOffsets] = {}
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():
-            if index not in written:
+            if continuous:
+                head["usage"] = usage_so_far([generation.stats(index)])
+            if index not in offsets:
                 echo = _echoed(body, requests[index], generation.model)
-                written[index] = len(echo)
-                if echo:
-                    yield _chunk(head, index, echo)
+                offsets[index] = TextOffsets(len(echo))
+                tokens = generation.prompt_logprobs(index)
+                scores = _prompt_logprobs(body, requests[index], generation.model, tokens)
+                if echo or scores:
+                    yield _chunk(head, index, echo, logprobs=scores)
             if not isinstance(event, Reply):
                 if event.raw_text or event.logprobs:
-                    logprobs = _logprobs(event.logprobs, written[index])
+                    logprobs = _logprobs(event.logprobs, offsets[index])
                     yield _chunk(head, index, event.raw_text, logprobs=logprobs)
-                written[index] += len(event.raw_text)
                 continue
             replies[index] = event
             is_last = len(replies) == len(requests)

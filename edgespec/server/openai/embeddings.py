@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import secrets
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from edgespec import Embedding
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.openai.fields import Texts, texts_in
+from edgespec.server.openai.report import IgnoredReport
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -57,12 +59,14 @@ class EmbeddingUsage(TypedDict):
 
 
 class EmbeddingList(TypedDict):
-    """The embeddings of all texts, in the order of the request."""
+    """The embeddings of all texts, in the order of the request. Mistral's clients require the id."""
 
+    id: str
     object: str
     data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
+    edgespec: NotRequired[IgnoredReport]
 
 
 async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
@@ -83,14 +87,17 @@ def _texts(body: EmbeddingRequest) -> list[str | list[int]]:
 def _response(body: EmbeddingRequest, model: str, embeddings: Sequence[Embedding]) -> Response:
     tokens = sum(each.tokens for each in embeddings)
     result: EmbeddingList = {
+        "id": f"embd-{secrets.token_hex(12)}",
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _encoded(each, body.encoding_format)}
             for index, each in enumerate(embeddings)
         ],
-        "model": body.model or model,
+        "model": model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    if ignored := body.ignored_fields():
+        result["edgespec"] = {"ignored_fields": ignored}
     return json_response(result)
 
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, field_validator
 from typing_extensions import TypeAliasType
 
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import (
-    Ignored,
-    Off,
-    ReplyFields,
-    RequestFields,
-    combined_options,
-    reply_options,
-)
-from edgespec.server.openai.structured_outputs import StructuredOutputFields, vllm_constraint
+from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
 
 __all__ = [
     "MAX_CHOICES",
     "ChoiceFields",
     "OpenAIFields",
-    "StreamOptions",
+    "ReasoningFields",
     "Texts",
     "openai_options",
     "requests_options",
@@ -31,14 +24,13 @@ __all__ = [
 
 # Maximum number of replies to one request. They wait in the queue like separate requests.
 MAX_CHOICES = 16
-
 # Defined as aliases, because a union cannot contain an annotated type directly.
 _Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 _TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
-
 Texts: TypeAlias = str | _Texts | _Tokens | _TokenLists
 """A text, or several texts. Each can also be a list of token ids."""
+_STATES = {"enabled": "on", "disabled": "off", True: "on", False: "off"}
 
 
 def texts_in(given: Texts) -> list[str | list[int]]:
@@ -53,10 +45,13 @@ class StreamOptions(RequestFields):
     include_usage: bool | None = Field(
         default=None, description="Send the usage in a separate event, as OpenAI does."
     )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Send the usage so far in each event, as vLLM does."
+    )
     include_obfuscation: Ignored
 
 
-class OpenAIFields(ReplyFields, StructuredOutputFields):
+class OpenAIFields(ReplyFields, ConstraintFields):
     """Fields of all requests that generate text."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
@@ -78,15 +73,14 @@ class ChoiceFields(OpenAIFields):
         default=None, description="Number of replies."
     )
     cache_prompt: Ignored
-    ignore_eos: Off
     id_slot: Ignored
-    min_tokens: Off
     timings_per_token: Ignored
 
 
 def openai_options(fields: OpenAIFields) -> dict[str, Any]:
-    """Return the reply options of a request, including the constraint in vLLM's fields."""
-    return combined_options(reply_options(fields), vllm_constraint(fields))
+    """Return the reply options of a request, including the constraint on the answer."""
+    options = reply_options(fields)
+    return options | answer_constraint(constraints_in(fields, options))
 
 
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
@@ -99,3 +93,43 @@ def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
     options = openai_options(fields)
     seed = options.get("seed")
     return [options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)]
+
+
+class ReasoningFields(RequestFields):
+    """The fields of OpenAI, OpenRouter, vLLM, DeepSeek and Qwen for reasoning.
+
+    Other settings in these fields, such as a low effort, are ignored.
+    """
+
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+
+    @field_validator("thinking", mode="before", check_fields=False)
+    @classmethod
+    def _state(cls, value: Any) -> Any:
+        """Accept DeepSeek's form of the option `thinking`, such as `{"type": "disabled"}`."""
+        return _STATES.get(str(value.get("type")), value) if isinstance(value, dict) else value
+
+    def reasoning_options(self) -> dict[str, Any]:
+        """Return the reply option that the fields set, or an empty dictionary if they set none."""
+        return {"thinking": state} if (state := next(iter(self._states().values()), None)) else {}
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the ignored fields that the request sets."""
+        states = self._states()
+        names = [name for name in ReasoningFields.model_fields if getattr(self, name) and name not in states]
+        return [*super().ignored_fields(), *names]
+
+    def _states(self) -> dict[str, str]:
+        """Return `on` or `off` for each field that sets it."""
+        template, reasoning = self.chat_template_kwargs or {}, self.reasoning or {}
+        enabled = reasoning.get("enabled")
+        given = {
+            "reasoning_effort": False if self.reasoning_effort == "none" else None,
+            "reasoning": False if reasoning.get("effort") == "none" else enabled,
+            "enable_thinking": self.enable_thinking,
+            "chat_template_kwargs": template.get("enable_thinking", template.get("thinking")),
+        }
+        return {name: _STATES[value] for name, value in given.items() if isinstance(value, bool)}

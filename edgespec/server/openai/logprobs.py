@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 
 from typing_extensions import TypedDict
 
-from edgespec.reply import TokenLogprobs
+from edgespec.decode.reply import TokenLogprobs
 
-__all__ = ["ChatLogprobs", "TextLogprobs", "chat_logprobs", "text_logprobs"]
-
-# Replaces the incomplete bytes of a character that spans several tokens.
-_PART_OF_CHARACTER = "\ufffd"
+__all__ = [
+    "ChatLogprobs",
+    "TextLogprobs",
+    "TextOffsets",
+    "chat_logprobs",
+    "prompt_logprobs",
+    "spelled_in",
+    "text_logprobs",
+    "wanted_logprobs",
+]
 
 
 class Alternative(TypedDict):
@@ -19,7 +26,7 @@ class Alternative(TypedDict):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ContentLogprob(Alternative):
@@ -36,45 +43,122 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """The log-probabilities of the tokens of a completion."""
+    """The log-probabilities of the tokens of a completion. Those of the first token of a prompt are null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
+def wanted_logprobs(logprobs: bool | int | None, top: int | None) -> int | None:
+    """Return the `logprobs` reply option for a request's `logprobs` and `top_logprobs` fields.
+
+    In the completions API, `logprobs` is the number of alternatives. In the chat API, it is a boolean and
+    `top_logprobs` is the number. Clients mix the two.
+    """
+    if logprobs is None or logprobs is False:
+        return None
+    number = 0 if logprobs is True else logprobs
+    return number if top is None else top
+
+
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return the log-probabilities of tokens in the format of chat completions."""
+    """Return the log-probabilities of tokens in the format of chat completions.
+
+    The token that ends the reply is omitted, so that the tokens' bytes add up to exactly the text.
+    """
     content: list[ContentLogprob] = [
-        {**_alternative(each), "top_logprobs": [_alternative(other) for other in each.top]} for each in tokens
+        {**_alternative(each), "top_logprobs": [_alternative(other) for other in each.top]}
+        for each in tokens
+        if not each.is_end
     ]
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> TextLogprobs:
+class TextOffsets:
+    """Computes the position at which each token's text begins in one completion.
+
+    Args:
+        start: Number of characters before the first token.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._length = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def after(self, token: TokenLogprobs) -> int:
+        """Add a token and return the index of the character in which its text begins."""
+        return self.after_bytes(b"" if token.is_end else token.raw)
+
+    def after_bytes(self, spelled: bytes) -> int:
+        """Add the text of a token and return the index of the character in which it begins."""
+        offset = self._length
+        self._length += len(self._decoder.decode(spelled))
+        return offset
+
+
+def text_logprobs(tokens: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogprobs:
     """Return the log-probabilities of tokens in the format of OpenAI's completions API.
+
+    The token that ends the reply is included, as in OpenAI's API, because evaluation programs count tokens.
 
     Args:
         tokens: The tokens.
-        offset: Index of the first token's text in the text of the completion.
+        offsets: Computes the position of each token's text.
     """
-    offsets = []
-    for each in tokens:
-        offsets.append(offset)
-        offset += len(each.text)
     return {
-        "tokens": [each.text for each in tokens],
+        "tokens": [_shown(each) for each in tokens],
         "token_logprobs": [each.logprob for each in tokens],
-        "top_logprobs": [{other.text: other.logprob for other in each.top} for each in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [{_shown(other): other.logprob for other in each.top} for each in tokens],
+        "text_offset": [offsets.after(each) for each in tokens],
     }
+
+
+def prompt_logprobs(tokens: Sequence[TokenLogprobs], spelled: Sequence[bytes]) -> TextLogprobs:
+    """Return the log-probabilities of the tokens of a prompt, as `text_logprobs` does.
+
+    Args:
+        tokens: The tokens of the whole prompt.
+        spelled: The part of the prompt's text that each token stands for.
+    """
+    result = text_logprobs(tokens, TextOffsets())
+    # No tokens come before the first one, so it has no probability.
+    result["token_logprobs"][:1], result["top_logprobs"][:1] = [None], [None]
+    offsets = TextOffsets()
+    result["text_offset"] = [offsets.after_bytes(each) for each in spelled]
+    return result
+
+
+def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int], bytes]) -> list[bytes]:
+    """Return the part of a prompt's text that each of its tokens stands for.
+
+    The BOS token that some models need stands for no text, and neither does the space that some tokenizers
+    put before the text. Control tokens that the text contains stand for their names.
+
+    Args:
+        text: The text.
+        tokens: Its tokens.
+        piece: Returns the bytes that a token adds to text. See `Vocabulary.piece`.
+    """
+    whole, start, result = text.encode("utf-8", "replace"), 0, []
+    for token in tokens:
+        added = piece(token.token)
+        exact = [each for each in (token.raw, added, added.lstrip(b" ")) if whole.startswith(each, start)]
+        # Tokenizers that change characters, such as accents, usually keep their number of bytes.
+        length = len(max(exact, key=len)) if exact else len(added)
+        result.append(whole[start : start + length])
+        start += length
+    return result
 
 
 def _alternative(token: TokenLogprobs) -> Alternative:
-    known = _PART_OF_CHARACTER not in token.text
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        "bytes": list(token.text.encode()) if known else None,
-    }
+    return {"token": _shown(token), "logprob": token.logprob, "bytes": list(token.raw)}
+
+
+def _shown(token: TokenLogprobs) -> str:
+    """Return a token's text. Bytes that are not valid text on their own are escaped as in OpenAI's API."""
+    try:
+        return token.raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from edgespec.server.errors import ApiError
-from edgespec.server.models import KnownModel, without_latest
+from edgespec.server.models import KnownModel
+from edgespec.server.openai.report import ExactnessReport, exactness_report
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -29,7 +29,10 @@ class ModelMeta(TypedDict):
 
 
 class Model(TypedDict):
-    """A model that requests can name, as in OpenAI's API and in Anthropic's, which have the same path."""
+    """A model that requests can name, in the form that both OpenAI's and Anthropic's APIs return.
+
+    `exactness` says whether replies are identical to plain decoding. It is null until the model is loaded.
+    """
 
     id: str
     object: str
@@ -39,6 +42,7 @@ class Model(TypedDict):
     created_at: str
     owned_by: str
     loaded: bool
+    exactness: ExactnessReport | None
     meta: ModelMeta
 
 
@@ -67,16 +71,7 @@ async def list_models(call: Call[None]) -> Response:
 
 async def retrieve_model(call: Call[None]) -> Response:
     """Return one of the models."""
-    name = call.path_values["model"]
-    for known in await call.service.models.known():
-        if known.name in (name, without_latest(name)):
-            return json_response(_model(known))
-    raise ApiError(
-        404,
-        f"there is no model {name[:100]} on this machine; GET /v1/models lists the models",
-        code="model_not_found",
-        param="model",
-    )
+    return json_response(_model(await call.service.models.describe(call.path_values["model"])))
 
 
 def _model(known: KnownModel) -> Model:
@@ -90,6 +85,7 @@ def _model(known: KnownModel) -> Model:
         "created_at": datetime.fromtimestamp(known.created, UTC).isoformat(),
         "owned_by": "edgespec",
         "loaded": known.loaded is not None,
+        "exactness": exactness_report(known.loaded.runtime.exactness_for()) if known.loaded else None,
         "meta": {
             "n_ctx": known.loaded.runtime.context_tokens if known.loaded else None,
             "n_ctx_train": info.context_tokens if info else None,

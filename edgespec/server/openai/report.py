@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from typing_extensions import TypedDict
 
-from edgespec import Reply
+from edgespec import Exactness, Reply, Stats
 
-__all__ = ["ReplyReport", "Timings", "Usage", "report", "timings", "usage"]
+__all__ = [
+    "ExactnessReport",
+    "IgnoredReport",
+    "ReplyReport",
+    "Timings",
+    "Usage",
+    "exactness_report",
+    "report",
+    "timings",
+    "usage",
+    "usage_so_far",
+]
 
 
 class PromptDetails(TypedDict):
@@ -59,6 +71,27 @@ class LossLimit(TypedDict):
     passes: float
 
 
+class ExactnessReport(TypedDict):
+    """Whether replies are identical to plain decoding.
+
+    `effective` is `bits` if they are, and `rounding` if they can differ. `requested` is the server's option
+    `exactness`. `widths` are the numbers of tokens per pass that agree bit for bit. `expected_speed` is the
+    expected speed with these passes only, as a share of the speed without this restriction.
+    """
+
+    requested: str
+    effective: str
+    reason: str
+    widths: list[int]
+    expected_speed: float | None
+
+
+class IgnoredReport(TypedDict):
+    """The fields of a request that had no effect."""
+
+    ignored_fields: list[str]
+
+
 class ReplyReport(TypedDict):
     """A report on how a reply was generated.
 
@@ -72,6 +105,7 @@ class ReplyReport(TypedDict):
     loss_limit: LossLimit | None
     note: str
     seed: int
+    exactness: ExactnessReport | None
     ignored_fields: list[str]
 
 
@@ -82,11 +116,16 @@ def usage(replies: Sequence[Reply], per_prompt: int = 1) -> Usage:
         replies: The replies, in the order of their prompts.
         per_prompt: Number of replies to each prompt. The tokens of a prompt count once.
     """
-    prompts = [reply.stats for reply in replies[::per_prompt]]
+    return usage_so_far([reply.stats for reply in replies], per_prompt)
+
+
+def usage_so_far(replies: Sequence[Stats], per_prompt: int = 1) -> Usage:
+    """Return a request's token counts, as `usage` does, from the statistics of unfinished replies."""
+    prompts = replies[::per_prompt]
     prompt_tokens = sum(stats.prompt_tokens for stats in prompts)
-    generated = sum(reply.stats.generated_tokens for reply in replies)
-    drafted = sum(reply.stats.drafted_tokens for reply in replies)
-    accepted = sum(reply.stats.accepted_tokens for reply in replies)
+    generated = sum(stats.generated_tokens for stats in replies)
+    drafted = sum(stats.drafted_tokens for stats in replies)
+    accepted = sum(stats.accepted_tokens for stats in replies)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated,
@@ -120,6 +159,11 @@ def timings(replies: Sequence[Reply]) -> Timings:
     }
 
 
+def exactness_report(exactness: Exactness | None) -> ExactnessReport | None:
+    """Return whether replies are identical to plain decoding. None if it is unknown."""
+    return cast(ExactnessReport, exactness.to_json()) if exactness else None
+
+
 def report(reply: Reply, ignored_fields: list[str]) -> ReplyReport:
     """Return a report on how a reply was generated."""
     method = reply.method
@@ -131,5 +175,6 @@ def report(reply: Reply, ignored_fields: list[str]) -> ReplyReport:
         "loss_limit": {"share": limits[0], "passes": limits[1]} if limits else None,
         "note": method.note,
         "seed": reply.seed,
+        "exactness": exactness_report(reply.exactness),
         "ignored_fields": ignored_fields,
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from edgespec.attachments.finding import NoSuchFileError, find_files
 from edgespec.attachments.reading import ReadFiles, read_files
 from edgespec.errors import AttachmentError
-from edgespec.files import error_reason, file_state
+from edgespec.system.files import error_reason, file_state
 from edgespec.tui.files.references import without_punctuation
 
 if TYPE_CHECKING:

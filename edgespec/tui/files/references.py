@@ -23,7 +23,7 @@ _OPEN = re.compile(r'(?:^|(?<=\s))@("[^"\n]*|[^\s"]*)$')
 _PUNCTUATION = ".,;:!?)]}'"
 # Matches paths, but not code such as `@app.get("/")`.
 _LIKELY_PATH = re.compile(r"(?:[\w.~-]*/[\w./~ *-]*|[\w-][\w. -]*\.[a-z]\w{0,4})", re.IGNORECASE)
-# Maximum length in characters of a pasted text that is checked for paths.
+# Maximum length in characters of pasted text that is checked for paths.
 _MAX_DROPPED_CHARACTERS = 10_000
 
 

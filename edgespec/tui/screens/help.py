@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from edgespec.tui.commands import COMMANDS
+from edgespec.tui.commands import table
 from edgespec.tui.selection import ACTIONS
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -45,7 +45,7 @@ def sections(bindings: Sequence[BindingType]) -> list[tuple[str, list[tuple[str,
     Args:
         bindings: The key bindings of the chat screen.
     """
-    commands = [(f"/{each.name} {each.arguments}".rstrip(), each.help) for each in COMMANDS]
+    commands = [(each.usage, each.help) for each in table.COMMANDS]
     return [
         ("Most used", [*_MOST_USED, *_described(bindings, MOST_USED)]),
         ("Commands", commands),

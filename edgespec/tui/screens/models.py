@@ -22,14 +22,14 @@ import edgespec
 from edgespec.errors import EdgespecError
 from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.downloads import Downloads
-from edgespec.tui.model_texts import details_text, row_text
+from edgespec.tui.model_texts import details_text, is_match, row_text
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, Preview, Runtime
     from edgespec.tui.worker import PlanModel
 
-__all__ = ["ModelsScreen", "is_match"]
+__all__ = ["ModelsScreen"]
 
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
@@ -320,8 +320,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
         self._show_measuring(0.0)
         try:
-            await in_thread(lambda: edgespec.measure_speed(progress))
-            self._message = ""
+            self._message = await in_thread(lambda: edgespec.measure_speed(progress))
             self._list_models()
         except EdgespecError as error:
             self._message = sentences(error.what, error.next_step)
@@ -329,11 +328,6 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _show_measuring(self, fraction: float) -> None:
         self._message = f"Measuring this machine, {fraction:.0%}. This takes about 20 seconds; Esc stops it."
         self._show_details()
-
-
-def is_match(query: str, name: str) -> bool:
-    """Return whether `name` contains all words of `query`."""
-    return all(word in name.lower() for word in query.lower().split())
 
 
 def _unknown_model(reference: str) -> AvailableModel:

@@ -14,10 +14,11 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from edgespec.presets import Preset
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.options.presets import Preset, preset_names, read_preset
 from edgespec.tui.settings import shown
 
-__all__ = ["PresetScreen"]
+__all__ = ["PresetScreen", "all_presets"]
 
 _MAX_SYSTEM_CHARACTERS = 200
 
@@ -68,3 +69,14 @@ def _option(preset: Preset | tuple[str, str]) -> Option:
         Content.assemble((preset.name, "bold"), "\n  ", (" · ".join(facts) or "no settings", "$muted")),
         id=preset.name,
     )
+
+
+def all_presets() -> list[Preset | tuple[str, str]]:
+    """Return all presets. An invalid preset is returned as its name and a description of the problem."""
+    presets: list[Preset | tuple[str, str]] = []
+    for name in preset_names():
+        try:
+            presets.append(read_preset(name))
+        except (ConfigurationError, OptionError) as error:
+            presets.append((name, error.what))
+    return presets

@@ -9,13 +9,20 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
 from edgespec.tui.speed_history import sparkline
-from edgespec.tui.texts import reason_text, sentences, speed_up_text, was_cpu_busy, worst_case
+from edgespec.tui.texts import (
+    exactness_sentence,
+    reason_text,
+    sentences,
+    speed_up_text,
+    was_cpu_busy,
+    worst_case,
+)
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Reply, Stats
+    from edgespec import Exactness, MethodReport, Reply, Stats
 
 __all__ = ["Details", "details_content"]
 
@@ -32,9 +39,12 @@ def details_content(
     rates: list[float],
     memory_bytes: int,
     loss_limits: tuple[float, float] | None,
+    exactness: Exactness | None = None,
 ) -> Content:
     """Return the contents of the details panel, laid out for `width` cells."""
     parts = [Content.assemble(_speed_up(method), *(_row(*each, width) for each in drafters))]
+    if exactness is not None:
+        parts.append(Content(exactness_sentence(exactness) + "\n"))
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Statistics appear with the first reply.\n").stylize("$muted"))
     else:

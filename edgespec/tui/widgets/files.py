@@ -29,7 +29,7 @@ __all__ = ["FileChips", "PathList"]
 
 # Seconds to wait after the last key press before reading the files that the input refers to.
 _PAUSE_SECONDS = 0.15
-# Maximum time in seconds to check whether a pasted text is a path. Network drives can be slow.
+# Maximum time in seconds to check whether pasted text is a path. Network drives can be slow.
 _MAX_DROP_SECONDS = 1.0
 # Maximum time in seconds for reading the files of a message before it is sent.
 _MAX_READ_SECONDS = 120.0
@@ -88,7 +88,7 @@ class PathList(OptionList, can_focus=False):
         self.highlighted = 0 if paths else None
 
     async def dropped(self, text: str) -> Sequence[str]:
-        """Return the paths in a pasted text if it contains only paths. See `dropped_paths`."""
+        """Return the paths in pasted text if it contains only paths. See `dropped_paths`."""
         with suppress(TimeoutError):
             return await asyncio.wait_for(self._thread.run(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
         return ()

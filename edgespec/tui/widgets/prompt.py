@@ -11,10 +11,10 @@ from textual.message import Message as Event
 from textual.strip import Strip
 from textual.widgets import TextArea
 
-from edgespec.tui.commands import completion, typed_path
+from edgespec.tui.commands.table import completion, typed_path
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
-from edgespec.tui.vi_keys import ViKeys
+from edgespec.tui.plain_streams import QUOTES, ends_block, unquoted
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
@@ -38,9 +38,6 @@ class PromptInput(TextArea):
 
         text: str
 
-    class ModeChanged(Event):
-        """Posted when the mode of the vi keys may have changed."""
-
     def __init__(
         self,
         sent: History,
@@ -53,7 +50,6 @@ class PromptInput(TextArea):
         self._sent = sent
         self._paths = paths
         self._chips = chips
-        self._vi: ViKeys | None = None
 
     def render_line(self, y: int) -> Strip:
         if self.content_size.width < 1:
@@ -110,38 +106,19 @@ class PromptInput(TextArea):
         self.delete((row, column - found[1]), (row, column))
         return True
 
-    @property
-    def vi_mode(self) -> str:
-        """The mode of the vi keys: `insert` or `normal`. Empty if vi keys are off."""
-        return self._vi.mode if self._vi is not None else ""
-
-    def use_vi_keys(self, use: bool) -> None:
-        """Turn vi keys on or off."""
-        self._vi = ViKeys(self) if use else None
-        self.post_message(self.ModeChanged())
-
-    def leave_insert_mode(self) -> bool:
-        """Switch to normal mode on Esc. Return False if vi keys are off or already in normal mode."""
-        if self._vi is None or not self.has_focus or not self._vi.key("escape", None):
-            return False
-        self.post_message(self.ModeChanged())
-        return True
-
     async def _on_key(self, event: events.Key) -> None:
-        if self._vi is not None and self._vi.key(event.key, event.character):
-            self.post_message(self.ModeChanged())
-        elif self._paths.display and event.key in ("up", "down"):
+        if self._paths.display and event.key in ("up", "down"):
             (self._paths.action_cursor_up if event.key == "up" else self._paths.action_cursor_down)()
         elif event.key in ("enter", "tab") and (path := self._paths.chosen):
             self.choose_path(path)
         elif event.key == "backspace" and self._remove_reference():
             pass
+        elif event.key == "enter" and self.is_in_block:
+            self.action_new_line()
         elif event.key == "enter":
             # Clear the input before sending, so that keys pressed meanwhile start a new message.
-            text = self.text
+            text = unquoted(self.text.rstrip().split("\n")) if self.text.startswith(QUOTES) else self.text
             self.clear()
-            if self._vi is not None:
-                self.use_vi_keys(True)  # Begin the next message in insert mode.
             self.post_message(self.Sent(text))
         elif event.key == "tab" and self.text.startswith("/"):
             # Without a suggestion, keep the focus, which Tab would otherwise move while a command is typed.
@@ -156,6 +133,11 @@ class PromptInput(TextArea):
             return
         event.stop()
         event.prevent_default()
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the text starts with triple quotes, as in Ollama's chat, and they are not closed yet."""
+        return self.text.startswith(QUOTES) and not ends_block(self.text.rstrip().split("\n"))
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > MAX_INPUT_CHARACTERS:

@@ -10,7 +10,7 @@ from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from edgespec.files import format_bytes
+from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, percent, rate
 
 __all__ = ["StatusFacts", "StatusLine", "wrapped"]

@@ -8,6 +8,7 @@ from textual.widgets import Collapsible, Static
 from textual.widgets._collapsible import CollapsibleTitle
 
 from edgespec.chat.tool_calls.calls import ToolCall
+from edgespec.tools.result import ToolResult
 from edgespec.tools.tool import visible
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.screens.approval import readable_arguments
@@ -21,7 +22,7 @@ __all__ = ["ToolCallMessage"]
 _MAX_ARGUMENTS = 60
 _MAX_PROBLEM = 100
 # Labels for calls that the user refused or stopped.
-_ENDINGS = {REFUSED.text: "not allowed", STOPPED.text: "stopped", INTERRUPTED.text: "stopped"}
+_ENDINGS = {REFUSED: "not allowed", STOPPED: "stopped", INTERRUPTED: "stopped"}
 
 
 class ToolCallMessage(MessageWidget):
@@ -32,12 +33,12 @@ class ToolCallMessage(MessageWidget):
         result: The result, or None if the call has not ended.
     """
 
-    def __init__(self, call: ToolCall | None, result: str | None = None) -> None:
+    def __init__(self, call: ToolCall | None, result: ToolResult | None = None) -> None:
         super().__init__(classes="tool-call")
         self._call = call or ToolCall("", "unknown tool", "")
         self._body = Static()
         self._fold = Collapsible(self._body, title="")
-        self._result, self._seconds = result, 0.0
+        self._result = result
 
     def compose(self) -> ComposeResult:
         yield self._fold
@@ -45,28 +46,27 @@ class ToolCallMessage(MessageWidget):
     def on_mount(self) -> None:
         self._refresh()
 
-    def finish(self, result: str, seconds: float) -> None:
-        """Show the result of the call, which took this many seconds."""
-        self._result, self._seconds = result, seconds
+    def finish(self, result: ToolResult) -> None:
+        """Show the result of the call."""
+        self._result = result
         self._refresh()
 
     def _refresh(self) -> None:
         call, result = self._call, self._result
         if result is None:
             state = "calling…"
-        elif result.startswith("Error: "):
-            problem = _one_line(result.removeprefix("Error: "), _MAX_PROBLEM)
-            state = _ENDINGS.get(result, f"failed: {problem}")
+        elif result.failed:
+            state = _ENDINGS.get(result, f"failed: {_one_line(result.problem, _MAX_PROBLEM)}")
         else:
-            took = f" in {seconds_text(self._seconds)}" if self._seconds else ""
-            state = f"{count(len(result), 'character')}{took}"
+            took = f" in {seconds_text(result.seconds)}" if result.seconds else ""
+            state = f"{count(len(result.text), 'character')}{took}"
         # Use `Content`, so that names and arguments are not interpreted as markup.
         self._fold.query_one(CollapsibleTitle).label = Content.assemble(
             "Tool ",
             (visible(call.name), "bold"),
             f" {_one_line(call.arguments, _MAX_ARGUMENTS)} · {state}",
         )
-        text = visible(result) if result is not None else ""
+        text = visible(result.text) if result is not None else ""
         self._body.update(
             Content.assemble(
                 (limited_text(readable_arguments(call.arguments)), "$muted"), "\n\n", limited_text(text)

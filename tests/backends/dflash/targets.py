@@ -11,12 +11,12 @@ import gguf
 import numpy as np
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.dflash import DFlashHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.self_draft_methods import Head
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.self_draft_methods import Head
 from tests.backends.tiny_heads import write_dflash
 from tests.backends.tiny_models import WORDS, write_llama
 

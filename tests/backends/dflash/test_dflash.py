@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.dflash import DFlashHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.drafters.head_cache import HeadCache
-from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.model.base import LoadOptions
 from tests.backends.dflash.targets import (
     BLOCK,
     CANDIDATES,

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.head_files import head_at
 from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
-from edgespec.prepare.head import prepare_head
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.head_files import head_at
+from edgespec.store.prepared.head import prepare_head
 from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
 from tests.backends.tiny_models import WORDS, write_llama
-from tests.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
+from tests.model.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
 
 VOCAB = 259 + len(WORDS)
 STATES = (0, 1, 3)

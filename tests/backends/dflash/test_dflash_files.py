@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
-from edgespec.backends.llamacpp.dflash import estimate_dflash_head
-from edgespec.backends.llamacpp.markov_head import MarkovHead
+from edgespec.backends.llamacpp.dflash import MarkovHead, estimate_dflash_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
-from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
+from edgespec.model.base import LoadOptions
+from edgespec.model.heads.dflash_files import MAX_BLOCK_TOKENS
+from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.model.self_draft_methods import Head
 from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes
 from tests.backends.dflash.targets import (
     CONTEXT,
@@ -39,7 +38,7 @@ from tests.cases import first
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": 16}, "could not be loaded"),
+        ({"size": 16}, "tensor 'fc.weight' of shape"),
         ({"vocab": VOCAB + 1}, "a vocabulary of size"),
         ({"layers": (0, 1, 4)}, "reads the layers"),
         ({"layers": (0, -1)}, "reads the layers"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.eagle1.targets import CONTEXT, load, write_files
 
 

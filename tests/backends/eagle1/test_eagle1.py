@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import edgespec
-from edgespec.assembly.loading import always_draft
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.api.loading import always_draft
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
-from edgespec.backends.optional_features import HeadModel, HiddenStateSource
-from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
+from edgespec.model.base import LanguageModel
+from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.optional_features import HeadModel, HiddenStateSource
+from edgespec.model.self_draft_methods import Head
 from tests.backends.eagle1.targets import KINDS, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
-from tests.heads.published import write_head
+from tests.model.heads.published import write_head
 
 TREE = TokenTree((12, 20, 21, 30, 31, 40), (-1, 0, 0, 1, 2, 4), (None,) * 6)
 

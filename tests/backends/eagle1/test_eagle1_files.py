@@ -8,19 +8,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgespec.backends.base import LanguageModel
-from edgespec.backends.head_files import head_at, head_info
-from edgespec.backends.registry import format_at
-from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.prepare.head import prepare_head
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel
+from edgespec.model.formats.head_files import head_at, head_info
+from edgespec.model.registry import format_at
+from edgespec.model.self_draft_methods import Head
+from edgespec.store.prepared.head import prepare_head
 from tests.backends.damaged_heads import check_same_replies
 from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import VOCAB
-from tests.heads.published import write_head
+from tests.model.heads.published import write_head
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import prepare_layerskip
 
 EXITS = (1, 4, 9)
 

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
-from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.formats.layerskip_files import SHARED_BYTES_KEY
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
 from tests.cases import covering
 
@@ -324,7 +324,6 @@ class TestReusedDrafts:
         [
             (EarlyExit(5), "was loaded for exit layer 4, not 5"),
             (LowBit(), "was specified; create one with `edgespec prepare lowbit`"),
-            (SkippedLayers((1,)), "cannot skip layers, because it is not an MLX model"),
         ],
     )
     def test_unsupported_self_draft_methods_are_refused(

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
+from edgespec.api.runtime import Runtime
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.backends.self_draft_methods import EarlyExit
-from edgespec.drafters.base import DrafterMemory
-from edgespec.drafters.model import ModelDrafter
-from edgespec.methods import DrafterSet
-from edgespec.runtime import Runtime
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.methods.base import DrafterMemory
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.model.base import LoadOptions
+from edgespec.model.self_draft_methods import EarlyExit
 from tests.backends.layerskip.conftest import EXITS
 from tests.cases import covering
+from tests.tables import lookups
 
 PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then write the numbers 1 to 20 again.")
 
@@ -35,7 +36,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
     assert drafter.memory_use == DrafterMemory()
-    return Runtime(model, None, DrafterSet(model, {"layerskip": drafter}))
+    return Runtime(model, None, DrafterSet(model, {**lookups(), "layerskip": drafter}))
 
 
 class TestSameReplies:

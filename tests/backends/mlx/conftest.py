@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
 

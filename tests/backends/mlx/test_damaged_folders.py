@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.loading import load_model
+from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import ModelFileError
+from edgespec.model.base import LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
 
@@ -96,7 +96,6 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "other sizes": (_config(hidden_size=32), "could not be loaded: "),
     "fewer tensors": (_without_a_tensor, "could not be loaded: Missing 1 parameters: .*model.norm.weight"),
     "no weights": (_remove("model.safetensors"), "has no model.safetensors; download the model again"),
-    "no index": (_renamed("weights.safetensors"), "has no model.safetensors; download the model again"),
     "torch": (_renamed("pytorch_model.bin"), "has no model.safetensors; download the model again"),
     "nothing": (_renamed("weights"), "has no model.safetensors"),
     "index": (

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.dflash import DFlashHead
-from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
+from edgespec.backends.mlx.dflash import DFlashHead, estimate_dflash_head
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.heads.tensor_files import read_folder_tensors
+from edgespec.model.base import LoadOptions
+from edgespec.model.heads.tensor_files import read_folder_tensors
+from edgespec.model.self_draft_methods import Head
 from tests.backends.dflash_reference import block_logits, markov_logits
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering
-from tests.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
+from tests.model.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
 
 SIZE = 64
 # These exist in all tiny models, of which some have two layers.

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
-from edgespec.backends.mlx.unrolled_eagle import UnrolledEagle
+from edgespec.backends.mlx.trainable_eagle import UnrolledEagle
 from edgespec.errors import CancelledError, CapabilityError
+from edgespec.model.drafter_training import TrainingBatch
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.cases import first
 
@@ -54,7 +54,7 @@ def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.
         folder / "quantised", "llama", quantisation=QUANTISED, config={"num_hidden_layers": 6}
     )
     dense = load_teacher(str(checkpoint), "tiny")
-    monkeypatch.setattr("edgespec.backends.mlx.float32_weights.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("edgespec.backends.mlx.weight_loading.runs_on_cpu", lambda: False)
     quantised = load_teacher(str(checkpoint), "tiny")
     rows = mx.array([3, 1, 200])
     assert mx.allclose(dense.output_rows(rows), quantised.output_rows(rows), atol=1e-6)

@@ -1,4 +1,4 @@
-"""How well an MLX model agrees with itself after fewer layers, and which early exit is fastest."""
+"""Which early exit of an MLX model is fastest."""
 
 from __future__ import annotations
 
@@ -6,40 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.self_draft_methods import EarlyExit, SkippedLayers
-from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
-from edgespec.prepare.exit_table import exit_table
+from edgespec.methods.layerskip.exit_table import exit_table
+from edgespec.model.base import LoadOptions
+from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.test_self_drafts import PROMPT, loaded
-
-
-class TestAgreement:
-    def test_top1_agreement_compares_best_tokens_and_leaves_the_cache_unchanged(self, folder: Path) -> None:
-        model = loaded(folder, "llama_sliding", config={"num_hidden_layers": 5, "layer_types": None})
-        tokens = [(31 * i + 7) % 200 + 3 for i in range(60)]
-        model.prefill(tokens)
-        before = model.snapshot().data
-        assert model.top1_agreement((), tokens[-20:]) == 1.0
-        shares = {layers: model.top1_agreement(layers, tokens[-20:]) for layers in ((1,), (1, 2, 3))}
-        assert model.snapshot().data == before
-        assert model.length == 60
-        for layers, share in shares.items():
-            model.truncate(40)
-            chain = TokenTree.chain(tokens[40], tokens[41:])
-            view = model.self_draft(SkippedLayers(layers))
-            drafted = [view.verify(chain).top(node, 1)[0][0] for node in range(20)]
-            said = [model.verify(chain).top(node, 1)[0][0] for node in range(20)]
-            model.truncate(40)
-            model.prefill(tokens[40:])
-            assert share == np.mean(np.array(drafted) == np.array(said))
-        with pytest.raises(CapabilityError, match="cannot score the last"):
-            model.top1_agreement((1,), [*tokens, 5])
-        model.close()
 
 
 class TestExits:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.target_ends import TargetLmHead
-from edgespec.backends.self_draft_methods import EarlyExit
 from edgespec.engine.tree import TokenTree
+from edgespec.model.base import LoadOptions
+from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.self_draft_methods import EarlyExit
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 
 SIZE = 64

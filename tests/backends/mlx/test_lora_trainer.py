@@ -7,30 +7,29 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from edgespec import Runtime, idle
+from edgespec import Runtime
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.optional_features import Skippable, TrainingExample
-from edgespec.catalog.catalogue import models_folder
-from edgespec.costs.curve import assumed_cost
-from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters import online as online_drafting
-from edgespec.drafters import swift
-from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.draft_cache import DraftCache
-from edgespec.drafters.online import OnlineDrafter, OnlineTrainer
-from edgespec.drafters.swift import SwiftDrafter
+from edgespec.decode import idle
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.saved_arrays import SavedArrays, delete_saved_arrays
+from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.methods.costs.curve import assumed_cost
+from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.draft_cache import DraftCache
+from edgespec.methods.model import online as online_drafting
+from edgespec.methods.model.online import OnlineDrafter, OnlineTrainer
+from edgespec.model.base import LoadOptions
+from edgespec.model.optional_features import TrainingExample
+from edgespec.store.catalogue import models_folder
+from edgespec.store.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -335,40 +334,3 @@ time.sleep({delay})
 """
         done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
-
-
-class TestSwift:
-    @pytest.fixture(autouse=True)
-    def soon_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(swift, "MAX_SETS_PER_IDLE_PERIOD", 2)
-
-    @pytest.mark.long
-    def test_the_tokens_do_not_change_during_the_layer_search(self) -> None:
-        target = load(models_folder() / "demo-mlx")
-        drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.5)
-        with Runtime(target, None, Chosen(target, drafter)) as runtime:
-            drafted = {0.0: 0, 0.8: 0}
-            for seed, text in enumerate(ASKED):
-                for temperature in drafted:
-                    options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 32}
-                    got = runtime.generate(text, draft_length=4, **options)
-                    drafted[temperature] += got.stats.drafted_tokens
-                    cached = target.length
-                    runtime._session.run_idle_work(lambda: True)
-                    assert target.length == cached
-                    again = runtime.generate(text, method="none", **options)
-                    assert again.tokens == got.tokens
-                    assert again.stats.cached_prompt_tokens == got.stats.prompt_tokens - 1
-            assert all(drafted.values())
-            assert "stopped learning" not in runtime._session.report("swift").note
-
-    @pytest.mark.long
-    def test_a_model_with_a_window_and_four_layers(self, folder: Path) -> None:
-        target = load(write_checkpoint(folder / "skipping", "gemma3"))
-        drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.01)
-        with Runtime(target, None, Chosen(target, drafter)) as runtime:
-            for seed in range(3):
-                got = runtime.generate("the files", seed=seed, max_tokens=40, draft_length=4)
-                runtime._session.run_idle_work(lambda: True)
-                plain = runtime.generate("the files", seed=seed, max_tokens=40, method="none")
-                assert got.tokens == plain.tokens

@@ -12,13 +12,13 @@ import pytest
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
-from edgespec.backends.model_facts import Adapter
-from edgespec.backends.self_draft_methods import LowBit
-from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
+from edgespec.model.base import LoadOptions
+from edgespec.model.model_facts import Adapter
+from edgespec.model.self_draft_methods import LowBit
+from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import write_adapter, write_checkpoint
 
 TREE = TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4)

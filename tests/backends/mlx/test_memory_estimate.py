@@ -11,10 +11,10 @@ import mlx.core as mx
 import pytest
 
 from edgespec.backends import mlx as backend
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 from edgespec.errors import OptionError
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MemoryEstimate
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.cases import first
 
@@ -62,10 +62,10 @@ _TOUCHES = """
 import gc, sys
 from pathlib import Path
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
+from edgespec.model.base import LoadOptions
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import release_free_memory
+from edgespec.system.heap import release_free_memory
 
 def held(name):
     gc.collect()

@@ -15,13 +15,13 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
-from edgespec.backends.mlx.loading import load_model
+from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
-from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 CHAINS_ONLY = {"mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba", "granitemoehybrid"}

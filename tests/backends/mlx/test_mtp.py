@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import head_trial, mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.mtp import estimate_mtp_head
-from edgespec.backends.mlx_metadata import read_mlx_info
-from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.heads.mtp_files import read_mtp
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.model.heads.mtp_files import read_mtp
+from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.mtp_layers import NUMBERED, write_mtp_layer, write_numbered_mtp_layer
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint

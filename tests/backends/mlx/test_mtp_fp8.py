@@ -8,12 +8,12 @@ from shutil import copytree
 import numpy as np
 import pytest
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model_skeleton import read_skeleton
 from edgespec.backends.mlx.mtp import estimate_mtp_head
-from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.errors import ModelFileError
-from edgespec.heads.tensor_files import read_tensor_files
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.model.heads.tensor_files import read_tensor_files
 from tests.backends.mlx.mtp_layers import write_fp8_model
 from tests.backends.mlx.test_mtp import check_plan, check_replies
 from tests.backends.mlx.test_mtp_sidecars import drafts, head_of, load

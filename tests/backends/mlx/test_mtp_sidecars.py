@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import mtp
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.mtp_head import ChainedMtpHead
-from edgespec.backends.mlx_metadata import read_mlx_info
-from edgespec.backends.self_draft_methods import Head
+from edgespec.backends.mlx.mtp import ChainedMtpHead
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.mtp_layers import (
     dequantise_mtp,

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.logits import Noise
 from edgespec.engine.loop import decode
@@ -25,6 +23,8 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
 

@@ -14,14 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SelfDraft, SkippedLayers
-from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
@@ -29,7 +22,14 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
-from edgespec.method_names import HEADS
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.base import Drafter
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.ngram.drafter import NgramDrafter
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.self_draft_methods import EarlyExit, LowBit, SelfDraft
+from edgespec.options.methods import head_names
+from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 from tests.cases import covering, first
 
@@ -80,7 +80,6 @@ WAYS: dict[str, SelfDraft] = {
     "layerskip": EarlyExit(1),
     "lowbit": LowBit(),
     "lowbit window": LowBit(sink_tokens=2, window_tokens=8),
-    "swift": SkippedLayers((1,)),
 }
 LAYERS = {"num_hidden_layers": 3}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -131,7 +130,7 @@ class TestArchitectures:
         self, tmp_path: Path, kind: str
     ) -> None:
         model = loaded(tmp_path, kind)
-        can = model.facts.capabilities.self_draft_methods - {*HEADS}
+        can = model.facts.capabilities.self_draft_methods - {*head_names()}
         if kind in {"llama4", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba"} | {
             "granitemoehybrid"
         }:
@@ -139,9 +138,7 @@ class TestArchitectures:
             with pytest.raises(CapabilityError):
                 model.self_draft(EarlyExit(1))
         else:
-            assert can == {"layerskip", "lowbit"}  # With two layers none can be skipped.
-            with pytest.raises(CapabilityError, match="no layers between"):
-                model.self_draft(SkippedLayers((1,)))
+            assert can == {"layerskip", "lowbit"}
             plain, _ = reply(model, None)
             for how in (EarlyExit(1), LowBit()):
                 drafter = ModelDrafter(model.self_draft(how), model.facts.vocab_size, branches=(2, 1))
@@ -163,7 +160,7 @@ class TestDemo:
         prompt = demo.vocabulary.tokenize("Once upon a time there was", special=False, start=True)
         plain, _ = reply(demo, None, prompt=prompt)
         shares = {}
-        for how in (EarlyExit(8), LowBit(), SkippedLayers((4, 6)), LowBit(window_tokens=16)):
+        for how in (EarlyExit(8), LowBit(), LowBit(window_tokens=16)):
             drafter = ModelDrafter(demo.self_draft(how), demo.facts.vocab_size)
             said, stats = reply(demo, drafter, prompt=prompt)
             assert said == plain
@@ -215,10 +212,8 @@ def count_rows(cache: Any, rows: dict[int, int], layer: int) -> None:
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["draft", "draft tree", "round", "tree", "truncate", "prefill", "plain", "stopped", "scored"]
-        ),
-        st.sampled_from([EarlyExit(1), EarlyExit(3), LowBit(), LowBit(None, 2, 8), SkippedLayers((1, 2))]),
+        st.sampled_from(["draft", "draft tree", "round", "tree", "truncate", "prefill", "plain", "stopped"]),
+        st.sampled_from([EarlyExit(1), EarlyExit(3), LowBit(), LowBit(None, 2, 8)]),
         st.integers(3, 200),
     ),
     min_size=1,
@@ -282,11 +277,9 @@ class TestHistories:
             elif what == "truncate":
                 model.truncate(len(tokens) - token % 5)
                 tokens = tokens[: len(tokens) - token % 5]
-            elif what == "prefill":
+            else:
                 model.prefill([token] * 9)
                 tokens += [token] * 9
-            else:
-                assert 0 <= model.top1_agreement((1, 2), tokens[-9:]) <= 1
             assert model.length == len(tokens)
         got = row(model, TokenTree.chain(9, [10, 11]), 2)
         model.truncate(0)
@@ -295,16 +288,10 @@ class TestHistories:
 
 
 class TestViews:
-    def test_invalid_exit_and_skipped_layers_are_rejected(self, folder: Path) -> None:
+    def test_invalid_exit_layers_are_rejected(self, folder: Path) -> None:
         model = loaded(folder, "llama", config={"num_hidden_layers": 4})
-        for how in (
-            EarlyExit(0),
-            EarlyExit(4),
-            SkippedLayers((0,)),
-            SkippedLayers((1, 3)),
-            SkippedLayers((9,)),
-        ):
-            with pytest.raises(OptionError, match="draft with|cannot"):
+        for how in (EarlyExit(0), EarlyExit(4)):
+            with pytest.raises(OptionError, match="draft with"):
                 model.self_draft(how)
         assert model.layer_count == 4
         model.close()
@@ -357,7 +344,7 @@ class TestViews:
 
 
 class TestInterrupt:
-    @pytest.mark.parametrize("way", [EarlyExit(2), LowBit(), SkippedLayers((2,))])
+    @pytest.mark.parametrize("way", [EarlyExit(2), LowBit()])
     def test_an_interrupted_pass_leaves_nothing_behind(self, folder: Path, way: SelfDraft) -> None:
         model = loaded(folder, "qwen2", config={"num_hidden_layers": 4})
         model.prefill(PROMPT)

@@ -17,13 +17,13 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions, Vocabulary
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import BackendError, ClosedError, EdgespecError
+from edgespec.methods.model.vocabularies import compare_vocabularies
+from edgespec.model.base import LoadOptions, Vocabulary
+from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import CHATML, ROWS, TOKENS, write_tokenizer
 from tests.backends.tiny_models import WORDS, write_llama
 

@@ -15,11 +15,11 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import model_skeleton
-from edgespec.backends.mlx.loading import LoadedMlxModel, load_model
-from edgespec.backends.model_facts import Adapter
+from edgespec.backends.mlx.weight_loading import LoadedMlxModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.model_facts import Adapter
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
 
 PROMPT = list(range(65, 90))
@@ -210,8 +210,8 @@ def refuse(*_, **__):
     raise AssertionError("the network was asked")
 socket.socket.connect = socket.getaddrinfo = refuse
 resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.loading import load_model
+from edgespec.model.base import LoadOptions
+from edgespec.backends.mlx.weight_loading import load_model
 load_model(sys.argv[1], "tiny", LoadOptions(), None)
 # mlx-lm would set these limits to 2048 and 4096, or fail without the permission.
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
@@ -230,9 +230,9 @@ def test_loading_is_silent_offline_and_leaves_the_limits(tmp_path: Path) -> None
 _WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
-from edgespec.backends.base import LoadOptions
+from edgespec.model.base import LoadOptions
 from edgespec.backends.mlx.build_info import build_info
-from edgespec.backends.mlx.loading import load_model
+from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import BackendMissingError
 try:
     load_model(sys.argv[2], "tiny", LoadOptions(), None)

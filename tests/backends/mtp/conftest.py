@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgespec.backends.base import LanguageModel
+from edgespec.model.base import LanguageModel
 from tests.backends.mtp.targets import Files
 from tests.backends.tiny_mtp_models import SHAPES
 

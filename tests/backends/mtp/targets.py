@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import cast
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.optional_features import HeadModel
-from edgespec.backends.self_draft_methods import Head
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.optional_features import HeadModel
+from edgespec.model.self_draft_methods import Head
 from tests.backends.tiny_mtp_models import write_mtp_model, write_mtp_sidecar
 
 CONTEXT = 512

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mtp.targets import Files, head_of
 from tests.backends.tiny_mtp_models import SHAPES

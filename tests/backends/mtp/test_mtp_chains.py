@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
+from edgespec.backends.llamacpp.mtp import ChainedMtpHead
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
-from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
-from edgespec.drafters.head_cache import HeadCache
+from edgespec.methods.head_cache import HeadCache
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mtp.targets import Files, head_of
 from tests.cases import first

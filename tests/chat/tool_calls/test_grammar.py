@@ -11,12 +11,14 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from edgespec.chat.reply_splitter import ReplySplitter
 from edgespec.chat.tool_calls.calls import ToolCall, collect_calls
 from edgespec.chat.tool_calls.form import CallForm
 from edgespec.chat.tool_calls.formats import call_form
-from edgespec.chat.tool_calls.grammar import auto_grammar, required_grammar
-from edgespec.chat.tool_calls.parser import ToolCallParser
+from edgespec.chat.tool_calls.grammar import answer_grammar, auto_grammar, required_grammar
+from edgespec.chat.tool_calls.parser import CallSyntax, ToolCallParser
 from edgespec.chat.tool_calls.tool_set import ToolSet
+from edgespec.constraints.matcher import as_expression
 from tests.chat.tool_calls.replies import FAMILIES
 
 FORMS = {name: call_form(family.template) for name, family in FAMILIES.items()}
@@ -141,3 +143,121 @@ def test_only_strict_tools_refuse_schemas_that_cannot_be_enforced() -> None:
     assert not LLMatcher(LLTokenizer("byte"), lenient, log_level=0).get_error()
     strict = required_grammar(FORMS["qwen3"], ToolSet((), schemas, ("f",), strict=True), no_control_tokens)
     assert "uniqueItems" in LLMatcher(LLTokenizer("byte"), strict, log_level=0).get_error()
+
+
+# Its property `name` also occurs in calls that are JSON objects, and it refers to a definition.
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"$ref": "#/$defs/age"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+ANSWERS = ('{"name": "Ada"}', '{"name": "add", "age": 36}')
+
+
+def answers(name: str, option: str = "schema", text: str = json.dumps(ANSWER)) -> str:
+    """Return the grammar of the calls or answers of a family of models."""
+    return answer_grammar(FORMS[name], TOOLS, as_expression(option, text), no_control_tokens)
+
+
+def accepts(grammar: str, reply: str) -> bool:
+    walk, tokens = matcher(grammar), list(reply.encode())
+    return walk.try_consume_tokens(tokens) == len(tokens) and walk.is_accepting()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_or_an_answer(name: str) -> None:
+    form, grammar = FORMS[name], answers(name)
+    call = random_reply(required_grammar(form, TOOLS, no_control_tokens), seed=1)
+    for reply in (call, *ANSWERS):
+        assert accepts(grammar, reply), reply
+    if not form.starts_bare:
+        assert accepts(grammar, call + call)
+        assert accepts(grammar, f"{call}\n{call}\n{call}")
+    wrong = call.replace('"a"', '"b"').replace("add", "del").replace("now", "del")
+    for reply in (
+        "",
+        "Hello!",
+        f"Sure. {call}",
+        f"{call} Done.",
+        call + ANSWERS[0],
+        ANSWERS[0] + call,
+        wrong,
+    ):
+        assert not accepts(grammar, reply), reply
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not FORMS[name].reasoning_ends])
+def test_calls_and_answers_are_told_apart(name: str) -> None:
+    grammar = answers(name)
+    for seed in range(25):
+        reply = random_reply(grammar, seed)
+        answer = ReplySplitter("", CallSyntax(FORMS[name], SCHEMAS, "", calls_or_answer=True)).finish(reply)
+        if calls := collect_calls(answer.calls):
+            assert answer.answer == ""
+            for call in calls:
+                arguments = json.loads(call.arguments)
+                if isinstance(arguments.get("note"), str):
+                    arguments["note"] = arguments["note"][:12]
+                jsonschema.validate(arguments, {**SCHEMAS[call.name], "additionalProperties": False})
+        else:
+            jsonschema.validate(json.loads(answer.answer), ANSWER)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-coder", "mistral-small-3.2", "llama-3"])
+@pytest.mark.parametrize(
+    ("option", "text", "good", "bad"),
+    [
+        ("regex", r"a/b\/c[/\n]?", ("a/b/c", "a/b/c\n"), ("a", "a/b/cc")),
+        ("regex", r"a\\/b", ("a\\/b",), ("a/b",)),
+        ("regex", "a\nb", ("a\nb",), ("ab",)),
+        ("choice", "yes|no", ("yes", "no"), ("yesno",)),
+        (
+            "grammar",
+            '%llguidance {}\nstart: "{" rule_0 "}" | "about " NUMBER\nrule_0: "x}"\nNUMBER: /[0-9]+/',
+            ("{x}}", "about 12"),
+            ("about", "x}"),
+        ),
+    ],
+)
+def test_calls_or_answers_of_every_constraint(
+    name: str, option: str, text: str, good: tuple[str, ...], bad: tuple[str, ...]
+) -> None:
+    grammar = answers(name, option, text)
+    call = random_reply(required_grammar(FORMS[name], TOOLS, no_control_tokens), seed=1)
+    assert all(accepts(grammar, reply) for reply in (*good, call))
+    assert not any(accepts(grammar, reply) for reply in (*bad, "", "Hello!", f"Sure. {call}"))
+
+
+def test_references_in_the_parameters_of_bare_calls() -> None:
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"enum": [1]}}}
+    tools = ToolSet((), {"f": parameters, "g": {}})
+    answer = as_expression("schema", json.dumps(ANSWER))
+    grammar = answer_grammar(FORMS["llama-3"], tools, answer, no_control_tokens)
+    assert accepts(grammar, '{"name": "f", "parameters": {"a": 1}}')
+    assert accepts(grammar, '{"name": "g", "parameters": {}}')
+    assert not accepts(grammar, '{"name": "f", "parameters": {"a": 2}}')
+    assert accepts(grammar, ANSWERS[1])
+
+
+def test_gpt_oss_reasons_before_a_call_or_an_answer() -> None:
+    grammar = answers("gpt-oss")
+    call = random_reply(required_grammar(FORMS["gpt-oss"], TOOLS, no_control_tokens), seed=1)
+    reasoning = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    for reply in (f"{final}{ANSWERS[0]}", f"{reasoning}{final}{ANSWERS[0]}", f"{reasoning}{call}"):
+        assert accepts(grammar, reply), reply
+        parts = ReplySplitter("", CallSyntax(FORMS["gpt-oss"], SCHEMAS, "", calls_or_answer=True)).finish(
+            reply.replace("<|end|>", "")
+        )
+        assert (parts.answer, len(parts.calls)) == (("", 1) if call in reply else (ANSWERS[0], 0))
+        assert parts.reasoning == ("I look." if reasoning in reply else "")
+    for reply in (f"{final}Hello", f"{reasoning}{final}Hello", f"{reasoning}{final}{call}"):
+        assert not accepts(grammar, reply), reply
+    tokens = {marker: 1 + at for at, marker in enumerate((*FORMS["gpt-oss"].markers, "<|end|>"))}
+    made = answer_grammar(FORMS["gpt-oss"], TOOLS, as_expression("choice", "yes|no"), tokens.get)
+    end = tokens["<|end|>"]
+    assert f'"analysis" <[{tokens["<|message|>"]}]> TEXT_' in made
+    assert f'<[{end}]> <[{tokens["<|start|>"]}]> "assistant"' in made
+    assert not LLMatcher(LLTokenizer("byte"), made, log_level=0).get_error()

@@ -80,6 +80,46 @@ def test_every_cut_is_a_prefix(name: str) -> None:
             assert continued.arguments.startswith(call.arguments)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_reply_cut_anywhere_contains_no_part_of_a_marker_or_call(name: str) -> None:
+    """Only the first character of a marker may stay, because it could be text."""
+    reply = FAMILIES[name].calls
+    complete = parse(FORMS[name], reply)[1]
+    for end in range(len(reply)):
+        parser = ToolCallParser(FORMS[name], SCHEMAS, lambda index: f"call_{index}")
+        parsed = [*map(parser.feed, reply[:end]), parser.finish(cut=True)]
+        text = "".join(each.text for each in parsed).rstrip()
+        if not FORMS[name].starts_bare:
+            assert "Sure.".startswith(text) or text[len("Sure.") :].strip() in ("<", "[", "")
+        calls = collect_calls(delta for each in parsed for delta in each.calls)
+        for call, whole in zip(calls, complete, strict=False):
+            assert whole.arguments.startswith(call.arguments)
+
+
+def test_a_cut_answer_in_json_stays_text() -> None:
+    parser = ToolCallParser(FORMS["llama-3"], SCHEMAS, str)
+    assert parser.finish('{"answer": {"a": ', cut=True).text == '{"answer": {"a": '
+
+
+def test_a_cut_answer_keeps_text_that_is_no_marker() -> None:
+    for text in ("a <", "a <b", "a </p", "a <tools"):
+        assert ToolCallParser(FORMS["qwen3"], SCHEMAS, str).finish(text, cut=True).text == text
+
+
+@pytest.mark.parametrize("arguments", ["null", "[]", '""', '"{}"', '"null"', "{}"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("qwen3", '<tool_call>{"name": "now", "arguments": ARGUMENTS}</tool_call>'),
+        ("qwen3", '<tool_call>{"arguments": ARGUMENTS, "name": "now"}</tool_call>'),
+        ("mistral-small-3.2", "[TOOL_CALLS]now[ARGS]ARGUMENTS"),
+    ],
+)
+def test_models_write_no_arguments_in_several_ways(name: str, call: str, arguments: str) -> None:
+    expected = ("", (ToolCall("call_0", "now", "{}"),))
+    assert parse(FORMS[name], *call.replace("ARGUMENTS", arguments)) == expected
+
+
 PIECES = st.sampled_from(
     [
         *(
@@ -143,6 +183,7 @@ NO_CALLS = {
         "<tool_call>\n{'name': 'f', 'arguments': {}}\n</tool_call>",
         '<tool_call>{"name": "f", "arguments": {city: 1}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "not JSON"}</tool_call>',
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"arguments": {"a": 1}}</tool_call>',
@@ -200,3 +241,35 @@ def test_the_schema_decides_what_tagged_values_are() -> None:
         "code": "a\n\n<b>\n",
         "other": [1, 2],
     }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_in_json_contains_no_calls(name: str) -> None:
+    """If a reply is calls or an answer, text within the answer is never a call, however it streams."""
+    call = FAMILIES[name].call
+    answers = (
+        json.dumps({"text": f"{call} <tool_call>"}),
+        f'["{call}"]',
+        '{"name": "Ada", "parameters": {"a": 1}}',
+    )
+    for answer in answers:
+        for parts in ([answer], list(answer)):
+            parser = ToolCallParser(FORMS[name], SCHEMAS, str, calls_or_answer=True)
+            parsed = [*map(parser.feed, parts), parser.finish()]
+            assert "".join(each.text for each in parsed) == answer
+            assert not any(each.calls for each in parsed)
+    for reply in (call, f"{call}\n" if FORMS[name].starts_bare else f"{call}\n{call}\n"):
+        for parts in ([reply], list(reply)):
+            parser = ToolCallParser(FORMS[name], SCHEMAS, str, calls_or_answer=True)
+            parsed = [*map(parser.feed, parts), parser.finish()]
+            assert "".join(each.text for each in parsed) == ""
+            calls = collect_calls(delta for each in parsed for delta in each.calls)
+            assert {each.name for each in calls} == {"get_weather"}
+            assert len(calls) == reply.count(call)
+
+
+def test_a_cut_answer_in_json_keeps_the_start_of_a_marker() -> None:
+    parser = ToolCallParser(FORMS["qwen3"], SCHEMAS, str, calls_or_answer=True)
+    assert parser.finish('{"a": "<tool', cut=True).text == '{"a": "<tool'
+    parser = ToolCallParser(FORMS["qwen3"], SCHEMAS, str, calls_or_answer=True)
+    assert parser.finish("<tool", cut=True).text == ""

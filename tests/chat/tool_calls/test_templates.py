@@ -150,11 +150,11 @@ def test_arguments_that_are_not_valid_stay_text() -> None:
 
 THINKING = """
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
-{%- if thinking is defined and thinking %}thinks{% endif %}{{ reasoning_effort }}"""
+{%- if thinking is defined and thinking %}thinks{% endif %}{{ reasoning_effort }}{{ messages[0].content }}"""
 
 
 @pytest.mark.parametrize(
-    ("thinking", "prompt"), [("auto", ""), ("on", "thinks"), ("off", "<think></think>low")]
+    ("thinking", "prompt"), [("auto", "Hi"), ("on", "thinksHi"), ("off", "<think></think>lowHi")]
 )
 def test_thinking(thinking: str, prompt: str) -> None:
     assert render(THINKING, [Message("user", "Hi")], thinking=thinking) == prompt

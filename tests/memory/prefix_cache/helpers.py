@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec import Reply, Runtime
-from edgespec.backends.base import LanguageModel
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.memory.prefix_cache import HeadState, PrefixCache, PrefixCacheDisk, ReuseCosts
-from edgespec.methods import DrafterSet
+from edgespec.model.base import LanguageModel
 
 PLENTY = 1 << 30
 

@@ -16,11 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec import Runtime
-from edgespec.backends.base import LanguageModel, Progress, Snapshot
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.errors import BackendError
 from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Segment
-from edgespec.methods import DrafterSet
+from edgespec.model.base import LanguageModel, Progress, Snapshot
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.memory.prefix_cache.helpers import ask, keeper, keeping
 from tests.tables import table
@@ -119,7 +119,7 @@ class Rounding(TabularModel):
 
     def __init__(self) -> None:
         super().__init__(table(1)._table)
-        able = replace(self.facts.capabilities, prefix_reuse_exact=False)
+        able = replace(self.facts.capabilities, reuse_block_tokens=256)
         self.facts = replace(self.facts, capabilities=able)
 
     def _read(self, tokens: Sequence[int], rows: int) -> list[int]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from edgespec import Runtime
-from edgespec.backends.base import LanguageModel, Snapshot
+from edgespec.decode.drafter_set import DrafterSet
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.prefix_cache.segments import Segment
-from edgespec.methods import DrafterSet
+from edgespec.model.base import LanguageModel, Snapshot
 from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
 from tests.memory.prefix_cache.test_cache import CHATS, words
 from tests.tables import table

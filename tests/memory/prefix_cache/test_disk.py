@@ -15,11 +15,11 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.base import Snapshot
-from edgespec.corpus.saved_replies import delete_saved_replies
-from edgespec.files import write_private_file
 from edgespec.memory.prefix_cache import PrefixCacheDisk, default_disk_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Tokens, name_of, tokens_digest
+from edgespec.methods.suffix.corpus.saved_replies import delete_saved_replies
+from edgespec.model.base import Snapshot
+from edgespec.system.files import write_private_file
 
 TEXT = np.arange(50, dtype=np.int32)
 PLENTY = 1 << 30

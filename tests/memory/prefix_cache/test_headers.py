@@ -10,9 +10,9 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from edgespec.backends.base import Snapshot
 from edgespec.memory.prefix_cache import PrefixCacheDisk, headers
 from edgespec.memory.prefix_cache.segments import name_of, tokens_digest
+from edgespec.model.base import Snapshot
 
 TEXT = np.arange(50, dtype=np.int32)
 KEYS = ("identity", "name", "after", "start", "end", "data_bytes", "seconds", "tokens_sum", "sums")

@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 
 from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.optional_features import HeadModel
-from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
-from edgespec.drafters.model import ModelDrafter
-from edgespec.methods import DrafterSet, LoadedHead
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.methods.context import LoadedHead
+from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.optional_features import HeadModel
+from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.cases import covering
-from tests.heads.published import write_head
-from tests.heads.residual_files import Attention, Layout, random_arrays, write_heads
 from tests.memory.prefix_cache.helpers import ask, keeper
+from tests.model.heads.published import write_head
+from tests.model.heads.residual_files import Attention, Layout, random_arrays, write_heads
 
 PROMPT = np.random.default_rng(0).integers(3, 250, 120).tolist()
 MEDUSA = Layout("medusa")

@@ -17,7 +17,7 @@ from tests.memory.prefix_cache.helpers import ask
 TEXT = [(7 * i * i + 11) % 250 + 5 for i in range(300)]
 # So much of it is kept, whatever it is read in.
 KEPT = 256
-LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1}
+LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1, "exactness": "off"}
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +50,12 @@ def test_short_and_long_longrope_factors_do_not_share_prefixes(tmp_path: Path) -
     check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, long_from=512, layers=2)), 512, 1024)
 
 
-def test_kv_types_that_auto_chose_do_not_share_prefixes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgespec.backends.llamacpp.kv_types._SMALL_CACHE_BYTES", 150_000)
-    check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2)), 512, 1024)
+def test_kv_types_that_auto_chose_do_not_share_prefixes(tmp_path: Path) -> None:
+    """`--exactness off` stores f16 keys, and `--exactness bits` bf16 keys."""
+    path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
+    for exactness in ("bits", "off"):
+        assert said(path, 512, exactness=exactness)[0] == 0
+        assert said(path, 512, exactness=exactness)[0] >= KEPT
 
 
 def test_context_lengths_share_prefixes(tmp_path: Path) -> None:
@@ -66,7 +67,9 @@ def test_context_lengths_share_prefixes(tmp_path: Path) -> None:
     assert len(list(kept_folder().glob("*/"))) == 1
 
 
-def test_thread_counts_do_not_share_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_counts_do_not_change_replies_after_a_cached_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without --threads, the number of threads depends on the cores that the process may use."""
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path, 512, threads=None, kv_type="f16")
@@ -75,5 +78,7 @@ def test_thread_counts_do_not_share_prefixes(tmp_path: Path, monkeypatch: pytest
             "edgespec.backends.llamacpp.loading.default_threads", lambda _, some=threads: some
         )
         first, fresh = run(), run(prefix_cache="none")
-        assert first == (0, fresh[1])
-        assert run()[0] >= KEPT
+        assert first[1] == fresh[1]
+        again = run()
+        assert again[0] >= KEPT
+        assert again[1] == fresh[1]

@@ -13,12 +13,12 @@ import pytest
 import edgespec
 from edgespec import Runtime
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.memory.prefix_cache import ReuseCosts
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.ngram.drafter import NgramDrafter
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
 from tests.memory.prefix_cache.helpers import ask, keeping
 
@@ -204,10 +204,8 @@ def test_a_continued_chat_is_not_prefilled_again(tmp_path: Path, monkeypatch: py
 def test_replies_are_the_same_with_every_mlx_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlx.core")
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
-    methods = ["layerskip", "lowbit", "model", "suffix", "swift", "auto", "none"]
-    load = partial(
-        edgespec.load, "demo-mlx", methods=["layerskip", "lowbit", "suffix", "swift"], exit_layer=4
-    )
+    methods = ["layerskip", "lowbit", "model", "suffix", "auto", "none"]
+    load = partial(edgespec.load, "demo-mlx", methods=["layerskip", "lowbit", "suffix"], exit_layer=4)
     said: list[tuple[list[int], dict[str, Any], tuple[int, ...]]] = []
     for run in range(2):
         with load("demo-mlx-draft", context=1024, prefix_cache="disk") as runtime:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from edgespec.drafters.tree_growth import FixedShape
+from edgespec.methods.tree_growth import FixedShape
 from scripts.simulation import (
     MACHINES,
     PLAIN,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.self_draft_methods import Head
+from edgespec.model.base import LoadOptions
+from edgespec.model.self_draft_methods import Head
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
-from tests.heads.published import Layout, write_head
+from tests.model.heads.published import Layout, write_head
 
 CONTEXT = 512
 

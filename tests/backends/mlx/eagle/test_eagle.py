@@ -14,21 +14,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
+from edgespec.api.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ClosedError
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LoadOptions
+from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.store.catalogue import models_folder
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mlx.eagle.targets import CONTEXT, KINDS, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering
-from tests.heads.published import LAYOUTS, Layout, write_head
+from tests.model.heads.published import LAYOUTS, Layout, write_head
 
 
 @pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1"), count=3))
@@ -233,7 +234,7 @@ def test_a_head_drafts_in_another_thread_than_it_was_loaded_in(files: Files, tar
 
     def draft() -> None:
         found.append(first_logits(head, HeadCache(head), [5, 6, 7, 8]))
-        target.release_thread_state()
+        release_thread_state()
 
     thread = threading.Thread(target=draft)
     thread.start()

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+from edgespec.backends.mlx.eagle import estimate_eagle_head
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.self_draft_methods import Head
 from tests.backends.damaged_heads import check_same_replies
 from tests.backends.mlx.eagle.targets import CONTEXT, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS
-from tests.heads.published import write_head
+from tests.model.heads.published import write_head
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,259 @@
+"""Implement `edgespec.load`, which loads models and returns a Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Unpack
+
+from edgespec.api.runtime import Runtime
+from edgespec.decode.session import SessionModels
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.loading.drafting import make_drafters
+from edgespec.loading.drafting_options import DraftingOptions
+from edgespec.loading.exact import load_exact_target
+from edgespec.loading.load_request import LoadRequest
+from edgespec.loading.pair_loading import load_draft
+from edgespec.loading.pairing import (
+    ModelPair,
+    find_pair,
+    loading_draft,
+    try_pair,
+    with_own_adapters,
+    with_working_draft,
+)
+from edgespec.loading.planning import LoadPlan, budget_for, check_fits, plan_pair
+from edgespec.loading.prefix_cache_options import create_prefix_cache, file_states
+from edgespec.loading.worker_options import connect_workers
+from edgespec.memory import check_room_to_plan
+from edgespec.methods.costs.target_costs import FreeCosts
+from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.mapped_files import MappedFiles
+from edgespec.options.methods import method
+from edgespec.options.settings import LoadArguments, as_bytes
+from edgespec.store.acceptance_history import AcceptanceRecorder, measured_acceptance_rate
+from edgespec.store.reference import Resolved
+from edgespec.system.facts import Facts
+from edgespec.system.files import unwritable_cache
+
+__all__ = ["always_draft", "load"]
+
+_ignores_costs = ContextVar("ignores_costs", default=False)
+
+
+@contextmanager
+def always_draft() -> Iterator[None]:
+    """Make models that are loaded in this `with` block always draft, even if that does not save time.
+
+    Tests and `edgespec verify` compare replies with and without drafting, so drafting must not be skipped.
+    """
+    before = _ignores_costs.set(True)
+    try:
+        yield
+    finally:
+        _ignores_costs.reset(before)
+
+
+def load(
+    target: str | PathLike[str] | None = None,
+    draft: str | PathLike[str] | None = "auto",
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[LoadArguments],
+) -> Runtime:
+    """Load a model, and a draft model to speed it up.
+
+    Downloads missing models. Does not load models that would not fit in memory.
+
+    Args:
+        target: The model to run: a path, `user/repo:quant`, or a name such as `8b-q4`. Defaults to `smollm2`
+            or, if that is not installed, to `demo`.
+        draft: The draft model. `auto` chooses the best one on this machine; `none` or None disables it.
+        progress: Called with a description and the completed fraction. Returning False cancels loading.
+        **options: See `edgespec.LoadArguments`. `docs/options.md` lists them with their defaults.
+
+    Returns:
+        A Runtime with the loaded models. Close it after use, or use it in a `with` statement.
+
+    Raises:
+        EdgespecError: Loading failed. The error states the reason and a hint.
+    """
+    if progress is not None and not callable(progress):
+        raise OptionError(
+            f"progress must be a function, not {progress!r}",
+            "pass a function that takes a description and a fraction",
+        )
+    request = LoadRequest.read(target, draft, options)
+    check_room_to_plan()
+
+    def find(failed: Mapping[Path, str]) -> ModelPair:
+        return find_pair(
+            request.target, request.draft, request.drafting, progress, request.options, failed_drafts=failed
+        )
+
+    return with_working_draft(find, partial(_load_pair, request=request, progress=progress))
+
+
+def _load_pair(pair: ModelPair, request: LoadRequest, progress: Progress | None) -> Runtime:
+    """Plan and load a pair of models. Raises the same errors as `load`."""
+    with ExitStack() as undo:
+        connected = connect_workers(request.machines, pair, request.options, undo, progress)
+        load_options = with_own_adapters(connected, pair.target)
+        trial_notice = ""
+        if not request.trust:
+            # A target on workers can be larger than this machine's memory, so only its metadata is tried.
+            trial = load_options if request.machines is None else replace(load_options, memory_bytes=0)
+            pair, trial_notice = try_pair(pair, trial, progress)
+        budget = budget_for(pair.backends, request.drafting.arguments)
+        planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
+        check_fits(planned)
+        runtime = _load_planned(planned, trial_notice, progress)
+        # From now on, closing the target releases the workers.
+        undo.pop_all()
+    return runtime
+
+
+def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | None) -> Runtime:
+    """Load both models and create the runtime. On failure, close everything that was loaded."""
+    pair, drafting, options = planned.pair, planned.drafting, planned.options
+    arguments = drafting.arguments
+    states = file_states(pair.target.path, options.adapters)
+    with ExitStack() as undo:
+        loaded_target = load_exact_target(
+            pair,
+            planned.target_options,
+            arguments["exactness"],
+            exits_early=pair.target.file_format.fixed_exit or "layerskip" in drafting.named_drafters,
+            measures_costs=arguments["measure_costs"],
+            file_states=states,
+            progress=progress,
+        )
+        undo.callback(loaded_target.close)
+        models, costs, exactness = loaded_target.models, loaded_target.costs, loaded_target.exactness
+        model = models[0]
+        with loading_draft(pair):
+            drafts = load_draft(pair, models, drafting, options, progress)
+        for loaded in filter(None, drafts):
+            undo.callback(loaded.model.close)
+        assumed_costs = FreeCosts() if _ignores_costs.get() else costs
+        session_models: list[SessionModels] = []
+        for each, draft in zip(models, drafts, strict=True):
+            drafters, notices = make_drafters(
+                pair,
+                each,
+                draft,
+                drafting,
+                assumed_costs,
+                progress,
+                shares_passes=len(models) > 1,
+                live_costs=session_models[0].drafters.live_costs if session_models else None,
+            )
+            undo.callback(drafters.close)
+            for method in drafting.methods:
+                # Report a missing drafter now, instead of at the first reply.
+                drafters.choose(method)
+            session_models.append(SessionModels(each, draft.model if draft else None, drafters))
+        entry = pair.target.entry
+        notices = (
+            entry.notice if entry else "",
+            _unused_notice(pair.target),
+            _unsaved_notice(),
+            trial_notice,
+            pair.failed_drafts,
+            planned.notice,
+            model.facts.notice,
+            "" if exactness.bits or exactness.requested == "off" else exactness.reason,
+            *notices,
+            drafts[0].notice if drafts[0] else "",
+        )
+        runtime = Runtime(
+            *session_models[0],
+            defaults={
+                **(entry.sampling if entry else {}),
+                "method": arguments["method"],
+                "draft_length": arguments["draft_length"],
+                "acceptance": arguments["acceptance"],
+            },
+            costs=costs,
+            notice=" · ".join(filter(None, notices)),
+            plan=planned.plan,
+            record=_acceptance_recorder(pair, drafting, options),
+            prefix_cache=create_prefix_cache(
+                arguments["prefix_cache"],
+                as_bytes(arguments["prefix_cache_disk"]),
+                model,
+                [head.state for head in session_models[0].drafters.heads],
+                loaded_target.options,
+                costs,
+                planned.plan,
+                states,
+            ),
+            unadapted_acceptance=_unadapted_acceptance(pair, options),
+            other_template="template" in pair.target.unused,
+            mapped=_mapped_files(pair, options, drafters.names),
+            more_models=session_models[1:],
+        )
+        undo.pop_all()
+        return runtime
+
+
+def _unsaved_notice() -> str:
+    """Return a notice if results cannot be saved, in which case every start takes as long as the first."""
+    reason = unwritable_cache() or Facts().notice
+    if not reason:
+        return ""
+    return (
+        f"the models are checked and measured again at every start, because {reason};"
+        " set EDGESPEC_CACHE_DIR to a folder that you can write to"
+    )
+
+
+def _unused_notice(target: Resolved) -> str:
+    """Return a notice about settings of an Ollama model that edgespec does not use."""
+    names = [name for name in target.unused if name != "template"]
+    if not names:
+        return ""
+    return f"not used from Ollama's {target.name}: {', '.join(names)}; pass them as options, such as --system"
+
+
+def _mapped_files(pair: ModelPair, options: LoadOptions, drafters: Collection[str]) -> MappedFiles:
+    paths: list[Path] = []
+    for found in (pair.target, pair.draft):
+        if found and found.file_format.mapped and options.mmap:
+            with suppress(OSError, ModelFileError):
+                paths += found.file_format.files(found.path)
+    if pair.target.file_format.mapped and options.mmap:
+        heads = (option.head.path for option in pair.heads if option.head)
+        paths += [path for path in heads if path and path.is_file()]
+    for name in drafters if options.mmap else ():
+        with suppress(ModelFileError):
+            copy: Resolved | None = method(name).find_copy(pair.target, True)
+            if copy is not None and copy.file_format.mapped:
+                paths += copy.file_format.files(copy.path)
+    return MappedFiles(paths)
+
+
+def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None:
+    """Return the pair's measured acceptance rate without adapters, or None if there are no adapters."""
+    if pair.draft is None or not options.adapters:
+        return None
+    models = [(each.path, each.format) for each in (pair.target, pair.draft)]
+    return measured_acceptance_rate(models[0], models[1])
+
+
+def _acceptance_recorder(
+    pair: ModelPair, drafting: DraftingOptions, options: LoadOptions
+) -> AcceptanceRecorder | None:
+    """Return a recorder for the draft model's acceptance rate, or None if the options distort the rate."""
+    arguments = drafting.arguments
+    distorts = (
+        options.adapters or arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]
+    )
+    if pair.draft is None or distorts:
+        return None
+    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

@@ -1,0 +1,337 @@
+"""A request queue that lets several callers share one runtime."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar, Unpack
+
+from edgespec.api.embedding import Embedding
+from edgespec.api.runtime import Runtime
+from edgespec.api.stream import ReplyStream
+from edgespec.chat.message import Message, as_messages
+from edgespec.chat.prompt import ContextFull, check_context_full
+from edgespec.chat.tool_calls.tool_set import ToolChoice, as_tool_set
+from edgespec.decode.reply import Reply, TextChunk
+from edgespec.decode.request import StreamArguments
+from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
+from edgespec.model.base import Progress
+from edgespec.system.checks import check_integer, check_process
+
+__all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
+
+
+_Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings")
+
+
+class RequestQueue:
+    """Runs requests on one runtime in the order they arrive, up to `Runtime.parallel` at a time.
+
+    Replies are generated in the queue's own threads, so a caller that reads its reply slowly does not delay
+    the others. All methods can be called from any thread. Closing the queue does not close the runtime. Call
+    `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in one of the queue's
+    threads and must not wait for another queued reply.
+
+    Args:
+        runtime: The runtime. Queued requests fail with BusyError if it is also used outside the queue.
+        max_waiting: Maximum number of waiting requests.
+    """
+
+    def __init__(self, runtime: Runtime, *, max_waiting: int = 16) -> None:
+        self._process_id = os.getpid()
+        self._runtime = runtime
+        self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
+        self._waiting: deque[QueuedReply | QueuedEmbeddings] = deque()
+        self._running: set[QueuedReply | QueuedEmbeddings] = set()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._serve, name="edgespec-requests", daemon=True)
+            for _ in range(runtime.parallel)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that have not started yet."""
+        return len(self._waiting)
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> QueuedReply:
+        """Queue a request for a reply to a prompt. See `Runtime.stream` for the arguments.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            ClosedError: The queue was closed.
+            OptionError: An option is unknown, or its value is invalid.
+        """
+        self._runtime.check_options(**options)
+
+        def start() -> ReplyStream:
+            return self._runtime.stream(prompt, system=system, raw=raw, on_end=on_end, **options)
+
+        return self._submit(QueuedReply(start, self._remove))
+
+    def stream_tokens(
+        self,
+        tokens: Sequence[int],
+        *,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> QueuedReply:
+        """Queue a request for a reply to a prompt given as token ids. Raises the same errors as `stream`."""
+        self._runtime.check_options(**options)
+
+        def start() -> ReplyStream:
+            return self._runtime.stream_tokens(tokens, on_end=on_end, **options)
+
+        return self._submit(QueuedReply(start, self._remove))
+
+    def stream_messages(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        reply_start: str = "",
+        context_full: ContextFull = "slide",
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> QueuedReply:
+        """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
+
+        Invalid messages and tools raise OptionError immediately. Other errors are the same as for `stream`.
+        """
+        self._runtime.check_options(**options)
+        check_context_full(context_full)
+        checked = as_messages(messages)
+        as_tool_set(tools, tool_choice)
+
+        def start() -> ReplyStream:
+            return self._runtime.stream_messages(
+                checked,
+                tools=tools,
+                tool_choice=tool_choice,
+                reply_start=reply_start,
+                context_full=context_full,
+                on_end=on_end,
+                **options,
+            )
+
+        return self._submit(QueuedReply(start, self._remove))
+
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> QueuedEmbeddings:
+        """Queue a request to embed texts. See `Runtime.embed` for the arguments.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            ClosedError: The queue was closed.
+        """
+
+        def work(progress: Progress) -> list[Embedding]:
+            return self._runtime.embed(texts, truncate=truncate, progress=progress)
+
+        return self._submit(QueuedEmbeddings(work, self._remove))
+
+    def _submit(self, queued: _Queued) -> _Queued:
+        # A forked child process has a copy of the queue, but not its threads.
+        check_process(self._process_id)
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the request queue is closed", "create a new one")
+            if len(self._waiting) + len(self._running) >= self._max_waiting + len(self._threads):
+                raise BusyError(f"{self._max_waiting} requests are already waiting", "try again later")
+            self._waiting.append(queued)
+            self._changed.notify_all()
+            return queued
+
+    def _remove(self, queued: QueuedReply | QueuedEmbeddings) -> bool:
+        """Remove a waiting request. Return False if it has already started."""
+        with self._changed:
+            if queued not in self._waiting:
+                return False
+            self._waiting.remove(queued)
+            return True
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                running = self._waiting.popleft()
+                self._running.add(running)
+            error = running._run()
+            # Remove the reply from the queue before its caller can submit another request.
+            with self._changed:
+                self._running.remove(running)
+            running._end(error)
+
+    def close(self) -> None:
+        """Cancel the running replies, fail waiting requests with ClosedError, and stop the threads."""
+        if os.getpid() != self._process_id:
+            return
+        with self._changed:
+            self._closed = True
+            waiting, running = list(self._waiting), list(self._running)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for queued in waiting:
+            queued._end(ClosedError("the queue was closed before the request started", "use another queue"))
+        for queued in running:
+            queued.cancel()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __enter__(self) -> RequestQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class QueuedReply:
+    """Iterator over the text chunks of a queued reply. Created by `RequestQueue`.
+
+    Iteration waits for the request to start and then for each chunk, and raises the same errors as
+    `ReplyStream`. If the request is cancelled or the queue is closed before the request starts, iteration
+    raises CancelledError or ClosedError.
+    """
+
+    def __init__(self, start: Callable[[], ReplyStream], remove: Callable[[QueuedReply], bool]) -> None:
+        self._start = start
+        self._remove = remove
+        self._stream: ReplyStream | None = None
+        self._cancelled = threading.Event()
+        # Text chunks of the reply. The last item is None or the error that ended the reply.
+        self._chunks: SimpleQueue[TextChunk | Exception | None] = SimpleQueue()
+        self._ended: Exception | None = None
+        self._process_id = os.getpid()
+
+    @property
+    def stream(self) -> ReplyStream | None:
+        """The reply's stream, which provides its statistics. None until the request starts."""
+        return self._stream
+
+    @property
+    def reply(self) -> Reply:
+        """The finished reply. Raises EdgespecError if the reply has not ended."""
+        if self._stream is None:
+            raise EdgespecError("the reply has not started", "iterate over it first")
+        return self._stream.reply
+
+    def __iter__(self) -> Iterator[TextChunk]:
+        return self
+
+    def __next__(self) -> TextChunk:
+        if self._ended:
+            raise self._ended
+        check_process(self._process_id)
+        chunk = self._chunks.get()
+        if isinstance(chunk, TextChunk):
+            return chunk
+        self._ended = chunk or StopIteration()
+        # Put the end marker back for other threads that iterate over this reply.
+        self._chunks.put(chunk)
+        raise self._ended
+
+    def wait(self) -> Reply:
+        """Wait until the reply is complete, and return it."""
+        for _ in self:
+            pass
+        return self.reply
+
+    def cancel(self) -> None:
+        """Remove the request if it is still waiting. Otherwise, end the reply and keep its text so far."""
+        self._cancelled.set()
+        if self._remove(self):
+            self._end(CancelledError("the request was cancelled before it started"))
+        elif self._stream:
+            self._stream.cancel()
+
+    def _run(self) -> Exception | None:
+        """Generate the reply. Return the error that ended it, if any."""
+        try:
+            self._stream = stream = self._start()
+            # The caller may have cancelled the request before the stream was created.
+            if self._cancelled.is_set():
+                stream.cancel()
+            for chunk in stream:
+                self._chunks.put(chunk)
+        except BaseException as error:
+            return _as_exception(error)
+        return None
+
+    def _end(self, error: Exception | None) -> None:
+        self._chunks.put(error)
+
+
+class QueuedEmbeddings:
+    """The embeddings of queued texts. Created by `RequestQueue`.
+
+    Attributes:
+        future: Provides the embeddings or the error, for programs that use asyncio. It cannot be cancelled.
+            Use `cancel` instead.
+    """
+
+    def __init__(
+        self, work: Callable[[Progress], list[Embedding]], remove: Callable[[QueuedEmbeddings], bool]
+    ) -> None:
+        self._work = work
+        self._remove = remove
+        self._cancelled = threading.Event()
+        self._result: list[Embedding] = []
+        self.future: Future[list[Embedding]] = Future()
+        self._process_id = os.getpid()
+        # From now on, `Future.cancel` has no effect.
+        self.future.set_running_or_notify_cancel()
+
+    def wait(self) -> list[Embedding]:
+        """Wait until all texts are embedded. Raises the same errors as `Runtime.embed`.
+
+        If the request is cancelled or the queue is closed first, this raises CancelledError or ClosedError.
+        """
+        check_process(self._process_id)
+        return self.future.result()
+
+    def cancel(self) -> None:
+        """Remove the request if it is still waiting. Otherwise, end it after the current forward pass."""
+        self._cancelled.set()
+        if self._remove(self):
+            self._end(CancelledError("the request was cancelled before it started"))
+
+    def _run(self) -> Exception | None:
+        """Embed the texts. Return the error, if any."""
+        try:
+            self._result = self._work(lambda *_: not self._cancelled.is_set())
+        except BaseException as error:
+            return _as_exception(error)
+        return None
+
+    def _end(self, error: Exception | None) -> None:
+        if error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(self._result)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return an error that a queue's thread can survive. Callbacks can raise SystemExit, for example."""
+    if isinstance(error, Exception):
+        return error
+    failure = EdgespecError(f"the request was ended by {type(error).__name__}", "submit it again")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,726 @@
+"""The public `Runtime` class: a loaded target model and its drafters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, NoReturn, Unpack
+
+from edgespec.api.conversation import Chat
+from edgespec.api.embedding import Embedding, tokenize_texts
+from edgespec.api.stream import ReplyStream
+from edgespec.chat.message import Message, as_message, as_messages
+from edgespec.chat.message_prompts import MessagePrompts
+from edgespec.chat.prompt import ContextFull, build_single_prompt, check_context_full
+from edgespec.chat.reasoning import opening_marker
+from edgespec.chat.reply_splitter import ReplySplitter
+from edgespec.chat.stop_strings import stop_searches
+from edgespec.chat.template import ChatTemplate, TemplateSettings
+from edgespec.chat.tool_calls.grammar import AnswerRule, arguments_grammar
+from edgespec.chat.tool_calls.parser import CallSyntax
+from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
+from edgespec.constraints import Constraint, ConstraintCompiler, constraint_from
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.reply import MethodReport, Reply, exactness_for
+from edgespec.decode.request import StreamArguments, build_request, check_options, defaults_for
+from edgespec.decode.session import Session, SessionModels, SessionPool
+from edgespec.engine.processors import LogitsProcessor, MinTokens
+from edgespec.errors import CapabilityError, ClosedError, OptionError
+from edgespec.memory import MemoryPlan, resident_bytes
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
+from edgespec.memory.use import MemoryUse
+from edgespec.methods.context import LoadedHead
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.target_costs import TargetCosts
+from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
+from edgespec.model.mapped_files import MappedFiles
+from edgespec.model.model_facts import Exactness, ModelFacts
+from edgespec.options.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS
+from edgespec.options.settings import ReplyArguments
+from edgespec.store.acceptance_history import AcceptanceRecorder
+
+__all__ = ["Runtime"]
+
+_NO_TOOLS = ToolSet()
+
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"method": "auto", "draft_length": None, "acceptance": "invariant"}
+)
+
+
+class Runtime:
+    """A loaded target model with its drafters. Created by `edgespec.load`.
+
+    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting more raises
+    BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from any
+    thread. A child process created with `os.fork` cannot use its parent's runtime: methods that use the
+    models raise EdgespecError there.
+
+    Attributes:
+        vocabulary: The target's tokenizer.
+        method: The default drafting method.
+        plan: The memory plan that was made before loading.
+
+    Args:
+        defaults: Default values of reply options, including `method`.
+        prefix_cache: Caches the KV segments of prompts. None caches nothing.
+        record: Called to record the draft model's acceptance rate. If None, nothing is recorded.
+        mapped: The memory-mapped files of the models, which must not change during a reply.
+        more_models: The models and drafters of each additional concurrent reply.
+        other_template: Whether Ollama has its own template for the target, in a format that edgespec cannot
+            use.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None,
+        drafters: DrafterSet,
+        *,
+        defaults: Mapping[str, Any] = _DEFAULTS,
+        costs: TargetCosts | None = None,
+        notice: str = "",
+        plan: MemoryPlan | None = None,
+        prefix_cache: PrefixCache | None = None,
+        record: AcceptanceRecorder | None = None,
+        mapped: MappedFiles | None = None,
+        unadapted_acceptance: float | None = None,
+        more_models: Sequence[SessionModels] = (),
+        other_template: bool = False,
+    ) -> None:
+        self._target, self._draft, self._notice = target, draft, notice
+        self.plan: MemoryPlan | None = plan
+        self._costs = costs or TargetCosts(target, LoadOptions())
+        reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
+        first = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
+        others = [
+            Session(
+                models.target,
+                models.drafters,
+                prefix_cache
+                and prefix_cache.for_model(models.target, [head.state for head in models.drafters.heads]),
+                models.draft,
+                reserve_bytes,
+                unadapted_acceptance,
+                first.target_step_seconds,
+            )
+            for models in more_models
+        ]
+        self._sessions, self._session = SessionPool([first, *others]), first
+        self._defaults, self._record, self._mapped = defaults, record, mapped
+        self.vocabulary: Vocabulary = target.vocabulary
+        self.method: MethodReport = first.drafters.report(defaults["method"])
+        source, vocabulary = self.vocabulary.chat_template, self.vocabulary
+        template = ChatTemplate(source, vocabulary.bos_text, vocabulary.eos_text) if source else None
+        self._prompts = MessagePrompts(
+            vocabulary, template, first.cached_prefixes, other_template, target.facts.name
+        )
+        self._constraints = ConstraintCompiler(self.vocabulary, target.facts.vocab_size)
+
+    @property
+    def target(self) -> ModelFacts:
+        """Properties of the target, including its current context and KV cache sizes."""
+        facts = self._target.facts
+        return replace(facts, notice=self._notice) if self._notice else facts
+
+    @property
+    def draft(self) -> ModelFacts | None:
+        """Properties of the draft model, or None if there is none."""
+        return self._draft.facts if self._draft else None
+
+    @property
+    def heads(self) -> tuple[LoadedHead, ...]:
+        """The heads that draft for the target. Empty if there are none."""
+        return tuple(self._session.drafters.heads)
+
+    @property
+    def loss_limits(self) -> tuple[float, float] | None:
+        """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
+
+        With limits (r, n), a reply takes at most 1 + r times as long as with plain decoding, plus the time of
+        n single-token passes.
+        """
+        return self._session.drafters.loss_limits
+
+    @property
+    def parallel(self) -> int:
+        """Number of replies that can be generated at once."""
+        return len(self._sessions.sessions)
+
+    @property
+    def context_tokens(self) -> int:
+        """Maximum length of prompt and reply in tokens.
+
+        The allocated context, `target.context_tokens`, can be smaller, and grows when needed.
+        """
+        return self._session.context.limit_tokens
+
+    @cached_property
+    def _end_tokens(self) -> list[int]:
+        """The tokens that end a reply."""
+        size = self._session.target.facts.vocab_size
+        return [token for token in range(size) if self.vocabulary.is_end(token)]
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, or None if it has none."""
+        return self._prompts.template
+
+    @property
+    def why_no_template(self) -> str:
+        """Why the model cannot reply to messages, and what to do. Empty if it has a chat template."""
+        return "" if self.template else str(self._prompts.no_template())
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of the available drafters. A method can combine several of them, such as `model+suffix`."""
+        return self._session.drafters.names
+
+    def check_options(
+        self,
+        *,
+        progress: Progress | None = None,  # noqa: ARG002
+        processors: Sequence[LogitsProcessor] = (),  # noqa: ARG002
+        prompt_logprobs: int | None = None,
+        **options: Unpack[ReplyArguments],
+    ) -> None:
+        """Check the options of a reply without starting it. See `stream_tokens` for the arguments.
+
+        Raises:
+            OptionError: An option is unknown, or its value is invalid.
+        """
+        self._sessions.check_process()
+        facts = self._session.target.facts
+        _, values = check_options(facts, self._with_defaults(options), prompt_logprobs)
+        self._session.drafters.check(values["method"], limited=values["max_loss"] is not None)
+        if values["constraint"]:
+            self._constraints.check(values["constraint"])
+
+    def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
+        return {**self._defaults, **given}
+
+    def method_for(self, method: str) -> MethodReport:
+        """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
+        return self._session.drafters.report(method)
+
+    def exactness_for(
+        self, *, acceptance: str | None = None, temperature: float | None = None
+    ) -> Exactness | None:
+        """Report whether replies with these settings are identical to plain decoding, and why.
+
+        Args:
+            acceptance: The acceptance rule. Defaults to the one passed to `load`.
+            temperature: The temperature. Defaults to the one recommended for the target.
+        """
+        default = {"temperature": REPLY_OPTIONS["temperature"].default}
+        values = default | self._with_defaults({"acceptance": acceptance, "temperature": temperature})
+        return exactness_for(
+            self._session.target.facts.exactness,
+            acceptance=values["acceptance"],
+            temperature=values["temperature"],
+        )
+
+    def reply_defaults(self, method: str | None = None) -> ReplyArguments:
+        """Return the default values of the reply options whose defaults depend on the loaded models.
+
+        Args:
+            method: The reply's method, which determines `draft_length`. Defaults to the method passed to
+                `load`.
+
+        Returns:
+            `method`, `acceptance`, `max_tokens` and `draft_length`, which is 0 if the method drafts nothing.
+            Also the sampling settings that are recommended for the target, such as `temperature`.
+
+        Raises:
+            OptionError: The method is unknown or unavailable.
+        """
+        values = self._with_defaults({"method": method})
+        drafter, _ = self._session.drafters.choose(values["method"])
+        adapts = drafter.chooses_length if drafter else None
+        return defaults_for(values, adapts, self.context_tokens)
+
+    def generate(
+        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[StreamArguments]
+    ) -> Reply:
+        """Generate the reply to one prompt.
+
+        Args:
+            prompt: The user's message, formatted with the chat template unless `raw` is set or the model has
+                none.
+            system: Instructions for the model.
+            raw: Whether to continue the prompt verbatim, without the chat template.
+            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
+                `stream_tokens`.
+
+        Raises:
+            BusyError: Another reply is running.
+            ContextFullError: The prompt is longer than the context.
+            OptionError: An option is unknown or its value is invalid.
+            TemplateError: The chat template is broken, or there is a system prompt but no chat template.
+        """
+        return self.stream(prompt, system=system, raw=raw, **options).wait()
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> ReplyStream:
+        """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
+        self._sessions.check_process()
+        built = build_single_prompt(
+            self.vocabulary,
+            None if raw else self.template,
+            prompt,
+            system,
+            self.context_tokens,
+            options.get("progress"),
+            _template_settings(options),
+        )
+        return self._stream(built.tokens, opening_marker(built.text), on_end, None, whole_text=raw, **options)
+
+    def reply(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        context_full: ContextFull = "slide",
+        **options: Unpack[StreamArguments],
+    ) -> Reply:
+        """Generate the reply to a list of messages. See `stream_messages` for the arguments."""
+        return self.stream_messages(
+            messages, tools=tools, tool_choice=tool_choice, context_full=context_full, **options
+        ).wait()
+
+    def stream_messages(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        reply_start: str = "",
+        context_full: ContextFull = "slide",
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> ReplyStream:
+        """Stream the reply to a list of messages, which contains the whole conversation.
+
+        Reuses the KV cache of an earlier reply in the same conversation.
+
+        Args:
+            messages: `Message` objects, or dictionaries with `role` (`system`, `user`, `assistant` or `tool`)
+                and `content`. The last message must be from the user or a tool, unless all are from the
+                system.
+            tools: The tools that the model can call, as in OpenAI's API. If the chat template does not
+                mention tools, the system prompt describes them.
+            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` makes the reply
+                one call. `{"type": "function", "function": {"name": NAME}}` makes it a call to that tool.
+                The tools and the choice can also be in the formats of other APIs. With `auto` and a
+                constraint such as `schema`, the reply is either calls or an answer that satisfies it.
+            reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
+                stream yields only what the model writes after it. Text without a reasoning marker such as
+                `<think>` is part of the answer, so pass `stream.reply_start + reply.text` of an interrupted
+                reply. An incomplete character at the end is omitted.
+            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
+                turns, `refuse` raises ContextFullError.
+            on_end: Called once with the reply, or with None if it failed.
+            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
+                `stream_tokens`.
+
+        Raises:
+            ContextFullError: The conversation does not fit the context.
+            OptionError: A message or an option is invalid.
+            TemplateError: The model has no chat template, or the template rejects the messages.
+        """
+        self._sessions.check_process()
+        checked, tool_set = as_messages(messages), as_tool_set(tools, tool_choice)
+
+        def remember(reply: Reply | None) -> None:
+            if reply and not self._session.closed:
+                self._prompts.remember(prompt, reply.tokens)
+            if on_end:
+                on_end(reply)
+
+        answer = self._answer_rule(tool_set, options)
+        with self._naming_the_tool(tool_set, answer):
+            prompt, syntax, grammar = self._prompts.build(
+                checked,
+                self.context_tokens,
+                context_full,
+                tool_set,
+                _template_settings(options, tool_set),
+                reply_start,
+                options.get("progress"),
+                answer,
+            )
+            if grammar:
+                options = {**options, "schema": None, "regex": None, "choice": (), "grammar": grammar}
+            written = prompt.reply_start or opening_marker(prompt.text)
+            stream = self._stream(
+                prompt.tokens, written, remember, syntax, calls_tool=bool(grammar and not answer), **options
+            )
+        stream.dropped_messages = prompt.dropped_messages
+        return stream
+
+    def _answer_rule(self, tools: ToolSet, options: StreamArguments) -> AnswerRule | None:
+        """Return the constraint on the answer of a reply that can also call tools, or None.
+
+        Raises OptionError if the constraint is invalid, or if the reply must be a call and has no answer.
+        """
+        if not tools.definitions:
+            return None
+        kinds = {name: REPLY_OPTIONS[name] for name in CONSTRAINT_NAMES}
+        constraint = constraint_from(
+            {name: kind.check(name, options.get(name, kind.default)) for name, kind in kinds.items()}
+        )
+        if constraint and tools.required:
+            raise OptionError(
+                f"{constraint.option} cannot be used together with a tool_choice that requires a call",
+                f"remove {constraint.option}, or use tool_choice auto or none",
+            )
+        return self._constraints.answer_rule(constraint) if constraint else None
+
+    @contextmanager
+    def _naming_the_tool(self, tools: ToolSet, answer: AnswerRule | None) -> Iterator[None]:
+        """If the grammar for the tools is rejected, name the tool whose parameters caused it."""
+        try:
+            yield
+        except OptionError as error:
+            has_grammar = tools.required or tools.strict or answer
+            for name, schema in tools.schemas.items() if has_grammar else ():
+                if reason := self._refusal(schema, lenient=not tools.strict):
+                    raise OptionError(
+                        f"the parameters of the tool {name} cannot be enforced: {reason}", error.next_step
+                    ) from None
+            raise
+
+    def _refusal(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
+        """Return the reason why the schema of a tool's arguments cannot be enforced. Empty if it can be."""
+        try:
+            self._constraints.check(Constraint("grammar", arguments_grammar(schema, lenient=lenient)))
+        except OptionError as error:
+            reason = error.what
+        else:
+            return ""
+        try:
+            # The schema's own error message is clearer, and says where the problem is.
+            self._constraints.check(Constraint("schema", json.dumps(schema)))
+        except OptionError as error:
+            reason = error.what
+        return reason
+
+    def count_tokens(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        thinking: str = "auto",
+    ) -> int:
+        """Return the number of tokens in the prompt. See `stream_messages` for the arguments.
+
+        The number is approximate if it exceeds the context. Raises OptionError or TemplateError.
+        """
+        self._sessions.check_process()
+        checked = [as_message(number, message) for number, message in enumerate(messages, 1)]
+        settings = _template_settings({"thinking": thinking}, as_tool_set(tools, tool_choice))
+        return self._prompts.count_tokens(checked, self.context_tokens, settings)
+
+    def chat(
+        self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"
+    ) -> Chat:
+        """Start or continue a conversation.
+
+        Args:
+            system: Instructions for the model.
+            messages: Initial messages of the conversation.
+            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
+                turns, `refuse` raises ContextFullError.
+
+        Raises:
+            OptionError: `context_full` has another value.
+            TemplateError: The model has no chat template, or a broken one.
+        """
+        self._sessions.check_process()
+        check_context_full(context_full)
+        self._prompts.check_template()
+        return Chat(self, system, messages, context_full)
+
+    def stream_tokens(
+        self,
+        tokens: Sequence[int],
+        *,
+        reply_start: str = "",
+        on_end: Callable[[Reply | None], None] | None = None,
+        progress: Progress | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        prompt_logprobs: int | None = None,
+        **options: Unpack[ReplyArguments],
+    ) -> ReplyStream:
+        """Stream the reply to a prompt given as token ids.
+
+        Args:
+            tokens: The prompt.
+            reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
+                determines whether the reply starts with reasoning. Stop strings apply to the whole text, as
+                with `raw`, unless the reply has a constraint.
+            on_end: Called once with the reply, or with None if it failed.
+            progress: Called during prefill. Returning False cancels the reply.
+            processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
+                applied before all others. Create new ones for every reply, because they are stateful.
+            prompt_logprobs: If set, `Reply.prompt_logprobs` holds the log-probability of each token of the
+                prompt, and of this many of the most likely tokens at its position. The whole prompt is then
+                processed, even if its start is cached. `max_tokens` can be 0 to generate nothing.
+            **options: See `edgespec.ReplyArguments`.
+
+        Raises:
+            ClosedError: The runtime was closed.
+            ContextFullError: The prompt is longer than the context.
+            OptionError: An option is unknown or its value is invalid.
+        """
+        return self._stream(
+            tokens,
+            reply_start,
+            on_end,
+            None,
+            progress,
+            processors,
+            prompt_logprobs,
+            whole_text=True,
+            **options,
+        )
+
+    def _stream(
+        self,
+        tokens: Sequence[int],
+        reply_start: str,
+        on_end: Callable[[Reply | None], None] | None,
+        syntax: CallSyntax | None,
+        progress: Progress | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        prompt_logprobs: int | None = None,
+        *,
+        whole_text: bool = False,
+        calls_tool: bool = False,
+        **options: Unpack[ReplyArguments],
+    ) -> ReplyStream:
+        """Stream a reply. See `stream_tokens` for the other arguments.
+
+        Args:
+            syntax: The format in which the model writes tool calls. None without tools.
+            whole_text: Whether stop strings apply to the whole text, not only to the answer.
+            calls_tool: Whether the constraint is the grammar of tool calls.
+        """
+        self._sessions.check_process()
+        if self._session.closed:
+            raise ClosedError("the runtime is closed", "load the model again")
+        if self._mapped:
+            self._mapped.check()
+        values = self._with_defaults(options)
+        facts = self._session.target.facts
+        request = build_request(tokens, facts, self.context_tokens, values, processors, prompt_logprobs)
+        if request.min_tokens:
+            delay = MinTokens(self._end_tokens, request.min_tokens)
+            request = replace(request, processors=(*request.processors, delay))
+        self._session.drafters.check(request.method, limited=request.max_loss is not None)
+        constraint = None
+        if request.constraint:
+            constraint = self._constraints.processor(
+                request.constraint, request.tokens, reply_start, text_may_precede=calls_tool
+            )
+            request = replace(request, processors=(constraint, *request.processors))
+        # A constraint applies only to the answer, so stop strings that it restricts apply only to the answer,
+        # too.
+        splits = constraint is not None or not whole_text
+        searches = stop_searches(
+            request.stop,
+            partial(ReplySplitter, reply_start, syntax) if splits else None,
+            constraint.may_end if constraint else None,
+        )
+
+        def record(reply: Reply | None) -> None:
+            # Count the drafts whose first token was accepted, to measure this model pair's acceptance rate.
+            if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
+                stats = reply.stats
+                self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
+            if on_end:
+                on_end(reply)
+
+        return ReplyStream(self._sessions, request, record, progress, reply_start, syntax, searches)
+
+    def cancel(self) -> None:
+        """Stop all replies in progress after the current target pass."""
+        self._sessions.cancel()
+
+    def measure_costs(self, progress: Progress | None = None) -> CostCurve:
+        """Measure how long the target takes to verify several tokens at once, and save it for the next load.
+
+        Before that, the target is set to the fastest number of CPU threads (see `thread_seconds`). The
+        measurement takes about 12 seconds, or longer for a target that generates few tokens per second.
+
+        Args:
+            progress: Called when the measurement starts. Returning False cancels it.
+
+        Raises:
+            BusyError: A reply is running.
+            CancelledError: `progress` returned False.
+            ClosedError: The runtime was closed.
+        """
+        with self.borrowed_target():
+            self._costs.choose_threads(progress, again=True)
+            return self._costs.remeasure(progress, repeats=15, budget_seconds=10.0)
+
+    @property
+    def thread_seconds(self) -> Mapping[int, float]:
+        """Duration of a target step in seconds for each number of CPU threads that was compared."""
+        return self._costs.thread_seconds
+
+    @property
+    def costs_notice(self) -> str:
+        """The reason why measured verify costs could not be saved on disk. Empty if there was no problem."""
+        return self._costs.notice
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of this process in bytes."""
+        return resident_bytes()
+
+    def memory(self) -> MemoryUse:
+        """Return the memory currently used by this runtime. Can be called from any thread."""
+        models = [self.target, *([self.draft] if self.draft else [])]
+        cache, pressure = self._session.prefix_cache, self._session.memory_pressure
+        return MemoryUse(
+            weight_bytes=sum(model.weight_bytes for model in models),
+            kv_bytes=self.parallel * sum(model.kv_bytes for model in models),
+            resident_bytes=resident_bytes(),
+            prefix_cache=cache.usage() if cache else PrefixCacheUsage(),
+            plan=self.plan,
+            context_tokens=self.target.context_tokens,
+            max_context_tokens=self.context_tokens,
+            available_bytes=pressure.available(),
+            reclaimed_bytes=pressure.reclaimed_bytes,
+            last_reclaim=pressure.last_reclaim,
+        )
+
+    def cached_prefixes(self) -> Iterable[Sequence[int]]:
+        """Return the token sequences in the prefix cache."""
+        return self._session.cached_prefixes()
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Embedding]:
+        """Return a vector for each text that represents its meaning, for example to search in documents.
+
+        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
+        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
+        occupies a session, as a reply does.
+
+        Args:
+            texts: The texts, each as a string or as token ids.
+            truncate: Whether to drop the end of texts that do not fit in the context.
+            progress: Called as the texts are processed. Returning False cancels the work.
+
+        Raises:
+            BusyError: A reply is running.
+            CancelledError: `progress` returned False.
+            CapabilityError: The model cannot embed texts.
+            ContextFullError: A text does not fit in the context.
+            OptionError: A text is empty or invalid.
+        """
+        self._sessions.check_process()
+        tokens = tokenize_texts(texts, self.vocabulary, self.target, self.context_tokens, truncate, progress)
+        vectors = self._sessions.embed(tokens, progress) if tokens else []
+        return [Embedding.of(vector, len(each)) for vector, each in zip(vectors, tokens, strict=True)]
+
+    @contextmanager
+    def borrowed_target(self) -> Iterator[LanguageModel]:
+        """Return a context manager that provides the target model with an empty KV cache.
+
+        Use it for measurements. Replies raise BusyError until the `with` block ends.
+
+        Raises:
+            BusyError: A reply is running.
+            ClosedError: The runtime was closed.
+        """
+        with self._sessions.borrowed_targets() as targets:
+            yield targets[0]
+
+    def borrowed_targets(self) -> AbstractContextManager[Sequence[LanguageModel]]:
+        """Return a context manager that provides the target models of all concurrent replies.
+
+        The models share one context and its forward passes. See `borrowed_target`.
+        """
+        return self._sessions.borrowed_targets()
+
+    def clear_cache(self) -> None:
+        """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
+
+        Keeps trained drafters and measured costs. Raises BusyError or ClosedError.
+        """
+        self._sessions.clear_cache()
+
+    def save_prefix_cache(self) -> None:
+        """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
+
+        The cache is also saved when the runtime is idle and when it is closed. Failures raise no error,
+        because an unsaved prompt is simply processed again.
+        """
+        for session in self._sessions.sessions:
+            session.save_prefix_cache()
+
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        """Run the idle work of the drafters, such as online training, in this thread.
+
+        Idle work starts automatically once the runtime has been idle for a moment. A script that generates
+        replies back to back can call this method between them. This method returns when the work is done,
+        when `should_continue()` returns False, or when a reply starts in another thread.
+        """
+        for session in self._sessions.sessions:
+            session.run_idle_work(should_continue)
+
+    def close(self) -> None:
+        """Stop the running replies and free the models. Further calls have no effect.
+
+        In a forked child process, this has no effect at all, because the models belong to the parent.
+        """
+        if os.getpid() != self._session.process_id:
+            return
+        self._prompts.close()
+        self._sessions.close()
+        if self._record:
+            self._record.save()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, for example for another process."""
+        raise CapabilityError(
+            "a loaded model cannot be copied, saved or passed to another process",
+            "load the model where it is needed, or share it between processes with `edgespec serve`",
+        )
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _template_settings(options: Mapping[str, Any], tools: ToolSet = _NO_TOOLS) -> TemplateSettings:
+    thinking = REPLY_OPTIONS["thinking"]
+    return TemplateSettings(
+        tools.definitions, thinking.check("thinking", options.get("thinking", thinking.default))
+    )

@@ -1,0 +1,227 @@
+"""A target for training heads and draft models. It writes text, and provides hidden states and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import psutil
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.utils import dequantize_model
+from numpy.typing import NDArray
+
+from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.mlx.layers import Body, HiddenStateHooks
+from edgespec.backends.mlx.model_skeleton import named_arrays
+from edgespec.backends.mlx.target_ends import TargetLmHead
+from edgespec.backends.mlx.vocabulary import MlxVocabulary
+from edgespec.backends.mlx.weight_loading import LoadedMlxModel
+from edgespec.errors import CancelledError, CapabilityError
+from edgespec.model.base import Progress, Vocabulary
+from edgespec.model.hidden_state_log import POST_NORM
+
+__all__ = ["TeacherModel", "convert_to_float32", "faster_in_float32", "write_texts"]
+
+
+class TargetStates(NamedTuple):
+    """A target's hidden states and logits for a batch of conversations.
+
+    Attributes:
+        hidden: The requested hidden states side by side, float32 [conversations, tokens, states x size].
+        logits: float32 [conversations, tokens, vocabulary].
+    """
+
+    hidden: mx.array
+    logits: mx.array
+
+
+class TeacherModel:
+    """A target whose hidden states, logits and texts train heads and draft models.
+
+    Attributes:
+        config: The model's `config.json`, or the part of it that describes its text layers.
+        layers: Number of layers.
+        size: Number of values in a hidden state.
+        final_norm: Weights of the norm before the output matrix, float32 [size].
+    """
+
+    def __init__(self, loaded: LoadedMlxModel, name: str, vocabulary: MlxVocabulary) -> None:
+        self.name = name
+        self.vocabulary: Vocabulary = vocabulary
+        self._net = loaded.skeleton.model
+        config = loaded.skeleton.config
+        self.config: dict[str, Any] = config.get("text_config") or config
+        self.context_tokens = loaded.skeleton.sizes.trained_context_tokens
+        self._hooks = HiddenStateHooks(self._net)
+        self.layers = self._hooks.count
+        self._find_matrices()
+
+    def _find_matrices(self) -> None:
+        """Find the embeddings, the final norm and the output matrix, which heads share with the target."""
+        outside = [(key, one) for key, one in self._net.named_modules() if ".layers." not in f".{key}"]
+        tables = [one for _, one in outside if isinstance(one, Embedding | QuantizedEmbedding)]
+        heads = [one for key, one in outside if key.rpartition(".")[2] == "lm_head" and "weight" in one]
+        norms = [one for _, one in outside if "weight" in one and one["weight"].ndim == 1]
+        if len(tables) != 1 or len(norms) != 1:
+            raise CapabilityError(
+                f"a head for {self.name} cannot be trained: it has {len(tables)} embedding tables and"
+                f" {len(norms)} final norms, instead of one each",
+                "choose another model",
+            )
+        self._table, self._output = tables[0], heads[0] if heads else tables[0]
+        # Apply the norm to ones instead of reading its weights, because some architectures add 1 to them.
+        self.final_norm = norms[0](mx.ones(norms[0]["weight"].shape)).astype(mx.float32)
+        self.size: int = self.final_norm.shape[0]
+        evaluate(self.final_norm)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings of tokens, float32 [..., size]."""
+        return self._table(tokens).astype(mx.float32)
+
+    def output_rows(self, tokens: mx.array) -> mx.array:
+        """Return the rows of the output matrix that give the logits of `tokens`, float32 [tokens, size]."""
+        if "scales" not in self._output:
+            return self._output["weight"][tokens].astype(mx.float32)
+        packed = {
+            key: self._output[key][tokens] for key in ("weight", "scales", "biases") if key in self._output
+        }
+        return mx.dequantize(
+            packed["weight"],
+            packed["scales"],
+            packed.get("biases"),
+            group_size=self._output.group_size,
+            bits=self._output.bits,
+            mode=self._output.mode,
+        ).astype(mx.float32)
+
+    def lm_head(self) -> TargetLmHead:
+        """Return the LM head. Raises CapabilityError if it is not separate from the layers."""
+        return TargetLmHead(self._net)
+
+    def logits(self, tokens: NDArray[np.int32]) -> mx.array:
+        """Return the logits for a batch of conversations, float32 [conversations, tokens, vocabulary]."""
+        with translate_errors(f"{self.name} could not be run"):
+            return self._net(mx.array(tokens)).astype(mx.float32)
+
+    def states(self, tokens: NDArray[np.int32], states: Sequence[int]) -> TargetStates:
+        """Run the target over a batch of conversations.
+
+        Args:
+            tokens: int32 [conversations, tokens].
+            states: The hidden states to return, numbered as in `HiddenStateSource`.
+        """
+        hooks, body = self._hooks, Body(self._net) if POST_NORM in states else None
+        with translate_errors(f"{self.name} could not be run"):
+            # The index `self.layers` is the last layer's output, which is recorded together with that layer's
+            # input.
+            layers = {min(state, self.layers - 1) for state in states if state != POST_NORM}
+            with hooks.on(layers), body.recorded() if body else nullcontext():
+                logits = self._net(mx.array(tokens)).astype(mx.float32)
+            known = dict(hooks.inputs)
+            if self.layers in states:
+                known[self.layers] = hooks.outputs[self.layers - 1]
+            if body and body.output is not None:
+                known[POST_NORM] = body.output
+            hidden = mx.concatenate([known[state] for state in states], axis=-1)
+            return TargetStates(hidden.astype(mx.float32), logits)
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_tokens: int,
+        seed: int,
+        progress: Progress,
+    ) -> list[list[int]]:
+        return write_texts(
+            self._net,
+            self.vocabulary,
+            prompts,
+            temperatures,
+            [max_tokens] * len(prompts),
+            seed,
+            progress,
+            failure=f"{self.name} could not write text",
+        )
+
+
+def write_texts(
+    net: Any,
+    vocabulary: Vocabulary,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    max_tokens: Sequence[int],
+    seed: int,
+    progress: Progress,
+    *,
+    failure: str,
+) -> list[list[int]]:
+    """Continue each prompt up to an end token or its maximum length. See `Teacher.write`.
+
+    Args:
+        net: The mlx `nn.Module` of the model.
+        vocabulary: The model's vocabulary, for its end tokens.
+        prompts: The tokens of each prompt.
+        temperatures: The temperature for each prompt.
+        max_tokens: Maximum number of new tokens for each prompt, at least 1.
+        seed: Seed of the random draws.
+        progress: Called with the completed fraction. Returning False cancels the call.
+        failure: Start of the message if a BackendError is raised.
+    """
+    mx.random.seed(seed)
+    # mlx-lm samples in one batch for all prompts that share a sampler.
+    samplers = {each: _sampler(each) for each in set(temperatures)}
+    ends = [[token] for token in range(vocabulary.size) if vocabulary.is_end(token)]
+    texts: dict[int, list[int]] = {}
+    with translate_errors(failure):
+        # Use the current thread's stream, because this thread evaluates the arrays.
+        generator = BatchGenerator(
+            net,
+            stop_tokens=ends,
+            completion_batch_size=len(prompts),
+            prefill_batch_size=len(prompts),
+            stream=mx.default_stream(mx.default_device()),
+        )
+        try:
+            chosen = [samplers[each] for each in temperatures]
+            numbers = generator.insert([list(each) for each in prompts], list(max_tokens), samplers=chosen)
+            texts = {number: [] for number in numbers}
+            finished = 0
+            while finished < len(prompts):
+                longest = max(map(len, texts.values()))
+                if not progress("writing", max(finished / len(prompts), longest / max(max_tokens))):
+                    raise CancelledError("writing text was cancelled")
+                for response in generator.next_generated():
+                    texts[response.uid].append(response.token)
+                    finished += response.finish_reason is not None
+        finally:
+            generator.close()
+    return [texts[number] for number in numbers]
+
+
+def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
+    """Return a function that draws tokens at a temperature, given their log probabilities."""
+    if not temperature:
+        return lambda logprobs: mx.argmax(logprobs, axis=-1)
+    return lambda logprobs: mx.random.categorical(logprobs / temperature)
+
+
+def faster_in_float32(loaded: LoadedMlxModel) -> bool:
+    """Return whether float32 weights fit in memory and make batches run faster.
+
+    On a CPU, MLX multiplies batches with quantised weights more slowly than with float32.
+    """
+    return runs_on_cpu() and 4 * loaded.skeleton.parameters < psutil.virtual_memory().available // 2
+
+
+def convert_to_float32(net: Any) -> None:
+    """Dequantise all weights of an mlx `nn.Module`, and convert them to float32."""
+    dequantize_model(net)
+    net.set_dtype(mx.float32)
+    evaluate(*(array for _, array in named_arrays(net.parameters())))

@@ -1,0 +1,216 @@
+"""Differences between chat templates, and changes that make conversations suit them.
+
+A model's publisher can write any chat template, and templates differ in the conversations they accept. This
+module contains all that edgespec knows about such differences:
+
+- `CONTENT_FORMS`: the formats in which templates expect the text of a message. A probe finds out which one a
+  template needs for each kind of message, because some templates omit the text without an error.
+- `CHANGES`: changes to conversations that a template rejects, such as a system message for a template that
+  has no system role.
+- `SourceQuirks`: peculiarities that can be recognised in the source of a template.
+
+To support another difference, add an entry here and a case to `tests/chat/test_template_quirks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from itertools import combinations, groupby, takewhile
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from edgespec.chat.message import Message
+from edgespec.chat.tool_calls.as_text import ToolSupport
+from edgespec.chat.tool_calls.calls import ToolCall, parse_object
+
+__all__ = ["CONTENT_FORMS", "PROBES", "PROBE_TEXT", "SourceQuirks", "accepted_variants", "kinds_of"]
+
+CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {
+        # Used by most templates of text-only models.
+        "text": lambda text: text,
+        # Used by the templates of multimodal models, which ignore text that is not in a list.
+        "parts": lambda text: [{"type": "text", "text": text}],
+    }
+)
+"""Formats of a message's content, keyed by name. The first with which the text reaches the prompt is used."""
+
+# A word that no template contains or changes.
+PROBE_TEXT = "qzprobetextzq"
+
+
+_HELLO = Message("user", "Hello")
+_CALL = ToolCall("probe0001", "probe", "{}")
+PROBES: Mapping[str, Sequence[Message]] = MappingProxyType(
+    {
+        "user": [Message("user", PROBE_TEXT)],
+        "system": [Message("system", PROBE_TEXT), _HELLO],
+        "later system": [_HELLO, Message("assistant", "Hello"), Message("system", PROBE_TEXT), _HELLO],
+        "assistant": [_HELLO, Message("assistant", PROBE_TEXT), _HELLO],
+        "tool": [
+            _HELLO,
+            Message("assistant", "", tool_calls=(_CALL,)),
+            Message("tool", PROBE_TEXT, tool_call_id=_CALL.id, name=_CALL.name),
+        ],
+    }
+)
+"""For each kind of message, a conversation in which the text of one such message is `PROBE_TEXT`."""
+
+
+def kinds_of(messages: Sequence[Message]) -> list[str]:
+    """Return the kind of each message: a key of `PROBES`."""
+    return [
+        "later system" if place and message.role == "system" else message.role
+        for place, message in enumerate(messages)
+    ]
+
+
+class SourceQuirks:
+    """Peculiarities of one template that can be recognised in its source."""
+
+    def __init__(self, source: str) -> None:
+        # Mistral's templates accept only nine-character tool call ids.
+        self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
+        # DeepSeek R1's templates treat a message without content as a tool call.
+        self._has_null_content = bool(re.search(r"content['\"]\]\s+is none", source))
+
+    def for_template(self, message: Message, form: str) -> dict[str, Any]:
+        """Return a message as the template expects it, with its text in one of the `CONTENT_FORMS`."""
+        if self._has_short_ids:
+            message = _with_short_ids(message)
+        content = CONTENT_FORMS[form](message.content)
+        if self._has_null_content and message.tool_calls and not message.content:
+            content = None
+        return {**message.for_template(), "content": content}
+
+
+Change: TypeAlias = "Callable[[Sequence[Message], ToolSupport], Sequence[Message]]"
+"""Changes messages for templates that reject them. Returns messages that need no change as they are."""
+
+
+def accepted_variants(messages: Sequence[Message], tool_support: ToolSupport) -> Iterator[Sequence[Message]]:
+    """Yield the messages, followed by variants that a template may accept instead.
+
+    The variants with the fewest changes come first. They depend only on the messages, so that successive
+    prompts of a conversation keep a common prefix, which can be reused from the prefix cache.
+    """
+    tried: list[list[Message]] = []
+    for count in (0, 1, 2, len(CHANGES)):
+        for changes in combinations(CHANGES, count):
+            changed = list(messages)
+            for change in changes:
+                changed = list(change(changed, tool_support))
+            if changed not in tried:
+                tried.append(changed)
+                yield changed
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Return the message with its tool call ids shortened to nine characters."""
+    return replace(
+        message,
+        tool_calls=tuple(replace(call, id=_short_id(call.id)) for call in message.tool_calls),
+        tool_call_id=_short_id(message.tool_call_id) if message.role == "tool" else "",
+    )
+
+
+def _short_id(call_id: str) -> str:
+    return call_id if len(call_id) == 9 else sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _with_valid_arguments(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Wrap tool call arguments that are not valid JSON in an object, for templates that parse them."""
+
+    def valid(call: ToolCall) -> ToolCall:
+        if parse_object(call.arguments) is not None:
+            return call
+        return replace(call, arguments=json.dumps({"arguments": call.arguments}, ensure_ascii=False))
+
+    return [
+        replace(message, tool_calls=tuple(map(valid, message.tool_calls))) if message.tool_calls else message
+        for message in messages
+    ]
+
+
+def _with_tools_as_text(messages: Sequence[Message], tool_support: ToolSupport) -> Sequence[Message]:
+    """Write tool calls and their results as text, for templates that reject them or their order.
+
+    Mistral's templates, for example, require as many results as calls.
+    """
+    return [tool_support.as_text(message) for message in messages]
+
+
+def _without_later_system(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Merge later system messages into user messages, for templates such as Qwen 3.5's.
+
+    System messages at the start are joined. Each later one is merged into the user message before or after
+    it, because many templates require that roles alternate. The position of its text does not change, so that
+    the cached prefix of the conversation remains valid.
+    """
+    if all(message.role != "system" for message in messages[1:]):
+        return messages
+    leading = list(takewhile(lambda message: message.role == "system", messages))
+    system = "\n\n".join(message.content for message in leading)
+    changed = [Message("system", system)] if leading else []
+    follows_system = False
+    for message in messages[len(leading) :]:
+        is_system = message.role == "system"
+        moved = replace(message, role="user") if is_system else message
+        if changed and changed[-1].role == moved.role == "user" and (is_system or follows_system):
+            moved = replace(moved, content=f"{changed.pop().content}\n\n{moved.content}")
+        changed.append(moved)
+        follows_system = is_system
+    return changed
+
+
+def _without_system(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Move the system prompt into the first user message, for templates without a system role (Gemma's)."""
+    if not messages or messages[0].role != "system":
+        return messages
+    system, others = messages[0], messages[1:]
+    if not others or others[0].role != "user":
+        return [replace(system, role="user"), *others]
+    return [replace(others[0], content=f"{system.content}\n\n{others[0].content}"), *others[1:]]
+
+
+def _with_user_first(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Insert an empty user message before a reply that begins the conversation, such as a greeting."""
+    first = 1 if messages and messages[0].role == "system" else 0
+    if len(messages) == first or messages[first].role != "assistant":
+        return messages
+    return [*messages[:first], Message("user", ""), *messages[first:]]
+
+
+def _with_neighbours_merged(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
+    """Merge consecutive messages with the same role, for templates that require that roles alternate."""
+    changed: list[Message] = []
+    for role, group in groupby(messages, key=lambda message: message.role):
+        neighbours = list(group)
+        if role == "tool" or len(neighbours) == 1:
+            changed += neighbours
+            continue
+        changed.append(
+            replace(
+                neighbours[0],
+                content="\n\n".join(message.content for message in neighbours if message.content),
+                reasoning="\n\n".join(message.reasoning for message in neighbours if message.reasoning),
+                tool_calls=tuple(call for message in neighbours for call in message.tool_calls),
+            )
+        )
+    return changed
+
+
+# In order of application. Merging comes last, because the other changes can leave messages of the same role
+# next to each other.
+CHANGES: tuple[Change, ...] = (
+    _with_valid_arguments,
+    _with_tools_as_text,
+    _without_later_system,
+    _without_system,
+    _with_user_first,
+    _with_neighbours_merged,
+)

@@ -1,0 +1,271 @@
+"""Choose the drafters for a method, such as `auto` or `model+ngram`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from edgespec.decode.reply import MethodReport
+from edgespec.errors import OptionError
+from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.controller import AutoConfig, AutoController
+from edgespec.methods.auto.live_costs import LiveCosts
+from edgespec.methods.auto.loss_limit import LossTracker
+from edgespec.methods.auto.text_kind import text_kind
+from edgespec.methods.base import Drafter
+from edgespec.methods.context import LoadedHead, MissingDrafter
+from edgespec.methods.costs.curve import CostFunction, assumed_cost
+from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.tree_growth import TreeGrowth
+from edgespec.model.base import LanguageModel
+from edgespec.model.model_facts import Capabilities
+from edgespec.options.methods import methods, parse_method
+
+__all__ = ["DrafterSet"]
+
+# Number of tokens at the end of the text that determine its kind, such as code.
+_TEXT_KIND_TOKENS = 512
+
+
+_UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose another method")
+
+
+class DrafterSet:
+    """All drafters for a target model, and the combinations of them that methods use.
+
+    Combinations and controllers are created on first use and then reused, because they collect acceptance
+    rates.
+
+    Args:
+        drafters: Drafters by name, or the reasons why they are missing.
+        heads: The heads that drafters use.
+        chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
+        why_no_draft: Why there is no draft model, for reports and error messages.
+        v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
+            in it.
+        auto_config: Settings for the controller that decides when to draft. If None, `auto` always drafts.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafters: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
+        *,
+        heads: Sequence[LoadedHead] = (),
+        chain_model: LanguageModel | None = None,
+        why_no_draft: str = "",
+        v: CostFunction = assumed_cost,
+        auto_config: AutoConfig | None = None,
+    ) -> None:
+        self.heads = heads
+        self._auto_config = auto_config
+        self._model = target
+        self._target = target.facts
+        self._why_no_draft = why_no_draft
+        self._v = v
+        self._drafters: dict[str, Drafter] = {}
+        self._missing: dict[str, MissingDrafter] = {
+            each.name: MissingDrafter(
+                f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
+            )
+            for each in methods()
+            if each.needs == "draft model"
+        }
+        self._resolved: dict[tuple[str, bool], tuple[tuple[str, ...], MethodReport]] = {}
+        self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
+        self._controllers: dict[tuple[str, ...], AutoController] = {}
+        self._chain_model = chain_model
+        for name, drafter in drafters.items():
+            if isinstance(drafter, MissingDrafter):
+                self._missing[name] = drafter
+            else:
+                self._drafters[name] = drafter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the available drafters, without those that draft only in constrained replies."""
+        return tuple(
+            each.name for each in methods() if each.name in self._drafters and not each.only_constrained
+        )
+
+    @property
+    def loss_limits(self) -> tuple[float, float] | None:
+        """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
+
+        With limits (r, n), a reply takes at most 1 + r times as long as with plain decoding, plus the time of
+        n single-token passes.
+        """
+        return self._auto_config.limits if self._auto_config else None
+
+    @property
+    def live_costs(self) -> LiveCosts | None:
+        """Live costs of the target's passes, which `auto` updates. None if no costs were measured."""
+        return self._auto_config.costs if self._auto_config else None
+
+    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+        """Return a report on the drafters that a method uses. Can be called from any thread.
+
+        Unlike `choose`, it runs no model, so a reply can be in progress.
+
+        Args:
+            method: The method.
+            constrained: Whether the reply has a constraint.
+
+        Raises:
+            OptionError: The method is unknown, or one of its drafters is unavailable.
+        """
+        return self._resolve(method, constrained)[1]
+
+    def choose(
+        self, method: str, *, constrained: bool = False, limited: bool = False
+    ) -> tuple[Drafter | None, MethodReport]:
+        """Return the drafter for a method and a report on the drafters in use.
+
+        This can run the draft model to measure its speed. Call it only while no other reply uses the
+        drafters.
+
+        Args:
+            method: The method.
+            constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
+            limited: Whether the request sets `max_loss`. All methods then draft within this limit.
+
+        Raises:
+            OptionError: The method is unknown, or one of its drafters is unavailable.
+        """
+        names, report = self._resolve(method, constrained)
+        if not names:
+            return None, report
+        if self._auto_config and self._is_controlled(method, limited):
+            return self._controlled(self._auto_config, names), report
+        return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
+
+    def _is_controlled(self, method: str, limited: bool) -> bool:
+        config = self._auto_config
+        return config is not None and (method == "auto" or limited or config.controls_named)
+
+    def check(self, method: str, *, limited: bool = False) -> None:
+        """Raise OptionError if the method is unknown or unavailable.
+
+        Args:
+            method: The method.
+            limited: Whether the request sets `max_loss`, which the method must then support.
+        """
+        names, _ = self._resolve(method)
+        if limited and method == "none":
+            raise OptionError(
+                "max_loss limits what drafting can cost, but the method none drafts nothing",
+                "leave max_loss out, or choose another method",
+                option="max_loss",
+            )
+        if limited and names and self._auto_config is None:
+            raise OptionError(
+                "max_loss needs measured costs, which this model was loaded without",
+                "load it with the method auto, or with max_loss",
+                option="max_loss",
+            )
+
+    def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
+        """Return the drafters of a method. The result is cached, because screens ask for it often."""
+        key = (method, constrained)
+        if key not in self._resolved:
+            self._resolved[key] = self._parsed(method, constrained)
+        return self._resolved[key]
+
+    def _parsed(self, method: str, constrained: bool) -> tuple[tuple[str, ...], MethodReport]:
+        names = parse_method(method)
+        capabilities = self._target.capabilities
+        if names and not capabilities.rollback:
+            reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
+            return (), MethodReport(method, "none", reason)
+        if method == "auto":
+            names = self._auto_names(constrained)
+            has_model = any(not self._drafters[name].is_lookup for name in names)
+            reason = "chosen automatically" if has_model else self._why_no_draft
+        else:
+            reason = "as requested"
+        for name in names:
+            if name not in self._drafters:
+                missing = self._missing.get(name, _UNKNOWN_DRAFTER)
+                raise OptionError(
+                    f"method {method!r} cannot be used: {missing.reason}", missing.hint, option="method"
+                )
+        report = MethodReport(method, "+".join(names) or "none", reason)
+        return tuple(each.name for each in methods() if each.name in names), report
+
+    def _auto_names(self, constrained: bool) -> tuple[str, ...]:
+        available = [each for each in methods() if each.name in self._drafters]
+        usable = [each for each in available if constrained or not each.only_constrained]
+        chosen = [each for each in usable if each.auto == "always"]
+        if not any(each.runs_model for each in chosen):
+            chosen = [*[each for each in usable if each.auto == "fallback"][:1], *chosen]
+        return tuple(each.name for each in chosen)
+
+    def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
+        if names not in self._controllers:
+            for name in names:
+                self._drafters[name].warm_up()
+            costs, loss_tracker = config.costs, LossTracker(config.limits)
+            combined = CombinedDrafter(
+                [self._with_adaptive_length(self._drafters[name], config) for name in names],
+                limits=PassLimits.of(self._target.capabilities),
+                v=costs.v,
+                allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
+                exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
+            )
+            self._controllers[names] = AutoController(
+                combined,
+                loss_tracker,
+                costs,
+                text_kind=self._text_kind,
+                run_ahead=self._model.run_ahead,
+                count_threads=lambda: self._model.threads,
+                statistics_key=config.statistics_key("+".join(names)),
+            )
+        return self._controllers[names]
+
+    def _text_kind(self, tokens: Sequence[int]) -> str:
+        pieces = map(self._model.vocabulary.piece, tokens[-_TEXT_KIND_TOKENS:])
+        return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
+
+    def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
+        if not config.adapts_length:
+            return drafter
+        pass_cost = drafter.pass_seconds / config.costs.target_step_seconds
+
+        def make_growth(draft: Capabilities) -> TreeGrowth:
+            limits = PassLimits.of(self._target.capabilities, draft)
+            return AdaptiveTreeGrowth(limits, config.costs.v, siblings=1, initial_pass_cost=pass_cost)
+
+        return drafter.with_growth(make_growth)
+
+    def _combined(self, names: tuple[str, ...]) -> CombinedDrafter:
+        if names not in self._combinations:
+            self._combinations[names] = CombinedDrafter(
+                [self._drafters[name] for name in names],
+                limits=PassLimits.of(self._target.capabilities),
+                v=self._v,
+            )
+        return self._combinations[names]
+
+    def chain_model(self, method: str, *, limited: bool = False) -> LanguageModel | None:
+        """Return the draft model if the method uses no other drafter and drafts no branches, or else None."""
+        is_controlled = self._is_controlled(method, limited)
+        return self._chain_model if method == "model" and not is_controlled else None
+
+    def reset(self) -> None:
+        """Clear the last reply's tokens from every drafter."""
+        for drafter in self._drafters.values():
+            drafter.reset()
+
+    def interrupt(self, enabled: bool) -> None:
+        """Stop all drafters as soon as possible. If `enabled` is False, allow them to draft again."""
+        for drafter in self._drafters.values():
+            drafter.interrupt(enabled)
+
+    def close(self) -> None:
+        """Save the statistics of the automatic drafting controllers, and free every drafter."""
+        for controller in self._controllers.values():
+            controller.save_statistics()
+        for drafter in self._drafters.values():
+            drafter.close()

@@ -1,0 +1,739 @@
+"""Generate replies: a pool of sessions, one for each concurrent reply, and the decoder that each one uses."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from time import perf_counter as now
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.idle import IdleWorker, drafters_with_idle_work
+from edgespec.decode.reply import MethodReport
+from edgespec.decode.request import Request
+from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
+from edgespec.engine.logits import Logits
+from edgespec.engine.logprobs import TokenLogprob
+from edgespec.engine.loop import Step, decode
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BusyError, CancelledError, ClosedError
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
+from edgespec.memory.prefix_cache import PrefixCache
+from edgespec.memory.pressure import MemoryPressure
+from edgespec.memory.target_cache import TargetCache
+from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
+from edgespec.methods.auto.controller import AutoController
+from edgespec.methods.base import Drafter
+from edgespec.model.base import LanguageModel, Progress
+from edgespec.model.base_model import scaled_progress
+from edgespec.system.checks import check_process
+
+__all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_target_step"]
+
+# Number of target passes between updates of the drafting statistics. Updating them after every pass would
+# slow down small models.
+_PASSES_PER_REPORT = 8
+# Weight of the newest measurement in a moving average of the time per token.
+_STEP_WEIGHT = 0.2
+# Maximum time in seconds to wait for a running reply when Python exits.
+_EXIT_SECONDS = 2.0
+
+
+class SessionModels(NamedTuple):
+    """The models and drafters of one session. Each concurrent reply has a session of its own."""
+
+    target: LanguageModel
+    draft: LanguageModel | None
+    drafters: DrafterSet
+
+
+class SessionPool:
+    """Starts each reply in a free session. All methods can be called from any thread.
+
+    Attributes:
+        sessions: The sessions. Any of them can generate any reply, because all use the same models and
+            drafters, and share cached prefixes.
+    """
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.sessions = sessions
+        # Reentrant, because starting a reply can end an abandoned reply, whose callback may start another
+        # one.
+        self._starting = threading.RLock()
+        self._closed = False
+
+    @property
+    def first(self) -> Session:
+        """The first session, which has the same properties as all others."""
+        return self.sessions[0]
+
+    def check_process(self) -> None:
+        """Raise EdgespecError if this process is a fork of the one that loaded the models."""
+        check_process(self.first.process_id)
+
+    def start(self, request: Request) -> Session:
+        """Reserve the free session whose KV cache saves the most prefill. See `Session.start`.
+
+        Raises:
+            BusyError: All sessions are generating replies.
+            ClosedError: The pool was closed.
+        """
+        self.check_process()
+        with self._starting:
+            sessions = self._free_sessions()
+            if len(sessions) > 1:
+                # On a tie, prefer the session that has been idle the longest.
+                cached = {session: session.cached_prefix_tokens(request.tokens) for session in sessions}
+                sessions = sorted(sessions, key=lambda session: (-cached[session], session.ended_at))
+            for session in sessions:
+                try:
+                    session.start(request)
+                except BusyError as error:
+                    busy = error
+                else:
+                    return session
+        raise self._all_busy(busy)
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Embed texts in a free session. See `Session.embed`."""
+        self.check_process()
+        with self._starting:
+            sessions = self._free_sessions()
+        for session in sessions:
+            try:
+                return session.embed(texts, progress)
+            except BusyError as error:
+                busy = error
+        raise self._all_busy(busy)
+
+    def _free_sessions(self) -> Sequence[Session]:
+        """Return the sessions that are not busy, or all sessions if all are busy.
+
+        A busy session may hold an abandoned reply, which ends when another reply starts.
+
+        Raises:
+            ClosedError: The pool was closed.
+        """
+        if self._closed:
+            raise ClosedError("the runtime is closed", "load the model again")
+        return [session for session in self.sessions if not session.is_busy] or self.sessions
+
+    def _all_busy(self, error: BusyError) -> BusyError:
+        if len(self.sessions) == 1:
+            return error
+        return BusyError(
+            f"{len(self.sessions)} other replies are still being generated",
+            "wait for one of them, cancel one, or use a RequestQueue",
+        )
+
+    @contextmanager
+    def borrowed_targets(self) -> Iterator[Sequence[LanguageModel]]:
+        """Provide the targets of all sessions. No session can start a reply until the caller is done.
+
+        Raises:
+            BusyError: A reply is running.
+            ClosedError: The pool was closed.
+        """
+        with ExitStack() as borrowed:
+            yield [borrowed.enter_context(session.borrowed_target()) for session in self.sessions]
+
+    def clear_cache(self) -> None:
+        """Clear the prefix cache and the caches of all sessions. Raises BusyError or ClosedError."""
+        for session in self.sessions:
+            session.clear_cache()
+
+    def cancel(self) -> None:
+        """Stop all replies in progress after the current target pass."""
+        for session in self.sessions:
+            session.cancel()
+
+    def close(self) -> None:
+        """Stop all replies and free the models. Further calls have no effect."""
+        if os.getpid() != self.first.process_id:
+            return
+        with self._starting:
+            self._closed = True
+        self.cancel()
+        for session in self.sessions:
+            session.close()
+
+
+class Session:
+    """Owns a target, its drafters and their caches, and runs one reply at a time.
+
+    The models run in the thread that calls `next_step`. `cancel` and `close` can be called from any thread.
+
+    After a fork, the child process cannot use the models. In the child, `close` and `cancel` have no effect,
+    and all methods that use the models raise EdgespecError.
+
+    Attributes:
+        process_id: ID of the process that loaded the models.
+        prefix_cache: KV segments of earlier prompts, or None.
+        context: Resizes the target's and draft model's KV caches.
+        memory_pressure: Frees caches when other programs need memory.
+        unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
+        ended_at: When the last reply ended, or 0 if there was none.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafters: DrafterSet,
+        prefix_cache: PrefixCache | None = None,
+        draft: LanguageModel | None = None,
+        reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+        unadapted_acceptance: float | None = None,
+        target_step_seconds: float | None = None,
+    ) -> None:
+        self.process_id = os.getpid()
+        self.target, self.draft = target, draft
+        self.unadapted_acceptance = unadapted_acceptance
+        self.ended_at = 0.0
+        self.prefix_cache = prefix_cache
+        self.context = ResizableContext(target, draft)
+        self.drafters = drafters
+        # Held while a model computes, but not while the caller processes the tokens.
+        self._compute_lock = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._active_request: object | None = None
+        # Functions that end replies whose streams were garbage-collected.
+        self._abandoned: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._closing = self._closed = False
+        # The thread that last read a reply. At exit, MLX models must be closed in this thread.
+        self._reader = threading.current_thread()
+        self._closed_by_reader = threading.Event()
+        self._idle_worker = IdleWorker()
+        target_step_seconds = target_step_seconds or measure_target_step(target)
+        store = prefix_cache.store if prefix_cache else None
+        self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
+        heads = [head.state for head in drafters.heads]
+        self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure, heads)
+        self._decoder = ReplyDecoder(
+            target, drafters, self._target_cache, self.context, self.memory_pressure, target_step_seconds
+        )
+        _open_sessions.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    @property
+    def target_step_seconds(self) -> float:
+        """Moving average of the time for a single-token pass of the target."""
+        return self._decoder.target_step_seconds
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a reply is being generated."""
+        return self._active_request is not None
+
+    def cached_prefix_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` are in the target's KV cache. Call it between replies."""
+        return self._target_cache.common_tokens(tokens)
+
+    def cached_prefixes(self) -> list[list[int]]:
+        """Return the token sequences in the prefix cache."""
+        return [tokens.tolist() for tokens in self.prefix_cache.sequences()] if self.prefix_cache else []
+
+    def start(self, request: Request) -> None:
+        """Reserve this session for a reply. Read its `steps` next, then call `end`.
+
+        Raises:
+            BusyError: Another reply is running.
+            ClosedError: The session was closed.
+        """
+        self._start(request)
+        ACTIVE_REPLIES.add(request)
+
+    def steps(
+        self,
+        request: Request,
+        *,
+        is_stop: Callable[[int], bool],
+        is_cancelled: Callable[[], bool],
+        stats: Stats,
+        progress: Progress | None = None,
+    ) -> Iterator[Step]:
+        """Yield the steps of a started reply: prefill the prompt, then decode. Read them with `next_step`.
+
+        Args:
+            request: The request that was passed to `start`. Its prompt must fit in the context.
+            is_stop: Called with every emitted token. Returns True if the reply ends with this token.
+            is_cancelled: Called between target passes.
+            stats: Statistics to update.
+            progress: Called during prefill.
+        """
+        return self._decoder.steps(
+            request,
+            is_stop=is_stop,
+            must_stop=lambda: self._stopping or is_cancelled(),
+            stats=stats,
+            progress=progress,
+        )
+
+    def next_step(self, steps: Iterator[Step]) -> Step | None:
+        """Return the next step, or None when the reply has ended. The last step contains the finish reason.
+
+        Raises:
+            BackendError: The model failed.
+            ClosedError: The session was closed.
+        """
+        check_process(self.process_id)
+        self._reader = threading.current_thread()
+        with self._compute_lock:
+            if not self._closing:
+                return next(steps, None)
+        self.close()
+        self._closed_by_reader.set()
+        raise ClosedError("the runtime was closed during the reply", "load the model again")
+
+    def end(self, request: object, *, wait: bool = True) -> bool:
+        """End a reply, so that another one can start. Has no effect if the reply is not running.
+
+        Args:
+            request: The request that was passed to `start`.
+            wait: Whether to wait if the session is locked.
+
+        Returns:
+            False if `wait` is False and the session is locked. The reply is then still running.
+        """
+        if self._is_forked:
+            return True
+        if not self._state_lock.acquire(blocking=wait):
+            return False
+        try:
+            ACTIVE_REPLIES.discard(request)
+            if self._active_request is request:
+                self._end()
+        finally:
+            self._state_lock.release()
+        return True
+
+    def end_later(self, close: Callable[[], None]) -> None:
+        """Register a function that ends an abandoned reply, to be called before the next reply starts.
+
+        This method never waits for a lock, so a finalizer can call it at any time.
+        """
+        self._abandoned.append(close)
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._abandoned.popleft()()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether another process loaded the models. Locks held during the fork stay locked in the child."""
+        return os.getpid() != self.process_id
+
+    def _start(self, request: object) -> None:
+        check_process(self.process_id)
+        if self._active_request is not None:
+            # Collect abandoned streams, which end their replies when they are garbage-collected.
+            gc.collect()
+        self._end_abandoned()
+        with self._state_lock:
+            if self._closing:
+                raise ClosedError("the runtime is closed", "load the model again")
+            if self._active_request is not None:
+                raise BusyError(
+                    "another reply is still being generated", "wait for it, cancel it, or use a RequestQueue"
+                )
+            self._idle_worker.stop()
+            self._active_request, self._stopping = request, False
+
+    def _end(self) -> None:
+        """End the active request and start idle work. The caller must hold `_state_lock`."""
+        if not self._closed:
+            self._target_cache.sync_length()
+            self._interrupt(False)
+        self._active_request, self.ended_at = None, now()
+        if not self._closing and (
+            self._decoder.idle_drafters
+            or self._target_cache.saves_to_disk
+            or self._target_cache.has_reply_to_read
+            or self.memory_pressure.can_reclaim
+        ):
+            self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
+
+    def report(self, method: str, *, constrained: bool = False, limited: bool = False) -> MethodReport:
+        """Return the report on the current or last reply with this method. See `DrafterSet.choose`."""
+        drafter, report = self.drafters.choose(method, constrained=constrained, limited=limited)
+        notes = [self.context.notice, self.memory_pressure.notice]
+        if drafter:
+            failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
+            notes = [drafter.note(), *failures, *notes]
+        report = replace(report, note=" · ".join(filter(None, notes)))
+        if isinstance(drafter, AutoController):
+            progress = drafter.report()
+            return replace(
+                report,
+                effective="+".join(progress.drafters) or "none",
+                reason=progress.reason,
+                gain=None if progress.speed_up is None else progress.speed_up - 1.0,
+                gain_uncertainty=progress.uncertainty,
+                loss_limits=drafter.loss_tracker.limits,
+            )
+        return report
+
+    @contextmanager
+    def borrowed_target(self) -> Iterator[LanguageModel]:
+        """Provide the target model, with an empty KV cache, for work other than a reply.
+
+        Raises:
+            BusyError: A reply is running.
+            ClosedError: The session was closed.
+        """
+        borrower = object()
+        self._start(borrower)
+        try:
+            with self._compute_lock:
+                self._decoder.idle_drafters = ()
+                self._target_cache.set_aside()
+                yield self.target
+        finally:
+            self.end(borrower)
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Return the embedding of each text with the target. See `LanguageModel.embed`.
+
+        Raises:
+            BusyError: A reply is running.
+            CapabilityError: The target cannot embed texts.
+            ClosedError: The session was closed.
+            ContextFullError: There is not enough memory for the context of a text.
+        """
+        with self.borrowed_target() as target:
+            longest = max(map(len, texts), default=0) + 1
+            self.memory_pressure.drop_prefixes()
+            self.context.grow_to(longest)
+            self.context.check_fits(longest)
+            return [
+                target.embed(
+                    tokens, progress and scaled_progress(progress, done / len(texts), 1 / len(texts))
+                )
+                for done, tokens in enumerate(texts)
+            ]
+
+    def clear_cache(self) -> None:
+        """Clear the prefix cache and the target's and drafters' caches. Raises BusyError or ClosedError."""
+        with self.borrowed_target():
+            self.drafters.reset()
+            if self.prefix_cache:
+                self.prefix_cache.store.clear()
+
+    def save_prefix_cache(self, should_continue: Callable[[], bool] = lambda: True) -> None:
+        """Add the target's KV state to the prefix cache, and save the prefix cache if it uses the disk."""
+        if not self.prefix_cache or not self._target_cache.saves_to_disk or self._is_forked:
+            return
+        with self._compute_lock:
+            if should_continue() and not self._closed and self._active_request is None:
+                self._target_cache.save()
+        self.prefix_cache.store.write(should_continue)
+
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
+
+        A failure raises no exception but appears in the next `report`.
+        """
+        check_process(self.process_id)
+        with self._compute_lock:
+            succeeded = self._idle_worker.run_drafters(
+                self._decoder.idle_drafters,
+                lambda: not self._closing and self._active_request is None and should_continue(),
+            )
+            if self._closed:
+                return
+            if succeeded:
+                self._target_cache.sync_length()
+            else:
+                self._target_cache.invalidate()
+
+    def _read_reply(self, should_continue: Callable[[], bool]) -> None:
+        with self._compute_lock:
+            if not self._closed:
+                self._target_cache.read_reply(
+                    lambda: not self._closing and self._active_request is None and should_continue()
+                )
+
+    def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
+        if self._target_cache.has_reply_to_read:
+            self._read_reply(should_continue)
+        self.save_prefix_cache(should_continue)
+        if self._decoder.idle_drafters:
+            self.run_idle_work(should_continue)
+
+    def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
+        """Free memory if other programs need it. Return whether more can be freed."""
+        if self.prefix_cache and self.memory_pressure.is_low:
+            # Save cached prefixes to disk before they are removed from memory.
+            self.prefix_cache.store.write(should_continue)
+        with self._compute_lock:
+            if should_continue() and not self._closing and self._active_request is None:
+                self._target_cache.reclaim_idle()
+        return self.memory_pressure.can_reclaim
+
+    def cancel(self, request: Request | None = None) -> None:
+        """Stop the reply in progress after the current target pass.
+
+        Args:
+            request: The request to cancel if it is running. If None, cancel any running request.
+        """
+        if self._is_forked:
+            return
+        with self._state_lock:
+            self._idle_worker.stop()
+            active = self._active_request
+            if active is not None and (request or active) is active and not self._closed:
+                self._stopping = True
+                self._interrupt(True)
+
+    def close(self) -> None:
+        """Stop the running reply, save the prefix cache and free the models. Further calls have no effect."""
+        if self._is_forked:
+            return
+        with self._state_lock:
+            self._closing = True
+        self.cancel()
+        with self._compute_lock, self._state_lock:
+            if not self._closed:
+                self._closed = True
+                if self._target_cache.saves_to_disk:
+                    self._interrupt(False)
+                    self._target_cache.save()
+                self.drafters.close()
+                self.target.close()
+        self._idle_worker.join()
+        self._end_abandoned()
+        if self.prefix_cache:
+            self.prefix_cache.store.write()
+
+    def close_at_exit(self) -> None:
+        """Close the session when Python exits.
+
+        MLX models must be closed in the thread that last read a reply. If another thread is still reading a
+        reply, wait up to two seconds for that thread to close the models.
+        """
+        if self._is_forked:
+            return
+        reader = self._reader
+        if self._active_request and reader is not threading.current_thread() and reader.is_alive():
+            self._closing = True
+            self.cancel()
+            self._closed_by_reader.wait(_EXIT_SECONDS)
+        self.close()
+
+    def _interrupt(self, interrupted: bool) -> None:
+        self.target.interrupt(interrupted)
+        self.drafters.interrupt(interrupted)
+
+
+class ReplyDecoder:
+    """Prefills and decodes one reply at a time. A `Session` owns it, and its locks protect it.
+
+    Args:
+        target: The target.
+        drafters: The drafters of the methods that a reply can use.
+        target_cache: Prepares the target's KV cache for a prompt.
+        context: Resizes the KV caches while a reply grows.
+        memory_pressure: Frees caches when other programs need memory.
+        target_step_seconds: Measured time for a single-token pass of the target.
+
+    Attributes:
+        target_step_seconds: Moving average of the time for a single-token pass of the target.
+        idle_drafters: The drafters of the last reply that have work for the time between replies.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafters: DrafterSet,
+        target_cache: TargetCache,
+        context: ResizableContext,
+        memory_pressure: MemoryPressure,
+        target_step_seconds: float,
+    ) -> None:
+        self._target, self._drafters, self._target_cache = target, drafters, target_cache
+        self._context, self._memory_pressure = context, memory_pressure
+        self.target_step_seconds = target_step_seconds
+        self.idle_drafters: Sequence[Drafter] = ()
+
+    def steps(
+        self,
+        request: Request,
+        *,
+        is_stop: Callable[[int], bool],
+        must_stop: Callable[[], bool],
+        stats: Stats,
+        progress: Progress | None,
+    ) -> Iterator[Step]:
+        """Yield the steps of a reply. See `Session.steps`."""
+        drafter = self._choose_drafter(request)
+        # The target cache keeps this list, so the tokens of the reply must be appended to it.
+        tokens = list(request.tokens)
+        self.idle_drafters = ()
+        first_logits: Logits | None = None
+        scores: tuple[TokenLogprob, ...] | None = None
+        started = now()
+        stats.prompt_tokens = len(tokens)
+        try:
+            if not must_stop():
+                self._use_adapters(request)
+                if request.prompt_logprobs is not None:
+                    scores = self._target_cache.score(tokens, request.prompt_logprobs, stats, progress)
+                if request.max_tokens:
+                    first_logits = self._prefill(request, tokens, drafter, stats, progress)
+        except CancelledError:
+            yield Step((), 0, "cancelled")
+            return
+        finally:
+            stats.prefill_seconds = now() - started - stats.growth_seconds
+        if scores is not None:
+            # The scored tokens may be in the cache now, but not from an earlier prompt.
+            stats.cached_prompt_tokens = 0
+            yield Step((), 0, None, prompt_logprobs=scores)
+        if not request.max_tokens:
+            yield Step((), 0, "cancelled" if must_stop() else "length")
+            return
+        drafted_tokens, decode_seconds = 0, 0.0
+        for step in self._decode(request, tokens, drafter, first_logits, is_stop, must_stop, stats):
+            tokens.extend(step.tokens)
+            if stats.decoded_tokens and step.tokens and stats.drafted_tokens == drafted_tokens:
+                step_seconds = stats.decode_seconds - decode_seconds
+                self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
+            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
+            if stats.ttft_seconds is None and step.tokens:
+                stats.ttft_seconds = now() - started
+            ended = step.finish_reason is not None
+            self._record(drafter, stats, ended=ended)
+            yield step
+            if self._context.needs_room and not (ended or must_stop()):
+                stats.growth_seconds += self._context.make_room()
+            self._memory_pressure.check_during_reply()
+
+    def _choose_drafter(self, request: Request) -> Drafter | None:
+        drafter, _ = self._drafters.choose(
+            request.method,
+            constrained=request.constraint is not None,
+            limited=request.max_loss is not None,
+        )
+        if isinstance(drafter, AutoController):
+            drafter.limit_loss(request.max_loss)
+        return drafter
+
+    def _use_adapters(self, request: Request) -> None:
+        if self._target_cache.use_adapters(request.adapter_scales):
+            # Reset the drafters, because heads cache values that they computed from the target's hidden
+            # states with other adapter scales.
+            self._drafters.reset()
+
+    def _prefill(
+        self,
+        request: Request,
+        tokens: list[int],
+        drafter: Drafter | None,
+        stats: Stats,
+        progress: Progress | None,
+    ) -> Logits | None:
+        """Run the prompt through the target and the drafter, and return the logits for the first token."""
+        room = min(request.max_tokens, MIN_ROOM_TOKENS)
+        first_logits = self._target_cache.prepare(tokens, room, stats, progress)
+        self._target.run_ahead(drafter is None)
+        if drafter:
+            drafter.begin(tokens)
+            _count_draft_memory(stats, drafter)
+            self.idle_drafters = drafters_with_idle_work(drafter)
+        limited = request.max_loss is not None
+        self._target.pipeline_with(self._drafters.chain_model(request.method, limited=limited))
+        return first_logits
+
+    def _decode(
+        self,
+        request: Request,
+        tokens: list[int],
+        drafter: Drafter | None,
+        first_logits: Logits | None,
+        is_stop: Callable[[int], bool],
+        must_stop: Callable[[], bool],
+        stats: Stats,
+    ) -> Iterator[Step]:
+        facts, capabilities = self._target.facts, self._target.facts.capabilities
+        is_rejection = request.acceptance == "rejection"
+        return decode(
+            self._target,
+            drafter,
+            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
+            Sampler(request.params, request.seed, tokens, request.processors),
+            tokens[-1],
+            first_logits,
+            vocab_size=facts.vocab_size,
+            max_width=capabilities.max_width,
+            max_branches=capabilities.max_branches if capabilities.tree else 1,
+            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
+            max_tokens=request.max_tokens,
+            is_stop=is_stop,
+            is_cancelled=must_stop,
+            stats=stats,
+            logprobs=request.logprobs,
+        )
+
+    def _record(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
+        """Update the statistics after a step. Those about the drafter are updated only now and then."""
+        if stats.worst_case_loss is None:
+            stats.target_step_seconds = self.target_step_seconds
+        stats.busy_passes += self._target.threads < self._target.max_threads
+        reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
+        if reports:
+            stats.threads = self._target.threads
+        if reports and isinstance(drafter, AutoController):
+            report = drafter.report()
+            stats.target_step_seconds = report.target_step_seconds
+            stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
+        if drafter and ended:
+            _count_draft_memory(stats, drafter)
+
+
+def measure_target_step(target: LanguageModel) -> float:
+    """Return the time in seconds for a single-token pass of the target, whose KV cache must be empty."""
+    rows = np.array([0])
+    target.verify(TokenTree.chain(0)).at(0, rows)
+    # Remove the warm-up token from the KV cache, which may have room for only one token.
+    target.truncate(0)
+    started = now()
+    target.verify(TokenTree.chain(0)).at(0, rows)
+    seconds = now() - started
+    target.truncate(0)
+    return seconds
+
+
+def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
+    memory = drafter.memory_use
+    stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
+    stats.draft_other_bytes = memory.other_bytes
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all sessions when Python exits, because unloading a library while a thread uses it can crash."""
+    for session in list(_open_sessions):
+        session.close_at_exit()

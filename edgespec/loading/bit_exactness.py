@@ -1,0 +1,474 @@
+"""Find by trial which passes of a loaded model agree bit for bit: its classes of widths.
+
+A kernel for several tokens at once can add numbers in a different order than the kernel for one token. The
+last bits then differ, and because weights and activations are quantised, the difference grows from layer to
+layer until the logits differ by 0.5 or more, which changes the text. The widths of passes therefore fall into
+classes whose logits and KV cells agree bit for bit. Which widths agree depends on the model, the build of the
+library, the device and the options, so it cannot be known without a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import cycle
+from time import perf_counter as now
+from typing import NamedTuple
+
+import numpy as np
+
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError
+from edgespec.model.base import LanguageModel, Progress
+from edgespec.model.model_facts import Capabilities
+from edgespec.system.cores import CPU_LOAD
+
+__all__ = ["UNTESTED_BLOCK_TOKENS", "WidthClass", "find_width_classes", "restricted_to"]
+
+# Number of tokens in the widest pass to test: the longest draft of `--method auto` plus one.
+_MAX_WIDTH = 17
+# Passes wider than this are tested only if they could save time (see `_could_pay`), or if the whole trial is
+# quick because a single-token pass takes less than `_FAST_STEP_SECONDS`.
+_SURELY_TESTED_WIDTH = 8
+_FAST_STEP_SECONDS = 0.002
+# A pass of m tokens saves no time if it takes as long as m single-token passes. The share allows for noise.
+_MAX_SHARE_OF_SINGLE_PASSES = 1.0
+# Number of tokens in the cache before the tested passes. llama.cpp's attention splits contexts of more than
+# 256 tokens between threads. MLX's attention changes its kernel at 1024 tokens, so the longest context is
+# tested too if reading it takes less than `_LONGEST_SECONDS`.
+_SHORT_CONTEXT, _LONG_CONTEXT, _LONGEST_CONTEXT = 40, 264, 1100
+_LONGEST_SECONDS = 0.2
+# Number of positions after each context whose logits and KV cells are compared. All widths are tested on the
+# same positions, but compute them in different rows of a pass. Slow models are tested at fewer positions.
+_POSITIONS, _FEWER_POSITIONS = 36, 24
+_SLOW_STEP_SECONDS = 0.015
+# If a trial would take longer than both this time and this number of single-token passes, only narrow passes
+# in the short context are tested. This happens where each token of a pass takes almost as long as a pass of
+# its own, as with MLX on a CPU, so that wide passes cannot save time.
+_LONG_TRIAL_SECONDS, _LONG_TRIAL_STEPS = 20.0, 500
+_SHORT_TRIAL_WIDTH = 5
+_MAX_BUSY_CORES = 0.5
+# Approximate number of tokens that a whole trial processes in passes of several tokens.
+_TRIAL_TOKENS = 700
+# Number of single-token passes to compare after each split of the prompt, if KV cells cannot be copied.
+_STEPS_AFTER = 2
+# Number of test passes for each pass width above `_SURELY_TESTED_WIDTH`.
+_WIDE_PASSES = 2
+# Number of passes that only test whether identical passes agree.
+_EQUAL_PASSES = 4
+# Positions tested after each context but the first, where only the attention kernels can differ.
+_POSITIONS_AGAIN = 18
+# Number of prompt tokens whose KV cells are compared between different splits into passes, and the sizes of
+# the passes in each split.
+_SPLIT_TOKENS = 48
+_ANY_SPLIT, _BLOCK_SPLIT, _BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
+# If passes of `_BLOCK_TOKENS` tokens differ from wider ones, prompts are read in passes of exactly this many
+# tokens.
+UNTESTED_BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WidthClass:
+    """Passes of a model whose logits and KV cells agree bit for bit.
+
+    Attributes:
+        widths: The numbers of tokens per pass, in ascending order. Never empty.
+        trees: Whether passes over token trees agree too.
+        block_tokens: Prompts must be read in passes of a multiple of this many tokens, so that their KV cells
+            do not depend on how they were split into passes. 1 if any split, decoding included, gives the
+            same cells.
+        any_threads: Whether the number of CPU threads makes no difference.
+        is_complete: Whether the class holds all widths that could save time.
+    """
+
+    widths: tuple[int, ...]
+    trees: bool = False
+    block_tokens: int = UNTESTED_BLOCK_TOKENS
+    any_threads: bool = True
+    is_complete: bool = False
+
+    @property
+    def max_width(self) -> int:
+        return self.widths[-1]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the class holds all widths from 1 to `max_width`."""
+        return self.widths == tuple(range(1, self.max_width + 1))
+
+    @property
+    def text(self) -> str:
+        """The widths, such as `1 to 3` or `2, 4 to 6`."""
+        runs: list[list[int]] = []
+        for width in self.widths:
+            if runs and width == runs[-1][-1] + 1:
+                runs[-1].append(width)
+            else:
+                runs.append([width])
+        return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
+    """Find the classes of widths that could be used for decoding: those that contain width 1 and width 2.
+
+    The trial reads a few hundred tokens, and compares the logits and KV cells of dozens of positions in a
+    short and in a long context. It runs about 80 single-token passes and 40 wider ones. The result is valid
+    for the loaded model with its options, on this machine and build. The cache is empty afterwards.
+
+    Args:
+        model: The loaded model. Its passes must not be restricted or padded.
+        progress: Called between the passes. Returning False cancels the trial.
+
+    Returns:
+        The class of width 1, followed by the class of width 2 if it is a different one. A model that cannot
+        roll back has only passes of width 1.
+
+    Raises:
+        CancelledError: `progress` returned False, or the model was interrupted.
+    """
+    model.truncate(0)
+    try:
+        return _Trial(model, progress).classes()
+    finally:
+        model.fix_threads(False)
+        model.truncate(0)
+
+
+def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities:
+    """Return a model's capabilities if all its passes must belong to one class.
+
+    Passes whose width is not in the class are padded to the next width that is. Early exits compute the lower
+    layers of single tokens, whose KV cells the target keeps, so they need a class without gaps.
+    """
+    restricted = replace(capabilities, exact=True, reuse_block_tokens=found.block_tokens)
+    if not capabilities.rollback:
+        return restricted
+    # A model that rolls back by running tokens again does so in passes of any width.
+    replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
+    if found.max_width == 1 or not replays_exactly:
+        reason = "no pass over several tokens gives the same bits as a pass over one token"
+        return replace(
+            restricted,
+            rollback=False,
+            tree=False,
+            max_width=1,
+            reason=reason,
+            self_draft_methods=frozenset(),
+            self_draft_refusals=dict.fromkeys(capabilities.self_draft_methods, reason),
+        )
+    refused = set() if found.is_contiguous else capabilities.self_draft_methods & {"layerskip"}
+    reason = f"it keeps passes over single tokens, but only {found.text} tokens give the same bits"
+    no_trees = "passes over trees do not give the same bits as passes over one token"
+    return replace(
+        restricted,
+        max_width=min(found.max_width, capabilities.max_width),
+        tree=capabilities.tree and found.trees,
+        reason=capabilities.reason or ("" if found.trees else no_trees),
+        pass_widths=() if found.is_contiguous else found.widths,
+        self_draft_methods=capabilities.self_draft_methods - refused,
+        self_draft_refusals=dict.fromkeys(refused, reason),
+    )
+
+
+class _Reference(NamedTuple):
+    """Results of passes of one width after a context.
+
+    Attributes:
+        logits: A digest of the logits of each tested position.
+        cells: A digest of the KV cells of the first n tested positions, by n.
+    """
+
+    logits: list[bytes]
+    cells: dict[int, bytes]
+
+
+@dataclass
+class _Trial:
+    """The state of a trial: the random test tokens, and the widths that have agreed so far."""
+
+    model: LanguageModel
+    progress: Progress | None
+    tokens: list[int] = field(init=False)
+    positions: int = _POSITIONS
+    is_short: bool = False
+    seconds: dict[int, float] = field(default_factory=dict)
+    disagreeing: set[int] = field(default_factory=set)
+    references: dict[tuple[int, int], _Reference] = field(default_factory=dict)
+    done_passes: int = 0
+
+    def __post_init__(self) -> None:
+        vocab_size = self.model.facts.vocab_size
+        self._all_ids = np.arange(vocab_size)
+        count = min(_LONGEST_CONTEXT + _POSITIONS + _STEPS_AFTER, self.model.free_tokens)
+        random = np.random.default_rng(1)
+        self.tokens = random.integers(vocab_size // 8, vocab_size, count).tolist()
+
+    def classes(self) -> list[WidthClass]:
+        model, able = self.model, self.model.facts.capabilities
+        contexts = self._read_contexts() if able.rollback else []
+        if not contexts:
+            return [WidthClass((1,))]
+        limit = min(_SHORT_TRIAL_WIDTH if self.is_short else _MAX_WIDTH, able.max_width)
+        alone, wide = set(range(1, limit + 1)), set(range(2, limit + 1))
+        # Unless it makes a difference, the number of threads follows the load, because a pass with too many
+        # threads takes ten times as long.
+        any_threads = self._threads_agree(contexts[0], min(5, limit))
+        if not any_threads:
+            model.fix_threads(True)
+            model.truncate(0)
+            contexts = self._read_contexts()
+        # The KV cells of the prompt, computed in one large pass.
+        whole = self._cells(0, _SPLIT_TOKENS) if contexts[0] >= _SPLIT_TOKENS else b""
+        for length in contexts:
+            alone = self._agreeing(1, alone, length)
+            if 2 in alone or limit < 2 or not able.partial_truncate:
+                wide = set()
+            if wide:
+                wide = self._agreeing(2, wide, length)
+        if not able.partial_truncate:
+            # A replay of accepted tokens makes passes wider, so only a class without gaps can be used.
+            alone = {width for width in alone if alone >= set(range(1, width))}
+        found = []
+        for base, members in ((1, alone), *([(2, wide)] if wide else [])):
+            widths = tuple(sorted(members))
+            trees = able.tree and self._trees_agree(base, widths, contexts[-1])
+            block = self._block_tokens(base, widths, whole)
+            is_complete = not self.disagreeing & set(range(base, _MAX_WIDTH + 1)) and base == 1 < limit
+            found.append(WidthClass(widths, trees, block, any_threads, is_complete))
+        model.truncate(0)
+        return found
+
+    def _report(self) -> None:
+        self.done_passes += 1
+        # The total number of passes is unknown, so the fraction approaches 1 without reaching it.
+        fraction = self.done_passes / (self.done_passes + 100)
+        if self.progress and not self.progress(
+            "testing the model on this machine, only at the first load", fraction
+        ):
+            raise CancelledError("loading the model was cancelled")
+
+    def _read_contexts(self) -> list[int]:
+        """Read as long a context as the time for the trial allows. Return the context lengths to test."""
+        model = self.model
+        self._step(0)
+        began = now()
+        self._step(1)
+        step_seconds = now() - began
+        model.truncate(0)
+        self.positions = _POSITIONS if step_seconds < _SLOW_STEP_SECONDS else _FEWER_POSITIONS
+        most = len(self.tokens) - self.positions - _STEPS_AFTER
+        if most < 1:
+            return []
+        began = now()
+        self._prefill(min(_SHORT_CONTEXT, most))
+        seconds = (now() - began) / model.length * _TRIAL_TOKENS + 2 * self.positions * step_seconds
+        is_long = seconds > max(_LONG_TRIAL_SECONDS, _LONG_TRIAL_STEPS * step_seconds)
+        # On a busy machine, every trial takes long, so its duration says nothing about the model.
+        if is_long and CPU_LOAD.busy_cores() < _MAX_BUSY_CORES:
+            self.positions, self.is_short = _FEWER_POSITIONS, True
+            return [model.length]
+        self._prefill(min(_LONG_CONTEXT, most))
+        if (now() - began) * _LONGEST_CONTEXT / model.length < _LONGEST_SECONDS:
+            self._prefill(min(_LONGEST_CONTEXT, most))
+        return list(dict.fromkeys((model.length, min(_SHORT_CONTEXT, model.length))))
+
+    def _prefill(self, end: int) -> None:
+        if self.model.length < end:
+            self._report()
+            self.model.prefill(self.tokens[self.model.length : end])
+
+    def _run(self, tree: TokenTree) -> list[bytes]:
+        self._report()
+        began = now()
+        logits = self.model.verify(tree)
+        rows = [logits.at(row, self._all_ids) + 0.0 for row in range(tree.width)]
+        seconds = now() - began
+        self.seconds[tree.width] = min(seconds, self.seconds.get(tree.width, seconds))
+        return [blake2b(row.tobytes()).digest() for row in rows]
+
+    def _step(self, position: int) -> bytes:
+        (digest,) = self._run(TokenTree.chain(self.tokens[position]))
+        self.model.commit(())
+        return digest
+
+    def _rewind(self, length: int) -> None:
+        self.model.truncate(length)
+        self.model.prefill(self.tokens[self.model.length : length])
+
+    def _pass(self, width: int, real: int | None = None) -> list[bytes]:
+        """Run the next tokens in one pass, and keep them (or only the first `real` ones) in the cache."""
+        first, real = self.model.length, width if real is None else real
+        root, *rest = self.tokens[first : first + real]
+        digests = self._run(TokenTree.chain(root, [*rest, *self.tokens[: width - real]]))
+        self.model.commit(tuple(range(1, real)))
+        return digests[:real]
+
+    def _cells(self, start: int, end: int) -> bytes:
+        """Return a digest of the KV cells at positions [start, end), or b"" if they cannot be copied."""
+        if not self.model.facts.capabilities.partial_truncate:
+            return b""
+        try:
+            return blake2b(self.model.snapshot(start, end).data).digest()
+        except CapabilityError:
+            return b""
+
+    def _reference(self, base: int, length: int) -> _Reference:
+        """Return the logits and KV cells of all tested positions, computed in passes of width `base`."""
+        if (base, length) not in self.references:
+            is_first = all(tested == length for _, tested in self.references)
+            positions = self.positions if is_first else min(self.positions, _POSITIONS_AGAIN)
+            self._rewind(length)
+            found = self.references[base, length] = _Reference([], {})
+            while (at := self.model.length - length) < positions:
+                found.logits.extend(self._pass(base, min(base, positions - at)))
+                # A partly rolled back pass can end at any position, so the cells up to each are needed.
+                for end in range(at + 1, self.model.length - length + 1):
+                    found.cells[end] = self._cells(length, length + end)
+        return self.references[base, length]
+
+    def _agrees(self, reference: _Reference, length: int, at: int, digests: Sequence[bytes]) -> bool:
+        """Return whether the logits of the last pass, which began at position `at`, and all cells agree."""
+        end = at + len(digests)
+        return (
+            list(digests) == reference.logits[at:end]
+            and self._cells(length, length + end) == reference.cells[end]
+        )
+
+    def _agreeing(self, base: int, candidates: Iterable[int], length: int) -> set[int]:
+        """Return the candidates whose passes agree with passes of width `base` after `length` tokens."""
+        reference = self._reference(base, length)
+        agreeing = set(candidates) | {base}
+        for width in sorted(agreeing):
+            if not self._could_pay(width):
+                agreeing.discard(width)
+            elif not self._width_agrees(width, reference, length, _EQUAL_PASSES if width == base else None):
+                if width == base:
+                    # Even equal passes differ, for example if the device adds in no fixed order.
+                    return {base}
+                agreeing.discard(width)
+                self.disagreeing.add(width)
+        return agreeing
+
+    def _width_agrees(
+        self, width: int, reference: _Reference, length: int, passes: int | None = None
+    ) -> bool:
+        """Return whether consecutive passes of one width agree with `reference` at all tested positions.
+
+        Activations are rounded to 8 bits, which hides small differences: about half of the rows of another
+        kernel agree by chance. The differences in the KV cells add up from pass to pass.
+        """
+        self._rewind(length)
+        positions = len(reference.logits)
+        most = passes or (positions // width if width <= _SURELY_TESTED_WIDTH else _WIDE_PASSES)
+        for count in range(most):
+            at = self.model.length - length
+            if at + width > positions:
+                break
+            # Alternate between passes whose tokens are all kept and passes that are partly rolled back.
+            real = width - 1 if width > 2 and count % 2 else width
+            if not self._agrees(reference, length, at, self._pass(width, real)):
+                return False
+        return True
+
+    def _could_pay(self, width: int) -> bool:
+        """Return whether a pass could save time, judged by the time of a pass that is one token narrower."""
+        if width <= _SURELY_TESTED_WIDTH or width in self.seconds or self.seconds[1] < _FAST_STEP_SECONDS:
+            return True
+        before = self.seconds.get(width - 1)
+        return before is not None and before <= _MAX_SHARE_OF_SINGLE_PASSES * (width - 1) * self.seconds[1]
+
+    def _trees_agree(self, base: int, widths: Sequence[int], length: int) -> bool:
+        """Return whether passes over trees agree with passes of width `base` after one branch is kept."""
+        reference = self._reference(base, length)
+        narrowest = min((width for width in widths if width >= 3), default=0)
+        for width in (narrowest,) if self.is_short else (narrowest, widths[-1]):
+            if width < 3:
+                return False
+            self._rewind(length)
+            for at in (0,) if self.is_short else (0, 2, 4):
+                root, right = self.tokens[length + at : length + at + 2]
+                wrong = self.tokens[at]
+                filler = tuple(range(1, width - 2))
+                tree = TokenTree(
+                    (root, wrong, right, *([wrong] * len(filler))), (-1, 0, 0, *filler), (None,) * width
+                )
+                digests = self._run(tree)
+                self.model.commit((2,))
+                if not self._agrees(reference, length, at, (digests[0], digests[2])):
+                    return False
+            after = self.model.length - length
+            if not self._agrees(reference, length, after, self._pass(base)):
+                return False
+        return True
+
+    def _threads_agree(self, length: int, wide: int) -> bool:
+        """Return whether passes of one and of `wide` tokens agree with those on a single CPU thread."""
+        model = self.model
+        if (threads := model.max_threads) <= 1:
+            return True
+        found = []
+        model.fix_threads(True)
+        try:
+            for count in (threads, 1):
+                model.set_max_threads(count)
+                self._rewind(length)
+                digests = [self._step(length), self._step(length + 1)]
+                found.append([*digests, *self._pass(wide)])
+        finally:
+            model.set_max_threads(threads)
+            model.fix_threads(False)
+        return found[0] == found[1]
+
+    def _block_tokens(self, base: int, widths: Sequence[int], whole: bytes) -> int:
+        """Return the size of the blocks into which prompts must be split. See `WidthClass.block_tokens`."""
+        if not whole and self.model.facts.capabilities.partial_truncate:
+            # No wide prefill pass was run, so nothing is known about its kernels.
+            return UNTESTED_BLOCK_TOKENS
+        count = min(_SPLIT_TOKENS, len(self.tokens) - _STEPS_AFTER)
+        expected = (whole,) if whole else self._split_digest(count, (count,), self.model.prefill)
+
+        def decode(tokens: Sequence[int]) -> None:
+            if len(tokens) > widths[-1]:
+                self.model.prefill(tokens)
+            elif len(tokens) in widths:
+                self._pass(len(tokens))
+            else:
+                for start in range(0, len(tokens), base):
+                    self._pass(base, min(base, len(tokens) - start))
+
+        # If single-token passes agree with no wider pass, they do not agree with prefill either, even if the
+        # logits after it happen to be equal.
+        if (
+            len(widths) > 1
+            and self._split_digest(count, _ANY_SPLIT, decode) == expected
+            and self._prompt_pass_agrees(count)
+        ):
+            return 1
+        split = self._split_digest(count, _BLOCK_SPLIT, self.model.prefill)
+        return _BLOCK_TOKENS if split == expected else UNTESTED_BLOCK_TOKENS
+
+    def _split_digest(
+        self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]
+    ) -> tuple[bytes, ...]:
+        """Read `count` tokens in passes of these sizes. Return digests of the cells or the next logits."""
+        self.model.truncate(0)
+        for size in cycle(sizes):
+            first = self.model.length
+            if first >= count:
+                break
+            self._report()
+            read(self.tokens[first : min(first + size, count)])
+        if cells := self._cells(0, count):
+            return (cells,)
+        return tuple(self._step(count + i) for i in range(_STEPS_AFTER))
+
+    def _prompt_pass_agrees(self, count: int) -> bool:
+        """Return whether reading a prompt in one pass gives the same last logits as a single-token pass."""
+        self.model.truncate(0)
+        logits = self.model.prefill_prompt(self.tokens[:count])
+        if logits is None:
+            return True
+        together = (logits.at(0, self._all_ids) + 0.0).tobytes()
+        self._rewind(count - 1)
+        return self._step(count - 1) == blake2b(together).digest()

@@ -1,0 +1,385 @@
+"""Load a target with the passes and kernels that keep its replies identical to plain decoding.
+
+The widths of passes fall into classes that agree bit for bit (see `bit_exactness`). Which class is best
+depends on the machine, and so does whether to repack the weights: repacked weights are faster, but can have
+narrower classes. Both are chosen by the expected speed. It is measured when a model is first loaded on a
+machine and build, and the choice is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+from edgespec.errors import EdgespecError
+from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
+from edgespec.loading.pair_loading import load_target
+from edgespec.loading.pairing import ModelPair
+from edgespec.methods.costs.curve import CostCurve, measure_costs
+from edgespec.methods.costs.target_costs import TargetCosts, settings_key
+from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.model_facts import Exactness
+from edgespec.store.acceptance_history import measured_acceptance_rate
+from edgespec.store.speedup_estimate import estimate_acceptance_rate
+from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
+from edgespec.system.facts import Facts
+
+__all__ = ["DraftingForecast", "LoadedTarget", "forecast_drafting", "load_exact_target"]
+
+# `auto` accepts passes that agree bit for bit if their expected speed is at least this share of the speed of
+# unrestricted passes.
+_MIN_SPEED = 0.97
+# `auto` pads plain decoding to wider passes only if they take at most this much longer.
+_MAX_PADDING_LOSS = 0.03
+# Pass widths whose durations are compared. The longest draft of `--method auto` has 16 tokens.
+_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 17)
+_MEASURING_SECONDS = 1.5
+# Typical acceptance rates of drafts from earlier text: the average over all kinds of text, and the rate in
+# repetitive texts. Both are estimates.
+_TEXT_RATE, _REPEATING_RATE = 0.5, 0.9
+# Typical acceptance rate of a head or a low-bit copy, and cost of a head per drafted token, in
+# single-token passes.
+_HEAD_RATE, _HEAD_COST = 0.62, 0.05
+# Configurations whose expected speeds differ by less than this share count as equally fast. Of these, the one
+# that is fastest in repetitive texts is chosen.
+_EQUALLY_FAST = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingForecast:
+    """The expected speed and acceptance of drafting for a target.
+
+    Attributes:
+        acceptance_rate: Share of drafted tokens that the target accepts.
+        token_cost: Time for drafting one token, in single-token passes of the target.
+    """
+
+    acceptance_rate: float
+    token_cost: float
+
+    def speed(self, seconds: Callable[[int], float], widths: Sequence[int]) -> float:
+        """Return the expected tokens per second with the best draft length.
+
+        Args:
+            seconds: Returns the duration of a pass of a given width.
+            widths: The widths that passes may have. Narrower passes are padded.
+        """
+        step = seconds(1)
+        best = 1.0 / seconds(widths[0])
+        rates = accumulate([self.acceptance_rate**depth for depth in range(1, widths[-1])])
+        for drafted, accepted in enumerate(rates, 1):
+            padded = next(width for width in widths if width > drafted)
+            best = max(best, (1.0 + accepted) / (drafted * self.token_cost * step + seconds(padded)))
+        return best
+
+
+def forecast_drafting(pair: ModelPair) -> DraftingForecast:
+    """Forecast drafting with the pair's draft model or head, or from earlier text if there is neither."""
+    if pair.draft is not None:
+        models = [(each.path, each.format) for each in (pair.target, pair.draft)]
+        rate = measured_acceptance_rate(models[0], models[1])
+        try:
+            target, draft = (each.file_format.read_info(each.path) for each in (pair.target, pair.draft))
+            ratio = draft.parameters / max(target.parameters, 1)
+        except EdgespecError:
+            ratio = 0.1
+        return DraftingForecast(estimate_acceptance_rate(ratio) if rate is None else rate, min(ratio, 1.0))
+    if pair.heads:
+        return DraftingForecast(_HEAD_RATE, _HEAD_COST)
+    return DraftingForecast(_TEXT_RATE, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A loaded target whose passes are restricted, unless its `facts.exactness` says otherwise.
+
+    Attributes:
+        models: One model for each concurrent reply.
+        costs: The durations of the target's passes.
+        options: The options that the target was loaded with.
+    """
+
+    models: Sequence[LanguageModel]
+    costs: TargetCosts
+    options: LoadOptions
+
+    @property
+    def exactness(self) -> Exactness:
+        found = self.models[0].facts.exactness
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        for model in self.models:
+            model.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A class of pass widths and the load options that it holds for.
+
+    Attributes:
+        found: The class. If None, passes are unrestricted.
+        repack: Whether the weights are repacked.
+        speed: Expected speed, as a fraction of the speed of unrestricted passes. None if it was not measured.
+        is_disturbed: Whether other programs were busy, so that the speeds must be measured again when the
+            machine is quiet.
+    """
+
+    found: WidthClass | None
+    repack: bool
+    speed: float | None
+    is_disturbed: bool = False
+
+
+_Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
+
+
+def load_exact_target(
+    pair: ModelPair,
+    options: LoadOptions,
+    requested: str,
+    *,
+    exits_early: bool,
+    measures_costs: bool,
+    file_states: Sequence[str],
+    progress: Progress | None,
+) -> LoadedTarget:
+    """Load a target, and restrict it to passes that agree bit for bit, as the option `exactness` requests.
+
+    Args:
+        pair: The target, its draft model and heads.
+        options: The load options of the target. Their fields `exact` and `repack` are ignored.
+        requested: The option `exactness`: `auto`, `bits` or `off`.
+        exits_early: Whether to draft with the lower layers of the target, whose passes cannot be padded.
+        measures_costs: Whether to measure multi-token passes. See `TargetCosts`.
+        file_states: Identifies the target's files. If empty, nothing is saved.
+        progress: Called during loading and the trial. Returning False cancels them with CancelledError.
+
+    Raises:
+        EdgespecError: The target cannot be loaded.
+    """
+
+    def load(changed: LoadOptions) -> LoadedTarget:
+        models = load_target(pair, changed, progress)
+        with ExitStack() as undo:
+            for model in models:
+                undo.callback(model.close)
+            costs = TargetCosts(models[0], changed, measures_costs)
+            costs.choose_threads(progress)
+            undo.pop_all()
+        return LoadedTarget(models, costs, changed)
+
+    if why_not := _why_unrestricted(options, requested):
+        # Passes are not restricted here, but `exact` still selects kernels that depend less on their width.
+        loaded = load(replace(options, exact=requested != "off"))
+        return _described(loaded, Exactness(requested, False, why_not))
+    return _ExactLoading(pair, options, requested, exits_early, load, file_states, progress).run()
+
+
+def _why_unrestricted(options: LoadOptions, requested: str) -> str:
+    rounding = "replies can differ from plain decoding by rounding"
+    if requested == "off":
+        return f"{rounding}, because --exactness off allows it"
+    if options.workers is not None:
+        return f"{rounding}, because passes on workers are not tested"
+    if options.parallel > 1:
+        return f"{rounding}, because replies share passes (--parallel); --exact runs them one after the other"
+    return ""
+
+
+def _described(loaded: LoadedTarget, exactness: Exactness) -> LoadedTarget:
+    for model in loaded.models:
+        model.facts = replace(model.facts, exactness=exactness)
+    return loaded
+
+
+@dataclass
+class _ExactLoading:
+    """Loads a target in the saved configuration, or tries all configurations and saves the best one."""
+
+    pair: ModelPair
+    options: LoadOptions
+    requested: str
+    exits_early: bool
+    load: _Loader
+    file_states: Sequence[str]
+    progress: Progress | None
+
+    def run(self) -> LoadedTarget:
+        key = self._key()
+        saved = _from_json(Facts().get("classes", key)) if self.file_states else None
+        # On a machine that is always busy, measuring again at every start would give no better result.
+        if saved is not None and (not saved.is_disturbed or _machine_is_busy()):
+            return self._restricted(self.load(self._options(saved.repack)), saved)
+        choice, loaded = self._try_configurations()
+        if self.file_states:
+            Facts().put("classes", {key: _to_json(choice)})
+        wanted = self._options(choice.repack)
+        if wanted != loaded.options:
+            loaded.close()
+            loaded = self.load(wanted)
+        return self._restricted(loaded, choice)
+
+    def _key(self) -> str:
+        backend = self.pair.target.backend
+        drafts = [str(each.path) for each in (self.pair.draft,) if each]
+        context_tokens = self.options.context_tokens or 0
+        return repr(
+            (
+                backend.build_identity(),
+                settings_key(self.options),
+                tuple(self.file_states),
+                min(context_tokens, 2048),
+                self.options.max_branches,
+                (self.requested, self.exits_early),
+                [*drafts, *(option.method for option in self.pair.heads)],
+            )
+        )
+
+    def _options(self, repack: bool) -> LoadOptions:
+        # Kernels that do not depend on the width keep replies close to plain decoding in any case.
+        return replace(self.options, exact=True, repack=repack)
+
+    def _try_configurations(self) -> tuple[_Choice, LoadedTarget]:
+        """Return the best configuration, and the target, which is still loaded in the last one tried."""
+        loaded, classes, curve = self._try_one(repack=True)
+        if curve is None:
+            return _Choice(classes[0], True, 1.0), loaded
+        forecast = forecast_drafting(self.pair)
+        free = forecast.speed(curve, _WIDTHS), _repeating(curve, _WIDTHS)
+        choices = self._speeds(forecast, classes, curve, repack=True)
+        if not choices:
+            return _Choice(None, True, None), loaded
+        can_change = self.pair.target.backend.repacks(self.pair.target.path, loaded.options)
+        fastest = max((typical, repeating) for typical, repeating, _, _ in choices)
+        if can_change and (fastest[0] < free[0] or fastest[1] < free[1]):
+            loaded.close()
+            loaded, classes, unpacked_curve = self._try_one(repack=False)
+            choices += self._speeds(forecast, classes, unpacked_curve or curve, repack=False)
+        typical, repeating, found, repack = _best(choices)
+        speed = min(1.0, typical / free[0])
+        if found.max_width == 1:
+            # Without drafting, repetitive texts would lose most of their speed-up.
+            speed = min(speed, repeating / free[1])
+        is_disturbed = _machine_is_busy()
+        # Speeds that other programs have disturbed do not justify giving up identical replies.
+        is_fast = speed >= _MIN_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
+        if self.requested == "auto" and not is_fast:
+            # `bits` pads plain decoding, or gives up drafting.
+            bits_speed = max(
+                min(curve(1) / curve(each.widths[0]), _repeating(curve, each.widths) / free[1])
+                for each in classes
+            )
+            return _Choice(None, True, min(1.0, bits_speed), is_disturbed), loaded
+        return _Choice(found, repack, speed, is_disturbed), loaded
+
+    def _try_one(
+        self, *, repack: bool
+    ) -> tuple[LoadedTarget, Sequence[WidthClass], Callable[[int], float] | None]:
+        """Load a configuration. Return the target, its classes, and its pass durations if they are needed."""
+        loaded = self.load(self._options(repack))
+        try:
+            classes = find_width_classes(loaded.models[0], self.progress)
+            is_needed = not (repack and classes[0].is_complete)
+            return loaded, classes, self._measure(loaded.models[0]) if is_needed else None
+        except BaseException:
+            loaded.close()
+            raise
+
+    def _measure(self, model: LanguageModel) -> Callable[[int], float]:
+        curve: CostCurve = measure_costs(
+            model, _WIDTHS, repeats=7, budget_seconds=_MEASURING_SECONDS, progress=self.progress
+        )
+        model.truncate(0)
+        return lambda width: curve.v(width) * curve.target_step_seconds
+
+    def _speeds(
+        self,
+        forecast: DraftingForecast,
+        classes: Sequence[WidthClass],
+        seconds: Callable[[int], float],
+        *,
+        repack: bool,
+    ) -> list[tuple[float, float, WidthClass, bool]]:
+        """Return the expected speed of each usable class, on average and in repetitive texts."""
+        speeds = []
+        for found in classes:
+            padding_loss = seconds(found.widths[0]) / seconds(1) - 1.0
+            can_exit = found.is_contiguous or not self.exits_early
+            if self.requested == "bits" or (can_exit and padding_loss <= _MAX_PADDING_LOSS):
+                typical = forecast.speed(seconds, found.widths)
+                speeds.append((typical, _repeating(seconds, found.widths), found, repack))
+        return speeds
+
+    def _restricted(self, loaded: LoadedTarget, choice: _Choice) -> LoadedTarget:
+        found = choice.found
+        exactness = _exactness(self.requested, choice)
+        for model in loaded.models:
+            capabilities = model.facts.capabilities
+            if found is not None:
+                capabilities = restricted_to(capabilities, found)
+                model.fix_threads(not found.any_threads)
+            model.facts = replace(model.facts, capabilities=capabilities, exactness=exactness)
+        return loaded
+
+
+def _machine_is_busy() -> bool:
+    return CPU_LOAD.busy_cores() > MAX_BUSY_CORES
+
+
+def _repeating(seconds: Callable[[int], float], widths: Sequence[int]) -> float:
+    return DraftingForecast(_REPEATING_RATE, 0.0).speed(seconds, widths)
+
+
+def _best(choices: Sequence[tuple[float, float, WidthClass, bool]]) -> tuple[float, float, WidthClass, bool]:
+    fastest = max(typical for typical, *_ in choices)
+    equal = [choice for choice in choices if choice[0] >= (1.0 - _EQUALLY_FAST) * fastest]
+    return max(equal, key=lambda choice: choice[1])
+
+
+def _exactness(requested: str, choice: _Choice) -> Exactness:
+    found, speed = choice.found, choice.speed
+    more_time = f"{1 / speed - 1:.0%}" if speed is not None and speed < 0.995 else ""
+    if found is None:
+        cost = f", but takes about {more_time} more time" if more_time else ""
+        reason = f"replies can differ from plain decoding by rounding; --exact prevents that{cost}"
+        return Exactness(requested, False, reason, (), speed)
+    if found.max_width == 1:
+        reason = (
+            "replies are identical to plain decoding, because edgespec generates one token at a time here;"
+            " --exactness off allows drafting, but rounding can then change replies"
+        )
+    else:
+        reason = f"replies are identical to plain decoding: passes of {found.text} tokens agree bit for bit"
+        if more_time:
+            reason += f"; --exactness off is up to {more_time} faster, but rounding can then change replies"
+    return Exactness(requested, True, reason, found.widths, speed)
+
+
+def _to_json(choice: _Choice) -> dict[str, Any]:
+    found = choice.found or WidthClass((1,))
+    flags = (found.trees, found.any_threads, found.is_complete, choice.repack, choice.is_disturbed)
+    return {
+        "widths": list(map(int, found.widths)) if choice.found else [],
+        "flags": list(map(bool, flags)),
+        "block": found.block_tokens,
+        "speed": choice.speed,
+    }
+
+
+def _from_json(saved: Any) -> _Choice | None:
+    try:
+        widths = tuple(int(width) for width in saved["widths"])
+        trees, any_threads, is_complete, repack, is_disturbed = map(bool, saved["flags"])
+        block = int(saved["block"])
+        speed = None if saved["speed"] is None else float(saved["speed"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if list(widths) != sorted(set(widths)) or min(widths, default=1) < 1 or block < 1:
+        return None
+    found = WidthClass(widths, trees, block, any_threads, is_complete) if widths else None
+    return _Choice(found, repack, speed, is_disturbed)

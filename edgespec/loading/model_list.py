@@ -1,0 +1,315 @@
+"""List the available models: on this machine, in the catalogue and on Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.errors import BackendMissingError, EdgespecError, MemoryBudgetError
+from edgespec.loading.planning import budget_for
+from edgespec.loading.speed_prediction import (
+    SpeedPrediction,
+    catalogue_weights,
+    predict_entry,
+    predict_speed,
+    recommended_draft,
+)
+from edgespec.memory import available_bytes
+from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
+from edgespec.model.base import Progress
+from edgespec.model.pass_weights import PassWeights
+from edgespec.model.registry import FileFormat, backend_of, format_of
+from edgespec.options.settings import check_load_arguments
+from edgespec.store.catalogue import ModelEntry, load_catalogue
+from edgespec.store.drafts import DraftOption, choose_draft, draft_options
+from edgespec.store.hub_cache import cached_model
+from edgespec.store.hub_search import search_hub
+from edgespec.store.installed import InstalledModel, InstalledModels, find_installed
+from edgespec.store.reference import resolve
+from edgespec.store.suggestion import needed_bytes, short_name
+from edgespec.system.files import format_bytes
+
+__all__ = [
+    "AvailableModel",
+    "ModelPlace",
+    "catalogue_models",
+    "download_model",
+    "installed_models",
+    "list_models",
+    "measure_speed",
+    "search_models",
+]
+
+ModelPlace = Literal["embedded", "hub", "ollama", "lmstudio", "catalogue", "search"]
+
+# Maximum memory in bytes for measuring the speed of this machine.
+_MEASURING_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvailableModel:
+    """A model that is on this machine or can be downloaded.
+
+    Attributes:
+        reference: A reference to the model, for `load` and `download_model`.
+        place: Where it is: `embedded` (part of edgespec), `hub` (the Hugging Face cache), `ollama` or
+            `lmstudio`. `catalogue` and `search` (a result of `search_models`) are not on this machine.
+        parameters: Number of parameters. 0 if unknown.
+        size_bytes: Size of its files. Approximate if it is not on this machine, and 0 if unknown.
+        draft: A reference to the draft model to use with it. Empty if there is none.
+        download_bytes: Total size of the files to download, for the model and the draft model.
+        needed_bytes: Approximate memory for both models with a context of 8,192 tokens.
+        fits: Whether `needed_bytes` is within the memory budget. True if the size is unknown.
+        speed: The expected speed. None if this machine has not been measured.
+        path: Its file or folder. None if it is not on this machine.
+        entry: Its entry in the catalogue, or None if it has none.
+        family: Name of the model family. Empty if unknown.
+        notice: A remark for people who want to use it. Usually empty.
+    """
+
+    reference: str
+    place: ModelPlace
+    parameters: int
+    size_bytes: int
+    draft: str
+    download_bytes: int
+    needed_bytes: int
+    fits: bool
+    speed: SpeedPrediction | None
+    path: Path | None = None
+    entry: ModelEntry | None = None
+    family: str = ""
+    notice: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the model is on this machine."""
+        return self.place not in ("catalogue", "search")
+
+
+def list_models(memory: str | int | None = None) -> list[AvailableModel]:
+    """Return the models on this machine, then the other models in the catalogue. Downloads nothing.
+
+    Args:
+        memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
+
+    Returns:
+        The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine.
+
+    Raises:
+        OptionError: `memory` is not a size.
+    """
+    budget_bytes = _budget_bytes(memory)
+    installed = find_installed(include_embedded=True)
+    here: list[AvailableModel] = []
+    listed: list[AvailableModel] = []
+    for form in map(format_of, ("gguf", "mlx")):
+        try:
+            backend_of(form.name).require("this model")
+        except BackendMissingError:
+            continue
+        machine = saved_machine_speed(form)
+        here += installed_models(form, installed, machine, budget_bytes)
+        names = {each.entry.name for each in installed.models if each.entry and each.format == form.name}
+        listed += catalogue_models(form, names, machine, budget_bytes)
+    return [
+        *sorted(here, key=lambda each: each.size_bytes),
+        *sorted(listed, key=lambda each: each.size_bytes),
+    ]
+
+
+def search_models(text: str, *, memory: str | int | None = None, limit: int = 20) -> list[AvailableModel]:
+    """Search Hugging Face for GGUF models.
+
+    Args:
+        text: Words that the repository's name contains, such as "qwen coder".
+        memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
+        limit: Maximum number of results.
+
+    Returns:
+        The models, most downloaded first. Each size is an estimate for a Q4_K_M file, computed from the
+        number of parameters.
+
+    Raises:
+        DownloadError: Hugging Face cannot be reached or rejects the search.
+        OptionError: `memory` is not a size.
+    """
+    budget_bytes = _budget_bytes(memory)
+    machine = saved_machine_speed(format_of("gguf"))
+    return [_found_model(entry, machine, budget_bytes) for entry in search_hub(text, limit)]
+
+
+def download_model(reference: str, progress: Progress | None = None) -> Path:
+    """Download a model into the Hugging Face cache unless it is already on this machine. Return its path.
+
+    An interrupted download resumes where it left off.
+
+    Args:
+        reference: A reference to the model.
+        progress: Called with a description and the completed fraction. Returning False cancels.
+
+    Raises:
+        CancelledError: `progress` returned False.
+        DownloadError: The download failed, for example because of the network or a full disk.
+        ModelNotFoundError: There is no such model.
+    """
+    return resolve(reference, progress=progress).path
+
+
+def measure_speed(progress: Progress | None = None) -> str:
+    """Measure the speed of this machine and save it, so that `list_models` can estimate the models' speeds.
+
+    Takes up to 20 seconds.
+
+    Args:
+        progress: Called with a description and the completed fraction. Returning False cancels.
+
+    Returns:
+        Why the result was not saved. Empty if it was saved.
+
+    Raises:
+        CancelledError: `progress` returned False.
+        EdgespecError: A temporary file cannot be written.
+        MemoryBudgetError: Less than 1 GiB of memory is free.
+    """
+    if (free_bytes := available_bytes()) < _MEASURING_BYTES:
+        raise MemoryBudgetError(
+            f"measuring the speed of this machine needs {format_bytes(_MEASURING_BYTES)} of memory, but only"
+            f" {format_bytes(free_bytes)} is free",
+            "close other programs",
+        )
+    return measure_machine(format_of("gguf"), progress).notice
+
+
+def _budget_bytes(memory: str | int | None) -> int:
+    arguments = check_load_arguments({"memory": memory})
+    return budget_for([backend_of("gguf")], arguments).total_bytes
+
+
+def installed_models(
+    form: FileFormat, installed: InstalledModels, machine: MachineSpeed | None, budget_bytes: int
+) -> Iterator[AvailableModel]:
+    """Yield the models of one format on this machine, except for models that can only be draft models."""
+    embedded_drafts = {
+        name for entry in load_catalogue().entries if entry.embedded_file for name in entry.drafts
+    }
+    for model in installed.models:
+        is_draft_only = model.entry is not None and model.entry.name in embedded_drafts
+        if model.format == form.name and not is_draft_only:
+            yield _installed_model(form, model, installed, machine, budget_bytes)
+
+
+def _installed_model(
+    form: FileFormat,
+    model: InstalledModel,
+    installed: InstalledModels,
+    machine: MachineSpeed | None,
+    budget_bytes: int,
+) -> AvailableModel:
+    draft = _draft(model, installed, budget_bytes)
+    weights = draft_weights = None
+    try:
+        weights = _weights(form, model.path, model.entry)
+        if draft is not None:
+            entry = load_catalogue().find(draft.reference)
+            draft_weights = _weights(format_of(draft.format), draft.path, entry[0] if entry else None)
+    except (EdgespecError, OSError):
+        # List the model even if its files are unreadable. Loading it reports the error.
+        weights = None
+    speed = None
+    if machine is not None and weights is not None:
+        speed = predict_speed(
+            machine,
+            weights,
+            draft_weights,
+            draft.parameters / max(model.info.parameters, 1) if draft else 0.0,
+            draft.acceptance_rate if draft else None,
+        )
+    needed = needed_bytes(model.info.size_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
+    return AvailableModel(
+        reference=model.reference,
+        place=model.place,
+        parameters=model.info.parameters,
+        size_bytes=model.info.size_bytes,
+        draft=draft.reference if draft else "",
+        download_bytes=draft.size_bytes if draft and draft.path is None else 0,
+        needed_bytes=needed,
+        fits=needed <= budget_bytes,
+        speed=speed,
+        path=model.path,
+        entry=model.entry,
+        family=model.info.family,
+        notice=model.entry.notice if model.entry else "",
+    )
+
+
+def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int) -> DraftOption | None:
+    """Return the draft model of `--draft auto`. If there is none, return one that can be downloaded."""
+    target = resolve(model.reference, allow_download=False)
+    options = draft_options(target, installed)
+    chosen = None
+    # If the user has chosen an unusable draft model, list the model without it. Loading reports the error.
+    with suppress(EdgespecError):
+        chosen = choose_draft(target, budget_bytes, installed=installed).draft
+    return next(
+        (each for each in options if each.path == (chosen.path if chosen is not None else None)),
+        None,
+    )
+
+
+def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> PassWeights | None:
+    """Return the weights of a model from its file or, if it is not on this machine, its catalogue entry."""
+    if path is not None and form.read_pass_weights is not None:
+        return form.read_pass_weights(path)
+    return catalogue_weights(entry) if entry else None
+
+
+def catalogue_models(
+    form: FileFormat, installed: Collection[str], machine: MachineSpeed | None, budget_bytes: int
+) -> Iterator[AvailableModel]:
+    """Yield the models of one format in the catalogue, excluding those named in `installed`."""
+    for entry in load_catalogue().entries:
+        if entry.format == form.name and entry.repository and entry.name not in installed:
+            draft = recommended_draft(entry)
+            draft_bytes = draft.approximate_file_bytes if draft else 0
+            needed = needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters)
+            has_draft = draft is not None and draft.name in installed
+            yield AvailableModel(
+                reference=short_name(entry),
+                place="catalogue",
+                parameters=entry.parameters,
+                size_bytes=entry.approximate_file_bytes,
+                draft=short_name(draft) if draft else "",
+                download_bytes=entry.approximate_file_bytes + (0 if has_draft else draft_bytes),
+                needed_bytes=needed,
+                fits=needed <= budget_bytes,
+                speed=predict_entry(entry, machine) if machine else None,
+                entry=entry,
+                family=entry.family,
+                notice=entry.notice,
+            )
+
+
+def _found_model(entry: ModelEntry, machine: MachineSpeed | None, budget_bytes: int) -> AvailableModel:
+    """Describe a model found on Hugging Face."""
+    size_bytes, parameters = entry.approximate_file_bytes, entry.parameters
+    needed = needed_bytes(size_bytes, parameters) if size_bytes else 0
+    path = cached_model(entry.repository, None)
+    return AvailableModel(
+        reference=short_name(entry),
+        place="hub" if path else "search",
+        parameters=parameters,
+        size_bytes=size_bytes,
+        draft=short_name(draft) if (draft := recommended_draft(entry)) else "",
+        download_bytes=size_bytes,
+        needed_bytes=needed,
+        fits=needed <= budget_bytes,
+        speed=predict_entry(entry, machine) if machine and size_bytes else None,
+        path=path,
+        entry=entry,
+        family=entry.family,
+        notice=entry.notice,
+    )

@@ -1,0 +1,228 @@
+"""Estimate the total memory needed by a target and all its drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+from edgespec.errors import EdgespecError
+from edgespec.loading.drafting_options import DraftingOptions
+from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
+from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, shared_items
+from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MemoryEstimator
+from edgespec.model.self_draft_methods import Head
+from edgespec.options.methods import method as method_of_name
+from edgespec.options.methods import methods
+from edgespec.store.installed import find_installed, smaller_quantisations
+from edgespec.store.reference import Resolved
+
+__all__ = ["PairEstimator", "open_estimator"]
+
+_UNLIMITED_BYTES = 1 << 62
+
+
+class PairEstimator:
+    """Estimates the memory needed by a target and all its drafters.
+
+    Args:
+        pair: The target and its draft model.
+        drafting: The drafting options.
+        options: The load options.
+        undo: Exit stack that closes the opened model files.
+        budget: The memory budget.
+        headroom_bytes: Additional memory that each plan reserves, or None for the default.
+
+    Attributes:
+        target: Estimates the memory of the target alone.
+        why_in_turns: The reason why replies run one at a time although the user asked for several at once.
+            Empty if there is none.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        drafting: DraftingOptions,
+        options: LoadOptions,
+        undo: ExitStack,
+        budget: Budget,
+        headroom_bytes: int | None = None,
+    ) -> None:
+        self._pair, self._drafting = pair, drafting
+        self._budget, self._headroom_bytes = budget, headroom_bytes
+        self._plans: dict[PlanChoice, MemoryPlan] = {}
+        self._options = replace(
+            options, low_bits=pair.target.file_format.low_bit_weights and drafting.names_copy
+        )
+        self.target = open_estimator(pair.target, self._options)
+        undo.callback(self.target.close)
+        self._undo = undo
+        # Keyed by the names of the draft model's lower-bit versions, and by "" for the requested draft model.
+        self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
+        if pair.draft:
+            with loading_draft(pair):
+                self._drafts[""] = pair.draft, self._open_draft(pair.draft)
+        self.why_in_turns = self._why_in_turns() if options.parallel > 1 else ""
+        if self.why_in_turns:
+            self._options = replace(self._options, parallel=1)
+        elif options.parallel > 1 or options.workers is not None:
+            # Allocate the whole context at the start. A context that several replies share cannot grow, and
+            # growing one on workers would copy it over the network.
+            self._options = replace(self._options, initial_context_tokens=None)
+        self._copy: MemoryEstimator | None = None
+        copy = None if options.workers else _find_copy(pair, drafting)
+        if copy is not None:
+            self._copy = open_estimator(copy, replace(options, adapters=()))
+            undo.callback(self._copy.close)
+        self._process_bytes = max(backend.process_bytes for backend in pair.backends)
+
+    def _open_draft(self, draft: Resolved) -> MemoryEstimator:
+        estimator = open_estimator(draft, self._options.for_draft())
+        self._undo.callback(estimator.close)
+        return estimator
+
+    @property
+    def initial_context_tokens(self) -> int | None:
+        """The context size to start with, or None to allocate the full context immediately."""
+        return self._options.initial_context_tokens
+
+    def _why_in_turns(self) -> str:
+        if self._drafting.arguments["exactness"] == "bits":
+            return "--exactness bits does not let replies share passes"
+        for estimator in (self.target, *(estimator for _, estimator in self._drafts.values())):
+            if estimator.why_not_shared:
+                return f"{estimator.name} cannot run several at once, because {estimator.why_not_shared}"
+        return ""
+
+    def smaller_drafts(self, start: PlanChoice) -> list[str]:
+        """Return the names of the installed lower-bit versions of the draft model.
+
+        Returns an empty list if the models already fit in memory with the options `start`.
+        """
+        if self._pair.draft is None or self.plan(start).fits:
+            return []
+        for draft in smaller_quantisations(self._pair.draft, find_installed()):
+            with suppress(EdgespecError):
+                self._drafts[draft.name] = draft, self._open_draft(draft)
+        return [name for name in self._drafts if name]
+
+    def draft_file(self, choice: PlanChoice) -> Resolved:
+        return self._drafts[choice.draft_form][0]
+
+    def load_options(self, choice: PlanChoice) -> LoadOptions:
+        """Return the target's load options with the values from `choice`."""
+        heads = [option.head for option in self._pair.heads[: choice.heads]]
+        return replace(
+            self._options,
+            mtp=Head("mtp") in heads,
+            context_tokens=choice.context_tokens,
+            kv_type=choice.kv_type,
+            gpu_layers=choice.gpu_layers,
+        )
+
+    def plan(self, choice: PlanChoice) -> MemoryPlan:
+        """Return the memory plan for a choice of load options. Can raise OptionError or MemoryBudgetError."""
+        if choice not in self._plans:
+            self._plans[choice] = self._make_plan(choice)
+        return self._plans[choice]
+
+    def _make_plan(self, choice: PlanChoice) -> MemoryPlan:
+        options = self.load_options(choice)
+        pair = self._pair
+        target_options = options_in_pair(pair.target, pair.draft, options)
+        # MLX converts the weights to float32 only if they then fit in the memory limit.
+        room = _UNLIMITED_BYTES if choice.float32 else 0
+        target = self.target.estimate(replace(target_options, memory_bytes=room))
+        items = list(create_items("target", target))
+        if self._drafts and choice.draft:
+            items += self._draft_items(choice, options, target.context_tokens)
+        if self._copy and choice.copy:
+            tokens = self._copy_context_tokens(choice, target.context_tokens)
+            copy_options = replace(options, adapters=(), context_tokens=tokens)
+            items += create_items("low-bit copy", self._copy.estimate(copy_options))
+        for option in pair.heads[: choice.heads]:
+            estimate = pair.target.file_format.estimate_head
+            assert estimate is not None
+            assert option.head is not None
+            role = "head" if len(pair.heads) == 1 else f"{option.method} head"
+            one = estimate(option.head, pair.target.path, target.context_tokens)
+            items += create_items(role, one.for_replies(options.parallel))
+        for method in map(method_of_name, sorted(self._drafting.named_drafters)):
+            size = method.estimate_bytes(pair.target, target.context_tokens) * options.parallel
+            items += [Item(method.name, f"{method.name} drafter", "cache", size)] if size else []
+        items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
+        return MemoryPlan(
+            self._budget, target.context_tokens, target.kv_type, tuple(items), machines=target.machines
+        )
+
+    def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> Sequence[Item]:
+        draft, estimator = self._drafts[choice.draft_form]
+        draft_options = replace(
+            draft_load_options(options, self._drafting, target_tokens, None),
+            memory_bytes=_UNLIMITED_BYTES,
+            kv_type=choice.draft_kv_type or options.kv_type,
+        )
+        draft_options = replace(
+            options_in_pair(draft, self._pair.target, draft_options),
+            choose_context_tokens=lambda trained: self._draft_tokens(choice, target_tokens, trained),
+        )
+        return create_items("draft", estimator.estimate(draft_options))
+
+    def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
+        return choose_draft_window(
+            target_tokens, trained_tokens, choice.draft_window, self._drafting.arguments["draft_sinks"]
+        )
+
+    def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
+        window = self._window(choice, target_tokens, trained_tokens)
+        return window.context_tokens if window else target_tokens
+
+    def draft_window(self, choice: PlanChoice, target_tokens: int) -> AttentionWindow | None:
+        """Return the draft model's attention window, or None if there is no draft model or no window."""
+        if not self._drafts or not choice.draft:
+            return None
+        trained = self._drafts[choice.draft_form][1].trained_context_tokens
+        return self._window(choice, target_tokens, trained)
+
+    def max_context_for_draft(self, choice: PlanChoice) -> int:
+        """Return the longest target context that the draft model supports.
+
+        A draft model with an attention window supports any length. Without a window, the limit is the context
+        length that the model was trained for.
+        """
+        longest = self.target.trained_context_tokens
+        if not self._drafts or not choice.draft or self.draft_window(choice, choice.context_tokens):
+            return longest
+        return self._drafts[choice.draft_form][1].trained_context_tokens or longest
+
+    def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
+        if not choice.draft_window:
+            return target_tokens
+        from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
+
+        return min(
+            target_tokens, self._drafting.arguments["draft_sinks"] + choice.draft_window + WINDOW_EXTRA_TOKENS
+        )
+
+
+def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
+    """Return a memory estimator for a model. Raises the same errors as loading the model."""
+    return model.file_format.open_estimator(str(model.path), model.name, options)
+
+
+def _find_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
+    """Return the copy of the target that a method drafts with, or None if there is none.
+
+    Raises:
+        ModelFileError: The user named the method, but the copy is damaged or outdated.
+    """
+    automatic = "auto" in drafting.methods and pair.draft is None and not pair.target.file_format.fixed_exit
+    for each in methods():
+        is_named = each.name in drafting.named_drafters
+        if is_named or (automatic and each.auto == "fallback"):
+            copy: Resolved | None = each.find_copy(pair.target, is_named)
+            if copy is not None:
+                return copy
+    return None

@@ -1,0 +1,361 @@
+"""Find a target, its draft model and its heads by reference, and check that they can be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from edgespec.errors import CancelledError, EdgespecError, ModelFileError, OptionError, about_option
+from edgespec.loading.drafting_options import DraftingOptions
+from edgespec.loading.heads import FindHead, find_heads, without_heads
+from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.model_facts import Adapter
+from edgespec.model.registry import Backend, same_backend
+from edgespec.model.trial_load import TrialModel, check_loadable
+from edgespec.options.methods import methods
+from edgespec.store.drafts import DraftChoice, choose_draft
+from edgespec.store.heads import HeadOption
+from edgespec.store.installed import model_info_or_none
+from edgespec.store.reference import Resolved, refused_head, resolve
+
+__all__ = [
+    "ModelPair",
+    "draft_load_options",
+    "find_pair",
+    "loading_draft",
+    "options_in_pair",
+    "try_pair",
+    "with_own_adapters",
+    "with_working_draft",
+]
+
+_Result = TypeVar("_Result")
+FindModel = Callable[[str], Resolved]
+# Maximum number of tokens per forward pass for which a draft model computes logits.
+_DRAFT_ROWS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """The files of a target, its draft model and its heads. The draft model and heads are optional.
+
+    Attributes:
+        target: The target.
+        draft: The draft model, or None.
+        why_no_draft: The reason why there is no draft model. Empty if there is one.
+        why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
+            recommends it.
+        draft_is_automatic: Whether `auto` chose the draft model. If loading it fails, it is replaced.
+        failed_drafts: Notice for the user about the draft models that `auto` preferred to this one, but that
+            cannot be loaded. Empty if there are none.
+        heads: Heads to draft with, at most one per method, most preferred first.
+        why_no_head: The reason why there is no head, or why heads were dropped. Empty otherwise.
+        why_heads: Notice for the user that names the chosen heads. Empty if the user chose the head.
+        head_advice: How to draft with a head that is used only if the user names it. Empty if there is no
+            such head.
+    """
+
+    target: Resolved
+    draft: Resolved | None
+    why_no_draft: str
+    why_draft: str = ""
+    heads: tuple[HeadOption, ...] = ()
+    why_no_head: str = ""
+    why_heads: str = ""
+    head_advice: str = ""
+    draft_is_automatic: bool = False
+    failed_drafts: str = ""
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends of the models, the target's first."""
+        return tuple(found.backend for found in (self.target, self.draft) if found)
+
+
+class _DraftFailedError(Exception):
+    """Raised if a draft model that `auto` chose cannot be loaded, so that another one can be tried."""
+
+    def __init__(self, draft: Resolved, error: EdgespecError) -> None:
+        super().__init__(error.what)
+        self.draft, self.reason = draft, error.what
+
+
+@contextmanager
+def loading_draft(pair: ModelPair) -> Iterator[None]:
+    """Mark errors in this `with` block as failures of the pair's draft model; see `with_working_draft`.
+
+    Errors about options are raised unchanged, because only the user can resolve them.
+    """
+    try:
+        yield
+    except (CancelledError, OptionError):
+        raise
+    except EdgespecError as error:
+        if pair.draft is None or not pair.draft_is_automatic:
+            raise
+        raise _DraftFailedError(pair.draft, error) from error
+
+
+def with_working_draft(
+    find: Callable[[Mapping[Path, str]], ModelPair], use: Callable[[ModelPair], _Result]
+) -> _Result:
+    """Return `use(pair)`. If an automatic draft model cannot be loaded, try the next best, and finally none.
+
+    Args:
+        find: Finds the pair, given a map from the paths of draft models that failed to the reasons.
+        use: Plans or loads the pair. It must mark the failures of the draft model with `loading_draft`.
+    """
+    failed: dict[Path, str] = {}
+    while True:
+        pair = find(failed)
+        try:
+            return use(pair)
+        except _DraftFailedError as error:
+            # The planner can replace the draft model with a smaller quantisation, so `error.draft` may not be
+            # the file that must not be chosen again.
+            assert pair.draft is not None
+            failed[pair.draft.path] = f"the draft model {error.draft.name} is not used: {error.reason}"
+
+
+def find_pair(
+    target: str,
+    draft: str | None,
+    drafting: DraftingOptions,
+    progress: Progress | None,
+    options: LoadOptions | None = None,
+    find_model: FindModel | None = None,
+    find_head: FindHead | None = None,
+    failed_drafts: Mapping[Path, str] | None = None,
+) -> ModelPair:
+    """Find the files of a target, its draft model and its heads, downloading files that the user named.
+
+    Uses the files that `edgespec prepare layerskip` created for a GGUF target if a method names `layerskip`,
+    or if `auto` has nothing else to draft with.
+
+    Args:
+        target: Reference to the target.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine, or chooses none
+            if the user named a head.
+        drafting: The methods that replies can use.
+        progress: Called during downloads. Returning False cancels them.
+        options: Memory and context limits for `auto` to respect when it chooses a draft model.
+        find_model: Finds a model by reference. The default downloads missing files.
+        find_head: Finds a head by reference. The default downloads missing files, and converts the head to
+            the target's format.
+        failed_drafts: Draft models that `auto` must not choose because loading them failed, with the reasons.
+
+    Raises:
+        OptionError: A method needs a draft model and there is none, or the target does not support adapters.
+        CapabilityError: The head that the user named cannot draft for the target.
+        ModelFileError: The prepared files are damaged or outdated.
+        EdgespecError: Any error raised by `catalog.resolve`.
+    """
+    find_model = find_model or partial(resolve, progress=progress)
+    with about_option("target"):
+        found = find_model(target)
+    options = with_own_adapters(options or LoadOptions(), found)
+    _check_is_model(found)
+    with about_option("head"):
+        heads = find_heads(found, drafting, find_head, progress)
+    on_workers = drafting.arguments["workers"] is not None
+    names_head = any(head.source == "named" for head in heads.chosen)
+    if names_head and draft == "auto" and not drafting.needs_draft_model:
+        choice = DraftChoice(None, "the head drafts instead")
+    else:
+        # The memory of this machine does not limit a target whose layers are on workers.
+        limits = replace(options, memory_bytes=None) if on_workers else options
+        choice = _find_draft(found, draft, find_model, limits, failed_drafts or {})
+        if choice.draft and choice.source != "automatic":
+            _check_is_model(choice.draft)
+        if not choice.draft and draft == "auto":
+            choice = replace(choice, reason=choice.reason + heads.suggestion)
+    found_draft, why_none = choice.draft, "" if choice.draft else choice.reason
+    why_draft = ""
+    if found_draft and not choice.is_expected:
+        why_draft = f"drafting with {found_draft.name}: {choice.reason}"
+    if options.adapters:
+        _check_adapters(options.adapters, found, drafting)
+    else:
+        drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
+        found = _prepared_target(found, drafting, drafts_otherwise)
+    if heads.chosen and not found.file_format.head_formats:
+        heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
+    if not found_draft and drafting.needs_draft_model:
+        needing = {each.name for each in methods() if each.needs == "draft model"}
+        method = next(method for method in drafting.methods if needing & {*method.split("+")})
+        raise OptionError(
+            f"method {method!r} needs a draft model: {why_none}",
+            "pass a draft model with --draft REF",
+            option="method",
+        )
+    return ModelPair(
+        found,
+        found_draft,
+        why_none,
+        why_draft,
+        heads.chosen,
+        heads.why_none,
+        heads.notice,
+        heads.advice,
+        draft_is_automatic=choice.source == "automatic",
+        failed_drafts=" · ".join((failed_drafts or {}).values()),
+    )
+
+
+def with_own_adapters(options: LoadOptions, target: Resolved) -> LoadOptions:
+    """Add the adapters that are part of the target, as in some models of Ollama, before the user's own."""
+    own = (Adapter(str(path)) for path in target.adapters)
+    return replace(options, adapters=(*own, *options.adapters))
+
+
+def _check_is_model(found: Resolved) -> None:
+    """Raise an error if `found` is a head instead of a model."""
+    info = model_info_or_none(found)
+    if info is not None and info.kind == "head":
+        raise refused_head(found.name)
+
+
+def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: DraftingOptions) -> None:
+    """Raise an error if the adapters cannot be applied to the target with the methods that it needs."""
+    form = target.file_format
+    if form.check_adapters is None:
+        raise OptionError(
+            f"{target.name} does not support adapters",
+            "omit --adapter, or use another model",
+            option="adapter",
+        )
+    form.check_adapters(adapters, target.path)
+    named = [each.name for each in methods() if each.name in drafting.named_drafters and each.find_target]
+    if replaced := form.preparations.intersection(named):
+        name = min(replaced)
+        raise OptionError(
+            f"method {name!r} cannot be used with adapters for a GGUF model, because the files that"
+            f" `edgespec prepare {name}` makes do not support adapters",
+            "omit --adapter, or use another method, such as suffix",
+            option="method",
+        )
+
+
+def _prepared_target(found: Resolved, drafting: DraftingOptions, drafts_otherwise: bool) -> Resolved:
+    """Return the files that a method needs instead of the target's, or `found` if no method needs others."""
+    fallbacks = [each for each in methods() if each.auto == "fallback"]
+    for each in methods():
+        if each.find_target is None:
+            continue
+        is_named = each.name in drafting.named_drafters
+        if not is_named:
+            if "auto" not in drafting.methods or drafts_otherwise or each not in fallbacks:
+                continue
+            if any(other.find_copy(found, False) for other in fallbacks):
+                continue
+        files: Resolved = each.find_target(found, is_named)
+        if files is not found:
+            return files
+    return found
+
+
+def _find_draft(
+    target: Resolved,
+    draft: str | None,
+    find_model: FindModel,
+    options: LoadOptions,
+    failed: Mapping[Path, str],
+) -> DraftChoice:
+    if draft is None or draft == "none":
+        return DraftChoice(None, "no draft model was requested")
+    if draft != "auto":
+        with about_option("draft"):
+            return DraftChoice(find_model(draft), "you named it", source="user")
+    return choose_draft(target, options.memory_bytes, options.context_tokens, failed=failed)
+
+
+def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
+    """Check that models and heads can be loaded. Uses a child process, because damaged files can crash it.
+
+    Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
+    `check_loadable`, but drops heads that fail if `auto` chose them, and lets `with_working_draft` replace a
+    draft model that fails.
+
+    Returns:
+        The pair without the heads that failed, and a notice for the user, which can be empty.
+    """
+    models: list[TrialModel] = []
+    drafts: list[TrialModel] = []
+    trials: list[TrialModel] = []
+    for found in filter(None, (pair.target, pair.draft)):
+        with suppress(OSError, ModelFileError):
+            size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
+            runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
+            model = TrialModel(found.name, found.path, found.file_format, runs)
+            (models if found is pair.target else drafts).append(model)
+            if runs and found is pair.target:
+                if options.adapters:
+                    models.append(model._replace(adapters=options.adapters))
+                trials = [model._replace(head=option.head) for option in pair.heads]
+    try:
+        return pair, check_loadable([*models, *drafts, *trials], progress)
+    except EdgespecError as error:
+        drops_heads = isinstance(error, ModelFileError) and any(each.source != "named" for each in pair.heads)
+        if isinstance(error, CancelledError) or not (drops_heads or pair.draft_is_automatic):
+            raise
+    # Try the models and heads one by one to find the one that fails. Trial results are saved, so completed
+    # trials are not repeated.
+    check_loadable(models, progress)
+    with loading_draft(pair):
+        check_loadable(drafts, progress)
+    if not drops_heads:
+        return pair, check_loadable(trials, progress)
+    return _without_crashing_heads(pair, trials, progress)
+
+
+def _without_crashing_heads(
+    pair: ModelPair, trials: Sequence[TrialModel], progress: Progress | None
+) -> tuple[ModelPair, str]:
+    heads, failures = [], []
+    for option, trial in zip(pair.heads, trials, strict=True):
+        try:
+            check_loadable([trial], progress)
+            heads.append(option)
+        except ModelFileError as error:
+            failures.append(error.what)
+    reason = "; ".join(failures)
+    return replace(pair, heads=tuple(heads), why_no_head=reason, why_heads=""), reason
+
+
+def draft_load_options(
+    options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
+) -> LoadOptions:
+    """Return the draft model's load options, derived from the target's.
+
+    Args:
+        options: The target's load options.
+        drafting: The drafting options.
+        context_tokens: The context size of the draft model.
+        memory_bytes: The memory limit of the draft model, or None for no limit.
+    """
+    adapts = drafting.arguments["draft_branches"] in ((), "auto")
+    return replace(
+        options.for_draft(),
+        context_tokens=context_tokens,
+        memory_bytes=memory_bytes,
+        max_logit_rows=_DRAFT_ROWS if adapts else None,
+    )
+
+
+def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
+    """Return the options for loading `found`, one model of a pair.
+
+    If the other model uses a different backend, options that the backend of `found` does not support are
+    reset to their defaults.
+    """
+    if other is None or same_backend(found.format, other.format):
+        return options
+    foreign = set(found.backend.ignored_options)
+    if options.is_draft and not found.backend.shares_kv_type:
+        foreign.add("kv_type")
+    defaults = LoadOptions()
+    return replace(options, **{name: getattr(defaults, name) for name in foreign})

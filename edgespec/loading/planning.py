@@ -1,0 +1,311 @@
+"""Plan how to load a target and its draft model within the memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+
+from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.loading.advice import find_advice
+from edgespec.loading.drafting_options import DraftingOptions
+from edgespec.loading.pair_estimate import PairEstimator
+from edgespec.loading.pairing import ModelPair
+from edgespec.memory import (
+    Budget,
+    MemoryPlan,
+    PlanChoice,
+    PlanOption,
+    Preference,
+    find_budget,
+    fit_to_budget,
+)
+from edgespec.memory.context_resize import has_room_to_resize
+from edgespec.memory.prefix_cache import default_memory_bytes
+from edgespec.methods.model.windowed import AttentionWindow
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_check import initial_context, requested_context
+from edgespec.model.registry import Backend
+from edgespec.options.methods import readers_of
+from edgespec.options.settings import LoadArguments, as_bytes
+from edgespec.system.files import format_bytes
+from edgespec.system.heap import address_space_is_limited, limit_malloc_arenas
+
+__all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """User settings for the planner.
+
+    Attributes:
+        fixed: Options set by the user, which the planner must not change.
+        prefer: Whether to keep a long context or the draft model if only one of them fits.
+        prefix_cache_bytes: Size limit of the prefix cache in memory, or None for the default.
+        headroom_bytes: Additional memory to reserve, or None for the default.
+    """
+
+    fixed: frozenset[PlanOption] = frozenset()
+    prefer: Preference = "speed"
+    prefix_cache_bytes: int | None = 0
+    headroom_bytes: int | None = None
+
+    @classmethod
+    def from_options(
+        cls,
+        prefer: Preference,
+        options: LoadOptions,
+        draft: str | None,
+        prefix_cache_bytes: int | None = 0,
+        headroom_bytes: int | None = None,
+    ) -> PlanRequest:
+        """Create the planner's settings from the options of `load`."""
+        named: dict[PlanOption, bool] = {
+            "context": options.context_tokens is not None,
+            "kv_type": options.kv_type != "auto",
+            "draft": draft not in (None, "auto", "none"),
+            "gpu_layers": options.gpu_layers is not None,
+        }
+        fixed = frozenset(name for name, is_fixed in named.items() if is_fixed)
+        return cls(fixed, prefer, prefix_cache_bytes, headroom_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All decisions about loading a pair of models, made before anything is loaded.
+
+    Attributes:
+        pair: The target and its draft model, if any.
+        drafting: Drafting options, including the planner's changes.
+        options: Load options for both models together.
+        float32: Whether MLX converts 16-bit weights to float32 where that is faster.
+        plan: The memory plan.
+        advice: Advice for the user if the plan does not fit. Otherwise empty.
+        trained_tokens: Context length that the target was trained for. 0 if unknown.
+        longrope_switch_tokens: Context size above which the target uses its LongRoPE factors for long
+            contexts. 0 if it uses the same factors for all contexts.
+        draft_window: The draft model's attention window, or None if it sees the whole context.
+        why_in_turns: The reason why replies run one at a time although the user asked for several at once.
+            Empty if there is none.
+        context_is_fixed: Whether the user chose the context length.
+    """
+
+    pair: ModelPair
+    drafting: DraftingOptions
+    options: LoadOptions
+    float32: bool
+    plan: MemoryPlan
+    advice: str = ""
+    trained_tokens: int = 0
+    longrope_switch_tokens: int = 0
+    draft_window: AttentionWindow | None = None
+    why_in_turns: str = ""
+    context_is_fixed: bool = False
+
+    @property
+    def target_options(self) -> LoadOptions:
+        """The target's load options. Their memory limit excludes the draft model's weights and KV cache."""
+        kinds = ("weights", "cache")
+        draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
+        left = (self.options.memory_bytes or 0) - draft_bytes
+        # Lower the memory limit, so that MLX does not convert the weights to float32.
+        if not self.float32:
+            target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
+            left = min(left, sum(target))
+        return replace(self.options, memory_bytes=max(0, left))
+
+    @property
+    def initial_context_tokens(self) -> int:
+        """The target's initial context size in tokens. 0 if the target's KV cache grows token by token."""
+        if self.pair.target.backend.cache_follows_text:
+            return 0
+        tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
+        return tokens if first is None else initial_context(tokens, first, self.longrope_switch_tokens)
+
+    @property
+    def notice(self) -> str:
+        """Text that tells the user what differs from the request. Empty if nothing does."""
+        given_up = ", ".join(decision.what for decision in self.plan.decisions)
+        fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
+        return " · ".join(filter(None, (fitted, in_turns)))
+
+
+def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
+    """Return the budgets of main memory and graphics memory for the models.
+
+    Args:
+        backends: The backends of the models, the target's first.
+        arguments: The checked arguments of `load`.
+    """
+    if address_space_is_limited():
+        limit_malloc_arenas()
+        for backend in backends:
+            backend.preload()
+    cards = backends[0].graphics_cards()
+    return find_budget(as_bytes(arguments["memory"]), cards, as_bytes(arguments["reserve"]))
+
+
+def plan_pair(
+    pair: ModelPair,
+    drafting: DraftingOptions,
+    options: LoadOptions,
+    budget: Budget,
+    request: PlanRequest | None = None,
+) -> LoadPlan:
+    """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
+
+    If the user did not set a context length, the plan can choose a longer one than the default.
+
+    Raises:
+        ModelFileError, BackendMissingError: A model cannot be opened.
+        OptionError: The models cannot be loaded with these options.
+    """
+    request = request or PlanRequest()
+    fixed = _fixed_options(request, drafting)
+    with ExitStack() as undo:
+        estimator = PairEstimator(pair, drafting, options, undo, budget, request.headroom_bytes)
+        target, why_in_turns = estimator.target, estimator.why_in_turns
+        start = PlanChoice(
+            requested_context(options, target.trained_context_tokens),
+            options.kv_type,
+            pair.draft is not None,
+            drafting.window_tokens,
+            options.gpu_layers,
+            heads=len(pair.heads),
+        )
+        forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start)
+
+        def fit(fixed: set[PlanOption]) -> tuple[PlanChoice, MemoryPlan]:
+            return fit_to_budget(
+                start,
+                estimator.plan,
+                fixed=frozenset(fixed),
+                prefer=request.prefer,
+                gpu_layers=target.layers,
+                draft_forms=forms,
+            )
+
+        choice, plan = fit(fixed)
+        plan = _with_prefix_cache(plan, plan, request.prefix_cache_bytes)
+        initial_tokens = estimator.initial_context_tokens
+        grows = initial_tokens is not None and has_room_to_resize(plan)
+        if grows and options.context_tokens is None and plan.fits and not plan.decisions:
+            choice, plan = _extend_context(choice, plan, estimator, request.prefix_cache_bytes)
+        chosen = estimator.load_options(choice)
+        window = estimator.draft_window(choice, plan.context_tokens)
+        if choice.draft_form:
+            pair = replace(pair, draft=estimator.draft_file(choice))
+        advice = "" if plan.fits else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
+    if pair.draft and not choice.draft:
+        why = f"the draft model {pair.draft.name} does not fit in memory"
+        pair = replace(pair, draft=None, why_no_draft=why)
+    if choice.heads < len(pair.heads):
+        names = [head.name for head in pair.heads[choice.heads :]]
+        heads = f"heads {' and '.join(names)} do" if len(names) > 1 else f"head {names[0]} does"
+        why = f"the {heads} not fit in memory"
+        pair = replace(pair, heads=pair.heads[: choice.heads], why_no_head=why, why_heads="")
+    drafting = replace(
+        drafting,
+        window_tokens=choice.draft_window,
+        # If the draft model does not fit in memory, do not use a low-bit copy of the target instead.
+        has_room_for_copy=choice.copy and start.draft == choice.draft and options.workers is None,
+        draft_kv_type=choice.draft_kv_type,
+    )
+    checked = ("weights", "cache", "headroom")
+    left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind not in checked)
+    chosen = replace(
+        chosen,
+        memory_bytes=max(0, left),
+        initial_context_tokens=initial_tokens if grows else None,
+    )
+    return LoadPlan(
+        pair,
+        drafting,
+        chosen,
+        choice.float32,
+        plan,
+        advice,
+        target.trained_context_tokens,
+        target.longrope_switch_tokens,
+        window,
+        why_in_turns,
+        "context" in fixed,
+    )
+
+
+def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:
+    fixed = set(request.fixed)
+    if "kv_type" in fixed:
+        fixed.add("draft_kv_type")
+    if drafting.needs_draft_model or drafting.arguments["learn"]:
+        fixed.add("draft")
+    if drafting.names_head:
+        fixed.add("heads")
+    if drafting.names_copy:
+        fixed.add("copy")
+    if drafting.window_tokens is not None or not {"auto", *readers_of("draft_window")} & set(
+        drafting.methods
+    ):
+        fixed.add("draft_window")
+    return fixed
+
+
+def _with_prefix_cache(plan: MemoryPlan, first: MemoryPlan, requested_bytes: int | None) -> MemoryPlan:
+    """Return a plan with the size limit of the prefix cache.
+
+    Args:
+        plan: The plan.
+        first: The plan before its context was extended. Its free memory determines the limit, so that a
+            longer context takes nothing from the prefix cache.
+        requested_bytes: The limit that the user set, or None for the default.
+    """
+    free = first.free_bytes("memory") if first.fits else 0
+    default = default_memory_bytes(free, plan.target_cache_bytes)
+    limit = default if requested_bytes is None else min(requested_bytes, free)
+    return replace(plan, prefix_cache_bytes=limit)
+
+
+def _extend_context(
+    choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator, prefix_cache_bytes: int | None
+) -> tuple[PlanChoice, MemoryPlan]:
+    """Return the load options with the longest context that fits in memory, and their memory plan."""
+    max_tokens = min(estimator.target.trained_context_tokens, estimator.max_context_for_draft(choice))
+    powers = (1 << exponent for exponent in reversed(range(max_tokens.bit_length())))
+    for tokens in dict.fromkeys((max_tokens, *powers)):
+        if tokens <= choice.context_tokens:
+            break
+        longer = replace(choice, context_tokens=tokens)
+        with suppress(OptionError, MemoryBudgetError):
+            candidate = _with_prefix_cache(estimator.plan(longer), plan, prefix_cache_bytes)
+            if (
+                candidate.fits
+                and candidate.free_bytes("memory") >= candidate.prefix_cache_bytes
+                and candidate.kv_type == plan.kv_type
+                and has_room_to_resize(candidate)
+            ):
+                return longer, candidate
+    return choice, plan
+
+
+def check_fits(planned: LoadPlan) -> None:
+    """Raise MemoryBudgetError if a load plan does not fit in memory.
+
+    The error names the largest items and includes the advice for the user.
+    """
+    plan = planned.plan
+    if plan.fits:
+        return
+    pool = min(plan.pools, key=plan.free_bytes)
+    where = " on the graphics cards" if pool == "gpu" else ""
+    largest = sorted((i for i in plan.items if i.pool == pool), key=lambda item: -item.bytes)[:3]
+    named = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in largest)
+    context = f"a context of {planned.options.context_tokens:,} tokens"
+    if not planned.context_is_fixed:
+        context += ", the smallest that edgespec chooses,"
+    raise MemoryBudgetError(
+        f"{planned.pair.target.name} with {context} needs"
+        f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
+        f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}); the largest parts are {named}",
+        planned.advice,
+    )

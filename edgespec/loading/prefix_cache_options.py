@@ -1,0 +1,104 @@
+"""Create the prefix cache of a loaded target."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgespec.errors import ModelFileError
+from edgespec.memory import MemoryPlan
+from edgespec.memory.prefix_cache import (
+    HeadState,
+    PrefixCache,
+    PrefixCacheDisk,
+    ReuseCosts,
+    max_copy_bytes,
+)
+from edgespec.methods.costs.target_costs import PassCosts
+from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.model_facts import Adapter
+from edgespec.model.registry import all_files, format_at
+from edgespec.store.saved_arrays import models_fingerprint
+from edgespec.system.files import file_state
+
+__all__ = ["create_prefix_cache", "file_states"]
+
+# Assume that prefill is this many times faster per token than decoding, until a prefill has been timed.
+_PREFILL_SPEEDUP = 4.0
+# Assumed memory bandwidth during decoding, in bytes per second.
+_ASSUMED_BYTES_PER_SECOND = 1e10
+
+
+def file_states(target: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """Return the state of each file of a model and its adapters, to detect later changes.
+
+    Returns an empty tuple if the state of a file cannot be read.
+    """
+    try:
+        files = format_at(target).files(target)
+        files += [file for adapter in adapters for file in all_files(Path(adapter.path))]
+        return tuple(map(file_state, files))
+    except (OSError, ModelFileError):
+        return ()
+
+
+def create_prefix_cache(
+    place: str,
+    disk_bytes: int | None,
+    target: LanguageModel,
+    heads: Sequence[HeadState],
+    load_options: LoadOptions,
+    costs: PassCosts,
+    plan: MemoryPlan,
+    states_before: tuple[str, ...],
+) -> PrefixCache | None:
+    """Create the prefix cache of a loaded target, or return None if `place` is `none`.
+
+    Args:
+        place: Where to cache prefixes: `none`, `memory` or `disk`.
+        disk_bytes: The size limit of the cache on disk, or None for the default.
+        target: The loaded target.
+        heads: The heads that draft for the target.
+        load_options: The options that the target was loaded with.
+        costs: The durations of the target's forward passes.
+        plan: The memory plan.
+        states_before: The result of `file_states` before loading. If the files have changed since then,
+            nothing is cached on disk, because the loaded weights are unknown.
+    """
+    if place == "none":
+        return None
+    disk, notice = None, ""
+    if place == "disk":
+        identity = _identity(target, load_options, costs, states_before)
+        if states_before and file_states(Path(target.facts.path), load_options.adapters) == states_before:
+            disk = PrefixCacheDisk(identity, disk_bytes)
+        else:
+            notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
+    prefill_seconds = target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
+    return PrefixCache(
+        target,
+        plan.prefix_cache_bytes,
+        disk,
+        heads=heads,
+        reuse_costs=ReuseCosts(prefill_seconds),
+        max_copied_bytes=max_copy_bytes(plan.free_bytes("memory")),
+        reserve_bytes=plan.budget.reserve_bytes,
+        notice=notice,
+    )
+
+
+def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:
+    """Return a digest of all files and settings that affect the values in the KV cache."""
+    stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
+    parts = [
+        models_fingerprint(target.facts),
+        costs.settings_key,
+        repr(stored),
+        target.facts.rollback,
+        target.facts.cache_variant,
+        *states,
+    ]
+    if not target.facts.capabilities.prefix_reuse_exact:
+        parts.append("read in whole pieces")
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

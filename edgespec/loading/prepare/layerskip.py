@@ -1,0 +1,216 @@
+"""Prepare a GGUF model for early-exit drafting by splitting it into a lower and an upper part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.llamacpp import load
+from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, ModelFileError, OptionError
+from edgespec.loading.prepare.exit_measurement import measure_exits
+from edgespec.loading.prepare.gguf_parts import GgufParts, Metadata, Tensors, split_metadata, write_gguf
+from edgespec.methods.layerskip.exit_table import Exit
+from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.formats import layerskip_files
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.registry import format_at
+from edgespec.model.trial_load import TrialModel, check_loadable
+from edgespec.store.prepared.builder import BuildFolder, build, interrupted_settings
+from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, find_prepared
+
+__all__ = ["measured_exit", "prepare_layerskip"]
+
+_TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
+_TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
+# Maximum difference between the logits of the split and the original model, in standard deviations of the
+# logits. Rounding errors are smaller.
+_MAX_DIFFERENCE = 1e-3
+
+
+def prepare_layerskip(
+    path: Path,
+    exit_layer: int | None = None,
+    *,
+    to: Path | None = None,
+    progress: Progress | None = None,
+) -> PreparedModel:
+    """Split a model at an exit layer for early-exit drafting (LayerSkip, arXiv 2404.16710).
+
+    The lower part drafts, and the upper part verifies using the lower part's hidden states. Both share the
+    embedding and the output head. Before the split model is used, its logits are compared with the
+    original's. If a valid split model already exists, it is returned.
+
+    Args:
+        path: Path of a GGUF file.
+        exit_layer: Number of layers in the lower part. If None, the fastest exit layer is measured.
+        to: Folder to create. Defaults to a folder in the store.
+        progress: Reports progress while reading and writing.
+
+    Returns:
+        The split model. Its facts are `layer_count` and `exits`, the measurements. `exits` is empty if the
+        model's hidden states cannot be read.
+
+    Raises:
+        OptionError: `exit_layer` is out of range for the model.
+        CapabilityError: The model cannot be split, or no exit is faster than plain decoding.
+        ModelFileError: The file is damaged or not a model, or there is not enough disk space.
+        CancelledError: `progress` returned False.
+    """
+    source = GgufParts(gguf_files(path))
+    _check_source(source, path)
+    check_loadable([TrialModel(path.name, path, format_at(path), runs=True)], progress)
+    exits: tuple[Exit, ...] | None = None
+    if exit_layer is None:
+        if to is None and (existing := _find_valid(path)):
+            return existing
+        exit_layer, exits = _choose_exit(source, path, progress)
+    if not 1 <= exit_layer < source.layer_count:
+        raise OptionError(
+            f"--exit {exit_layer} is out of range: {path.name} has {source.layer_count} layers",
+            f"use a layer from 1 to {source.layer_count - 1}, or auto",
+        )
+    needed_bytes = sum(one.n_bytes for one in source.tensors.values()) + 3 * source.header_bytes
+
+    def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
+        _write_parts(build_folder, source, path, exit_layer, progress)
+        measured = exits or ()
+        if exits is None:
+            with suppress(CapabilityError):  # The measurements are optional.
+                measured = measure_exits(path, source, exit_layer, progress).exits
+        return {"layer_count": source.layer_count, "exits": [one.to_json() for one in measured]}
+
+    settings = {"exit_layer": exit_layer}
+    return build(
+        "layerskip", path, settings, write_files, needed_bytes=needed_bytes, to=to, progress=progress
+    )
+
+
+def measured_exit(prepared: PreparedModel) -> Exit | None:
+    """Return the measured speed-up of the prepared exit layer, or None if it was not measured."""
+    exits = (Exit(**value) for value in prepared.facts.get("exits", ()))
+    return next((one for one in exits if one.exit_layer == prepared.settings["exit_layer"]), None)
+
+
+def _find_valid(path: Path) -> PreparedModel | None:
+    with suppress(ModelFileError):
+        if existing := find_prepared("layerskip", path):
+            check_prepared(existing, path)
+            return existing
+    return None
+
+
+def _choose_exit(
+    source: GgufParts, path: Path, progress: Progress | None
+) -> tuple[int, tuple[Exit, ...] | None]:
+    settings = interrupted_settings("layerskip", path)
+    if settings is not None:
+        return int(settings["exit_layer"]), None
+    table = measure_exits(path, source, progress=progress)
+    if not table.is_faster:
+        raise CapabilityError(
+            f"{path.name}: {table.verdict}",
+            f"use another method, or --exit {table.best.exit_layer} to prepare it anyway",
+        )
+    return table.best.exit_layer, table.exits
+
+
+def _check_source(source: GgufParts, path: Path) -> None:
+    """Raise CapabilityError if the model cannot be split into two parts."""
+    reason = ""
+    if source.layer_count < 2:
+        reason = f"it has {source.layer_count} layer"
+    elif source.value("nextn_predict_layers", 0):
+        reason = "its last layers are a multi-token prediction head"
+    elif source.value("attention.shared_kv_layers", 0):
+        reason = "some of its layers share the KV cache of earlier layers"
+    if reason:
+        raise CapabilityError(f"{path.name} cannot be prepared for early exit: {reason}")
+
+
+def _write_parts(
+    build_folder: BuildFolder, source: GgufParts, path: Path, exit_layer: int, progress: Progress | None
+) -> None:
+    expected, description = _original_logits(path, progress)
+    shared, count = source.shared(), source.layer_count
+    lower, upper = source.layers(0, exit_layer), source.layers(exit_layer, count)
+    integer, string = gguf.GGUFValueType.UINT64, gguf.GGUFValueType.STRING
+    parameters = sum(int(tensor.n_elements) for tensor in source.tensors.values())
+    extra: Metadata = {
+        layerskip_files.SHARED_BYTES_KEY: (sum(one.n_bytes for one in shared.values()), integer, None),
+        layerskip_files.PARAMETERS_KEY: (parameters, integer, None),
+        layerskip_files.DESCRIPTION_KEY: (description, string, None),
+    }
+    parts: list[tuple[str, Metadata, Tensors]] = [
+        (layerskip_files.SHARED, split_metadata(1, 3, 0), shared),
+        (layerskip_files.LOWER, split_metadata(2, 3, 0), lower),
+        (layerskip_files.UPPER, split_metadata(2, 3, 0), upper),
+    ]
+    for name, begin, end, tensors in (
+        (layerskip_files.LOWER_FIRST, 0, exit_layer, lower),
+        (layerskip_files.UPPER_FIRST, exit_layer, count, upper),
+    ):
+        split = split_metadata(0, 3, len(shared) + len(tensors))
+        parts.append((name, source.metadata(begin, end) | extra | split, {}))
+    write = partial(write_gguf, architecture=source.architecture, progress=progress)
+    for name, metadata, tensors in parts:
+        build_folder.file(name, partial(write, metadata=metadata, tensors=tensors))
+    _test_split_model(build_folder.folder, path, expected, progress)
+
+
+def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.float32], str]:
+    model = load(str(path), path.name, _TEST_OPTIONS, progress)
+    try:
+        capabilities = model.facts.capabilities
+        if not (capabilities.rollback and capabilities.tree):
+            raise CapabilityError(
+                f"{path.name} cannot be prepared for early exit: {capabilities.reason}",
+                "use the original file",
+            )
+        return _test_logits(model), model.facts.description
+    finally:
+        model.close()
+
+
+def _test_split_model(
+    folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None
+) -> None:
+    try:
+        model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
+    except ModelFileError as error:
+        raise CapabilityError(f"{path.name} cannot run as a split model: {error.what}") from error
+    try:
+        actual = _test_logits(model)
+    finally:
+        model.close()
+    difference = np.abs(actual - expected).max(axis=1) / expected.std(axis=1)
+    if not np.isfinite(actual).all() or not (difference <= _MAX_DIFFERENCE).all():
+        raise CapabilityError(
+            f"{path.name} cannot be split into two parts: its logits would change by"
+            f" {float(difference.max()):.2g} standard deviations",
+            "choose another exit layer with --exit",
+        )
+
+
+def _test_logits(model: LanguageModel) -> NDArray[np.float32]:
+    size = model.facts.vocab_size
+    count = _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS + _TEST_STEPS
+    tokens = np.random.default_rng(0).integers(0, size, count).tolist()
+    all_tokens = np.arange(size)
+    model.prefill(tokens[:_TEST_PREFILL_TOKENS])
+    drafted = tokens[_TEST_PREFILL_TOKENS : _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS]
+    logits = model.verify(TokenTree.chain(drafted[0], drafted[1:]))
+    rows = [logits.at(row, all_tokens) for row in range(len(drafted))]
+    model.commit(tuple(range(1, len(drafted))))
+    for token in tokens[-_TEST_STEPS:]:
+        rows.append(model.verify(TokenTree.chain(token)).at(0, all_tokens))
+        model.commit(())
+    return np.array(rows, np.float32)

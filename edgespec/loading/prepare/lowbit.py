@@ -1,0 +1,146 @@
+"""Prepare a low-bit copy of a GGUF model, which drafts using the target's own KV cache (QSpec)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import TYPE_CHECKING, Any
+
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.methods.lowbit.copies import COPY_FILE, can_save_time, find_lowbit, is_valid
+from edgespec.model.base import Progress
+from edgespec.model.registry import format_at
+from edgespec.model.trial_load import TrialModel, check_loadable
+from edgespec.store.prepared.builder import BuildFolder, build
+from edgespec.store.prepared.prepared_files import (
+    PreparedModel,
+    check_prepared,
+    model_files,
+    read_prepared,
+)
+from edgespec.system.files import error_reason, format_bytes, write_advice
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.quantise import QuantisedSize
+
+__all__ = ["DEFAULT_TYPE", "prepare_lowbit"]
+
+DEFAULT_TYPE = "Q4_0"
+# Name of the temporary file that contains both parts of a split model.
+_MERGED = "whole.gguf"
+# The type with the fewest bits that does not need an importance matrix.
+_SMALLEST_TYPE = "Q2_K"
+# Extra disk space in bytes for the header of the low-bit copy.
+_HEADER_BYTES = 1 << 20
+
+
+def prepare_lowbit(
+    path: Path, type_name: str = DEFAULT_TYPE, *, to: Path | None = None, progress: Progress | None = None
+) -> PreparedModel:
+    """Create a copy of a model with fewer bits per weight, or return an existing valid copy.
+
+    The copy drafts for the model and shares its KV cache, as in QSpec (arXiv 2410.11305).
+
+    Args:
+        path: A GGUF file, or a folder prepared for early exit. For such a folder, the copy is made from the
+            original file. If that file no longer exists, the lower and upper parts are merged into a
+            temporary file first.
+        type_name: Quantisation type for the copy, such as Q4_0.
+        to: Folder to create. Defaults to a folder in the store.
+        progress: Reports progress while reading and writing.
+
+    Returns:
+        The copy. Its facts are `type`, `source_weight_bytes`, `weight_bytes` and `saved_bytes`.
+
+    Raises:
+        OptionError: The type is unknown, or would not make the model smaller.
+        CapabilityError: The type needs an importance matrix, or the copy cannot share the model's KV cache.
+        ModelFileError: The model cannot be read, or there is not enough disk space.
+        BackendError: llama.cpp failed.
+        CancelledError: `progress` returned False.
+    """
+    from edgespec.backends.llamacpp.lowbit import check_can_share_cache
+    from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise
+
+    type_name = parse_quantisation_type(type_name)
+    if path.is_dir():
+        existing = find_lowbit(path, type_name)
+        if to is None and existing is not None and is_valid(existing, path):
+            return existing
+        split_model = read_prepared(path)
+        check_prepared(split_model)
+        if is_valid(split_model, split_model.source):
+            path = split_model.source
+    source_bytes = sum(part.stat().st_size for part in model_files(path))
+    if not path.is_dir():
+        check_loadable([TrialModel(path.name, path, format_at(path), runs=False)], progress)
+        check_can_share_cache(path)
+    size = _size(path, type_name)
+    facts: Mapping[str, Any] = {
+        "type": type_name,
+        "source_weight_bytes": size.source_bytes,
+        "weight_bytes": size.copy_bytes,
+        "saved_bytes": size.source_bytes - size.copy_bytes,
+    }
+
+    def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
+        def write_copy(path: Path) -> None:
+            with _single_file(build_folder.source, build_folder.folder, progress) as single_file:
+                quantise(single_file, path, type_name, progress)
+
+        build_folder.file(COPY_FILE, write_copy)
+        return facts
+
+    # The GGUF header of the quantised file is about as large as the original header.
+    header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
+    needed_bytes = size.copy_bytes + header_bytes + (source_bytes if path.is_dir() else 0)
+    settings = {"type": type_name}
+    return build("lowbit", path, settings, write_files, needed_bytes=needed_bytes, to=to, progress=progress)
+
+
+def _size(path: Path, type_name: str) -> QuantisedSize:
+    from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
+
+    try:
+        with TemporaryDirectory() as folder, _single_file(path, Path(folder), header_only=True) as header:
+            size = quantised_size(header, type_name)
+            smallest = quantised_size(header, _SMALLEST_TYPE)
+    except OSError as error:
+        raise ModelFileError(
+            f"a temporary file for {path} cannot be written: {error_reason(error)}",
+            write_advice(error, Path(gettempdir()), "TMPDIR"),
+        ) from error
+    if size.needs_importance_matrix:
+        raise importance_matrix_error(type_name)
+    advice = (
+        f"choose a type with fewer bits, such as {_SMALLEST_TYPE}"
+        if can_save_time(smallest.copy_bytes, smallest.source_bytes)
+        else "choose another method, because this model already uses few bits per weight"
+    )
+    if size.copy_bytes >= size.source_bytes:
+        raise OptionError(
+            f"a {type_name} copy would take {format_bytes(size.copy_bytes)}, which is no less than the"
+            f" {format_bytes(size.source_bytes)} of the model itself",
+            advice,
+        )
+    if not can_save_time(size.copy_bytes, size.source_bytes):
+        raise OptionError(
+            f"a {type_name} copy would be no use: its passes would read {format_bytes(size.copy_bytes)}, and"
+            f" those of the model read {format_bytes(size.source_bytes)}, so drafting with the copy would"
+            " cost more time than it saves",
+            advice,
+        )
+    return size
+
+
+def _single_file(
+    source: Path, folder: Path, progress: Progress | None = None, *, header_only: bool = False
+) -> AbstractContextManager[Path]:
+    """Return the model as a single GGUF file. A split model is first merged into a file in `folder`."""
+    if not source.is_dir():
+        return nullcontext(source)
+    from edgespec.loading.prepare.gguf_parts import merged_file
+
+    return merged_file(source, folder / _MERGED, progress, header_only=header_only)

@@ -1,0 +1,182 @@
+"""Recommend a model for this machine, from its memory and its measured speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from edgespec.loading.model_list import catalogue_models, installed_models
+from edgespec.loading.planning import budget_for
+from edgespec.loading.speed_prediction import (
+    SpeedPrediction,
+    catalogue_weights,
+    predict_speed,
+    recommended_draft,
+)
+from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
+from edgespec.model.base import Progress
+from edgespec.model.registry import FileFormat, backend_of, format_of
+from edgespec.options.settings import check_load_arguments
+from edgespec.store.catalogue import ModelEntry
+from edgespec.store.installed import find_installed
+from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
+
+__all__ = ["Candidate", "Recommendation", "Task", "recommend"]
+
+Task = Literal["chat", "code"]
+
+# Comfortable and minimum acceptable speeds for reading along, in tokens per second.
+_COMFORTABLE_SPEED, _ACCEPTABLE_SPEED = 8.0, 4.0
+# Recommend a draft model only if its expected speed-up is at least this.
+_MIN_SPEEDUP = 1.05
+# Suggest another quantisation only if it is faster by at least this factor.
+_MIN_QUANTISATION_GAIN = 1.15
+# Do not suggest quantisations with fewer bits per weight than this.
+_MIN_BITS = 4.5
+# Part of the names of models that were trained to write programs.
+_CODE_NAME = "coder"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model that fits in memory, and its expected speed.
+
+    Attributes:
+        reference: A reference to the model.
+        draft: A reference to its recommended draft model. Empty if there is none.
+        is_installed: Whether the model is on this machine.
+        parameters: Number of parameters.
+        download_bytes: Size of the files of the model and its draft model that are not on this machine.
+        needed_bytes: Approximate memory that both models need with a context of 8,192 tokens.
+        speed: The predicted speed.
+        faster_type: The quantisation type with which the model would be clearly faster because speculation
+            would save more time. Empty if there is none.
+        is_for_code: Whether the model was trained to write programs.
+    """
+
+    reference: str
+    draft: str
+    is_installed: bool
+    parameters: int
+    download_bytes: int
+    needed_bytes: int
+    speed: SpeedPrediction
+    faster_type: str = ""
+    is_for_code: bool = False
+
+    @property
+    def uses_draft(self) -> bool:
+        """Whether the draft model makes replies clearly faster."""
+        return bool(self.draft) and self.speed.speedup >= _MIN_SPEEDUP
+
+    @property
+    def command(self) -> str:
+        """The command that starts a chat with this model."""
+        return f"edgespec chat --target {self.reference}" + (
+            f" --draft {self.draft}" if self.uses_draft else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The models that fit this machine, largest first.
+
+    Attributes:
+        best: The recommended model, or None if no model fits.
+        candidates: All models that fit.
+        machine: The measured speed of this machine.
+        budget_bytes: Memory that edgespec may use.
+    """
+
+    best: Candidate | None
+    candidates: tuple[Candidate, ...]
+    machine: MachineSpeed
+    budget_bytes: int
+
+
+def recommend(
+    task: Task = "chat",
+    *,
+    memory: str | int | None = None,
+    reserve: str | int | None = None,
+    remeasure: bool = False,
+    progress: Progress | None = None,
+) -> Recommendation:
+    """Recommend a model for this machine, and predict the speed of all that fit.
+
+    Measures this machine the first time, and once more if other programs disturbed the measurement and are
+    no longer busy. This takes up to 20 seconds. Downloads nothing.
+
+    Args:
+        task: What the model will be used for.
+        memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
+        reserve: Memory to leave for other programs if `memory` is None.
+        remeasure: Whether to measure this machine even if saved measurements exist.
+        progress: Called with a description and the completed fraction. Returning False cancels.
+
+    Raises:
+        OptionError: A size is invalid.
+        CancelledError: `progress` returned False.
+        EdgespecError: A temporary file for the measurement cannot be written.
+    """
+    arguments = check_load_arguments({"memory": memory, "reserve": reserve})
+    form = format_of("gguf")
+    machine = None if remeasure else saved_machine_speed(form)
+    # On a machine that is always busy, measuring again every time would give no better result.
+    if machine is None or (machine.is_disturbed and CPU_LOAD.busy_cores() <= MAX_BUSY_CORES):
+        machine = measure_machine(form, progress)
+    budget = budget_for([backend_of(form.name)], arguments)
+    candidates = _candidates(form, machine, budget.total_bytes)
+    ordered = tuple(sorted(candidates, key=lambda each: -each.parameters))
+    return Recommendation(_best(ordered, task), ordered, machine, budget.total_bytes)
+
+
+def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> Iterator[Candidate]:
+    """Yield the installed models of a format that fit, then the other models of the catalogue that fit."""
+    installed = find_installed()
+    names = {each.entry.name for each in installed.models if each.entry and each.format == form.name}
+    for model in (
+        *installed_models(form, installed, machine, budget_bytes),
+        *catalogue_models(form, names, machine, budget_bytes),
+    ):
+        if model.fits and model.speed is not None:
+            listed = None if model.is_installed else model.entry
+            yield Candidate(
+                reference=model.reference,
+                draft=model.draft,
+                is_installed=model.is_installed,
+                parameters=model.parameters,
+                download_bytes=model.download_bytes,
+                needed_bytes=model.needed_bytes,
+                speed=model.speed,
+                faster_type=_faster_type(listed, model.speed, machine) if listed else "",
+                is_for_code=_CODE_NAME in (listed.name if listed else model.family.lower()),
+            )
+
+
+def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpeed) -> str:
+    """Return a quantisation type with which the model and its draft model are clearly faster, or ''."""
+    models, draft = entry.file_format.benchmark_models, recommended_draft(entry)
+    if draft is None or models is None:
+        return ""
+    best, most = "", speed.fastest_tokens_per_second * _MIN_QUANTISATION_GAIN
+    draft_weights, ratio = catalogue_weights(draft), draft.parameters / entry.parameters
+    own_types = catalogue_weights(entry).bytes_of
+    for name, bits in models.types.items():
+        if name in own_types:
+            continue
+        other = predict_speed(machine, catalogue_weights(entry, name), draft_weights, ratio)
+        if bits >= _MIN_BITS and other.fastest_tokens_per_second > most:
+            best, most = name, other.fastest_tokens_per_second
+    return best
+
+
+def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
+    """Return the largest model that is comfortably or at least acceptably fast, or else the fastest model."""
+    suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
+    for least in (_COMFORTABLE_SPEED, _ACCEPTABLE_SPEED):
+        fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]
+        if fast:
+            return max(fast, key=lambda each: (each.parameters, each.is_installed))
+    return max(suitable, key=lambda each: each.speed.fastest_tokens_per_second, default=None)

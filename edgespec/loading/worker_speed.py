@@ -1,0 +1,197 @@
+"""Predict how fast a target on several machines is, and how long it takes to send its weights to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.link import LinkSpeed
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
+from edgespec.model.memory_estimate import MachineShare
+from edgespec.model.pass_weights import OutputLayer, PassWeights
+from edgespec.model.registry import format_of
+from edgespec.store.reference import Resolved
+
+__all__ = ["SpreadPrediction", "output_is_faster_on_worker", "predict_spread", "saved_speed_json"]
+
+_HERE = "this machine"
+# Rows of logits per pass when deciding where the output layer is, which are those of a draft of four tokens.
+# This is a heuristic, because the draft length changes with the text.
+_OUTPUT_ROWS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadPrediction:
+    """The expected speed of plain decoding with a short context on several machines.
+
+    Attributes:
+        links: The measured connection to each worker.
+        send_seconds: Time to send the weights to all workers over the measured connections, if none of them
+            has cached weights. Loading takes longer if files or processors are slower than the network.
+        tokens_per_second: The speed. None if a machine has not been measured, or cannot be for the format.
+        unmeasured: The machines with a part of the target that `edgespec recommend` has not measured.
+        alone: The expected speed with all layers on one machine, for the machines that can hold them and
+            were measured.
+        fits_here: Whether the whole target fits on this machine.
+        disturbed: The machines on which other programs were busy when their speed was measured.
+        faster_alone: The machine in `alone` that is faster than all machines together. Empty if none is.
+    """
+
+    links: tuple[LinkSpeed, ...]
+    send_seconds: float
+    tokens_per_second: float | None
+    unmeasured: tuple[str, ...]
+    alone: Mapping[str, float]
+    fits_here: bool
+    faster_alone: str
+    disturbed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the prediction as JSON-compatible values."""
+        return {
+            "links": [
+                {"round_trip_seconds": link.round_trip_seconds, "bytes_per_second": link.bytes_per_second}
+                for link in self.links
+            ],
+            "send_seconds": self.send_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "unmeasured": list(self.unmeasured),
+            "measured_while_busy": list(self.disturbed),
+            "alone_tokens_per_second": dict(self.alone),
+            "fits_on_this_machine": self.fits_here,
+            "faster_alone": self.faster_alone or None,
+        }
+
+
+def predict_spread(
+    target: Resolved, workers: ConnectedWorkers, machines: Sequence[MachineShare], *, fits_here: bool
+) -> SpreadPrediction:
+    """Measure the connections to the workers, and predict the speed of a target on several machines.
+
+    Args:
+        target: The target.
+        workers: The workers.
+        machines: The target's shares, this machine's first.
+        fits_here: Whether the whole target fits on this machine.
+
+    Raises:
+        WorkerError: The connection to a worker broke.
+        ModelFileError: A file of the target is damaged.
+    """
+    form = target.file_format
+    links = tuple(map(workers.speed_of, workers.links))
+    send_seconds = sum(
+        share.weight_bytes / link.bytes_per_second for share, link in zip(machines[1:], links, strict=True)
+    )
+    if form.read_pass_weights is None:
+        return SpreadPrediction(links, send_seconds, None, (), {}, fits_here, "")
+    weights = form.read_pass_weights(target.path)
+    row_growth_bytes = weights.output.row_growth_bytes if weights.output else 0
+    trips = [0.0]
+    for share, link in zip(machines[1:], links, strict=True):
+        growth = row_growth_bytes / link.bytes_per_second if share.has_output else 0.0
+        trips.append(link.round_trip_seconds + growth)
+    speeds = (saved_machine_speed(form), *(_from_json(link.status.speed) for link in workers.links))
+    layers = sum(share.layers for share in machines)
+    # The weights that are not in layers are those of the output layer.
+    in_layers = sum(share.read_fraction for share in machines)
+    fractions = [share.read_fraction + (1.0 - in_layers if share.has_output else 0.0) for share in machines]
+
+    def seconds(machine: int, fraction: float, layers: int) -> float | None:
+        """Return the time for a part of a pass on one machine. None if the machine was not measured."""
+        speed = speeds[machine]
+        part = {name: round(size * fraction) for name, size in weights.bytes_of.items()}
+        return None if speed is None else trips[machine] + speed.pass_seconds(PassWeights(part, layers))
+
+    parts = {_HERE: seconds(0, fractions[0], machines[0].layers)}
+    alone = {_HERE: seconds(0, 1.0, layers)} if fits_here else {}
+    for machine, share in enumerate(machines[1:], 1):
+        if share.layers:
+            parts[share.name] = seconds(machine, fractions[machine], share.layers)
+        # A worker that has the output layer keeps it.
+        fraction = 1.0 if share.has_output else in_layers
+        output, rest = seconds(0, 1.0 - fraction, 0), seconds(machine, fraction, layers)
+        if share.can_hold_all and share.layers < layers and None not in (output, rest):
+            alone[share.name] = (output or 0.0) + (rest or 0.0)
+    # If a machine was not measured, this is a lower bound.
+    together = sum(filter(None, parts.values()))
+    measured = {name: 1.0 / each for name, each in alone.items() if each is not None}
+    fastest = max(measured, key=lambda name: measured[name], default="")
+    unmeasured = tuple(name for name, each in parts.items() if each is None)
+    return SpreadPrediction(
+        links,
+        send_seconds,
+        None if unmeasured else 1.0 / together,
+        unmeasured,
+        measured,
+        fits_here,
+        fastest if fastest and measured[fastest] * together > 1.0 else "",
+        tuple(
+            share.name
+            for share, speed in zip(machines, speeds, strict=True)
+            if speed is not None and speed.is_disturbed
+        ),
+    )
+
+
+def output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> bool:
+    """Return whether passes are faster if the output layer is on the last worker instead of this machine.
+
+    Returns False if the target has no output layer of its own, or if one of both machines was not measured.
+    Measures the connection to the worker only if the result depends on it.
+
+    Raises:
+        WorkerError: The connection to the worker broke.
+        ModelFileError: A file of the target is damaged.
+    """
+    form, link = target.file_format, workers.links[-1]
+    output = form.read_pass_weights(target.path).output if form.read_pass_weights else None
+    here, there = saved_machine_speed(form), _from_json(link.status.speed)
+    if output is None or here is None or there is None:
+        return False
+    # On a network of unlimited bandwidth, only the speeds of the machines count.
+    return _saves_time(output, here, there, math.inf) and _saves_time(
+        output, here, there, workers.speed_of(link).bytes_per_second
+    )
+
+
+def _saves_time(
+    output: OutputLayer, here: MachineSpeed, there: MachineSpeed, bytes_per_second: float
+) -> bool:
+    """Return whether a worker computes the output layer faster, including the time to send the logits."""
+    weights = PassWeights({output.type_name: output.size_bytes}, 0)
+    sending = _OUTPUT_ROWS * output.row_growth_bytes / bytes_per_second
+    return there.pass_seconds(weights) + sending < here.pass_seconds(weights)
+
+
+def saved_speed_json() -> dict[str, Any]:
+    """Return the measured speed of this machine with GGUF models as JSON-compatible values, or {}."""
+    speed = saved_machine_speed(format_of("gguf"))
+    if speed is None:
+        return {}
+    seconds = {name: each.curve.target_step_seconds for name, each in speed.types.items()}
+    return {
+        "layer_seconds": speed.layer_seconds,
+        "seconds_per_byte": seconds,
+        "busy_cores": speed.busy_cores,
+    }
+
+
+def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
+    """Return the speed of a worker's machine with single-token passes, or None if it was not measured."""
+    try:
+        seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
+        layer_seconds = float(values["layer_seconds"])
+        # Workers of older versions do not report this.
+        busy_cores = float(values.get("busy_cores", 0.0))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    numbers = (layer_seconds, *seconds.values())
+    if not seconds or not all(math.isfinite(each) and each > 0 for each in numbers):
+        return None
+    types = {name: TypeSpeed(CostCurve((1,), (each,)), each) for name, each in seconds.items()}
+    return MachineSpeed(types, layer_seconds, busy_cores)

@@ -1,0 +1,348 @@
+"""Run the target passes of a reply again, in an empty context, and judge the reply by the result.
+
+A pass over several tokens can round differently than a pass over one token. A speculative reply may therefore
+differ from plain decoding although the loop, the rollback and the caches are right. A replay separates the
+two cases. It runs passes of the same shapes over the reply's own tokens, so that they are rounded in the same
+way. If this gives the same tokens, and the rejected tokens do not change a bit of the logits, the difference
+is rounding. Otherwise, it is a fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engine.logits import Logits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Round
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import MemoryBudgetError
+from edgespec.losslessness.logit_rows import MAX_ROWS, largest_difference
+from edgespec.memory.target_cache import read_prompt
+from edgespec.model.base import LanguageModel
+from edgespec.model.memory_check import round_up_to_block
+
+__all__ = [
+    "Judgement",
+    "MadeReply",
+    "PromptRead",
+    "Reason",
+    "Replayed",
+    "Verdict",
+    "find_fault",
+    "judge",
+    "plain_rounds",
+    "replay",
+]
+
+Verdict = Literal["rounding", "fault"]
+
+
+class Reason(StrEnum):
+    """Why a reply is wrong, as far as further replays can tell.
+
+    Attributes:
+        REJECTED_TOKENS: Rejected draft tokens change the logits of later passes, so they were not removed
+            from the target's cache.
+        STALE_CACHE: The reply is wrong because of tokens that earlier replies left in the target's cache. It
+            is right if it starts with an empty cache.
+        OTHER_REPLIES: The text of another reply changes the logits, or a reply changes only when it is
+            generated together with others.
+        NOT_REPEATABLE: The same passes give different logits each time.
+        ENDING: The reply ended too early or too late.
+        NOT_REPRODUCED: The reply's own passes give other tokens. A drafter may have changed the target's
+            cache, or the acceptance rule may be wrong.
+    """
+
+    REJECTED_TOKENS = "rejected_tokens"
+    STALE_CACHE = "stale_cache"
+    OTHER_REPLIES = "other_replies"
+    NOT_REPEATABLE = "not_repeatable"
+    ENDING = "ending"
+    NOT_REPRODUCED = "not_reproduced"
+
+
+class PromptRead(NamedTuple):
+    """A prompt that the target read, and how many of its first tokens were already in the target's cache."""
+
+    tokens: Sequence[int]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MadeReply:
+    """A finished reply, and how the target computed it.
+
+    Attributes:
+        reads: The prompts whose tokens are in the cache, in the order in which the target read them since the
+            cache was empty. The last one is the prompt of the reply.
+        rounds: The draft-and-verify rounds.
+        tokens: The tokens of the reply.
+        sampler: Returns a new sampler with the reply's settings, whose history is the prompt.
+    """
+
+    reads: Sequence[PromptRead]
+    rounds: Sequence[Round]
+    tokens: Sequence[int]
+    sampler: Callable[[], Sampler]
+
+    @property
+    def has_rejected_tokens(self) -> bool:
+        """Whether passes contained draft tokens that are not part of the reply."""
+        return any(len(each.tokens) > len(_kept_nodes(each)) for each in self.rounds)
+
+    @property
+    def has_dropped_tokens(self) -> bool:
+        """Whether rejected tokens or tokens of earlier prompts had to be removed from the cache."""
+        return self.has_rejected_tokens or len(self.reads) > 1
+
+
+class Replayed(NamedTuple):
+    """The result of running the passes of a reply again.
+
+    Attributes:
+        position: Index of the first token that differs from the reply, or None if all are equal.
+        digests: A digest of the logits at each position, up to the first difference.
+        rows: The logits at the last positions before `rows_end`, at most 64, as float32 [tokens, vocab].
+    """
+
+    position: int | None
+    digests: tuple[bytes, ...]
+    rows: NDArray[np.float32]
+
+
+class Judgement(NamedTuple):
+    """The verdict on a reply that differs from plain decoding.
+
+    Attributes:
+        verdict: `rounding` or `fault`.
+        reason: Why the reply is wrong. None for `rounding`.
+        largest_difference: Largest difference between the logits of the reply's passes and of single-token
+            passes, up to the first differing token. None if it was not measured.
+    """
+
+    verdict: Verdict
+    reason: Reason | None = None
+    largest_difference: float | None = None
+
+
+def plain_rounds(made: MadeReply, count: int) -> list[Round]:
+    """Return rounds of plain decoding that compute the first `count` tokens of a reply."""
+    starts_in_prompt = made.rounds[0].in_prompt_pass
+    return [Round((0,), (-1,), (), 1, in_prompt_pass=starts_in_prompt and i == 0) for i in range(count)]
+
+
+def replay(
+    target: LanguageModel,
+    made: MadeReply,
+    filler: int | None = None,
+    *,
+    truncates: bool = False,
+    rows_end: int = 0,
+) -> Replayed:
+    """Run the target passes of a reply again, over the reply's own tokens, in an empty context.
+
+    Overwrites the target's KV cache.
+
+    Args:
+        target: The target.
+        made: The reply.
+        filler: Selects one of several sequences of filler tokens. They replace the tokens that should not
+            affect the reply: rejected tokens, and tokens of earlier prompts that are not reused. If None,
+            the passes contain the original tokens.
+        truncates: Whether to keep the accepted tokens of a chain by truncating, so that `commit` removes
+            nothing. Otherwise, each pass ends with the same `commit` as in the reply.
+        rows_end: Index after the last position whose logits are returned.
+    """
+    logits = _read_prompts(target, made, filler)
+    sampler, rows, digests = made.sampler(), _LastRows(rows_end), list[bytes]()
+    everything = np.arange(target.facts.vocab_size)
+    last = made.reads[-1].tokens[-1]
+    for each in made.rounds:
+        expected = made.tokens[len(digests) : len(digests) + each.emitted]
+        if not expected:
+            break
+        if logits is None or not each.in_prompt_pass:
+            logits = target.verify(_tree(each, last, expected, filler, target, len(digests)))
+        for node, token in zip(_kept_nodes(each), expected, strict=False):
+            row = logits.at(node, everything).astype(np.float32)
+            rows.add(len(digests), row)
+            digests.append(hashlib.blake2b(row.tobytes(), digest_size=16).digest())
+            if sampler.token(logits, node) != token:
+                return Replayed(len(digests) - 1, tuple(digests), rows.stacked())
+            sampler.push(token)
+        _keep(target, each, truncates=truncates)
+        last, logits = expected[-1], None
+    is_whole = len(digests) == len(made.tokens)
+    return Replayed(None if is_whole else len(digests), tuple(digests), rows.stacked())
+
+
+class _LastRows:
+    """Collects the logits of the last 64 positions before `end`."""
+
+    def __init__(self, end: int) -> None:
+        self._end, self._rows = end, list[NDArray[np.float32]]()
+
+    def add(self, position: int, row: NDArray[np.float32]) -> None:
+        if self._end - MAX_ROWS <= position < self._end:
+            self._rows.append(row)
+
+    def stacked(self) -> NDArray[np.float32]:
+        return np.stack(self._rows) if self._rows else np.zeros((0, 0), np.float32)
+
+
+def _read_prompts(target: LanguageModel, made: MadeReply, filler: int | None) -> Logits | None:
+    """Empty the context, and read the prompt in the same steps as for the reply.
+
+    If `filler` is given, its tokens replace those of earlier prompts that are not reused.
+    """
+    _renew_context(target)
+    target.run_ahead(False)
+    target.pipeline_with(None)
+    logits: Logits | None = None
+    widest = max((len(each.tokens) for each in made.rounds), default=1)
+    needed = max(len(each.tokens) for each in made.reads) + len(made.tokens) + widest
+    if needed > target.facts.context_tokens:
+        # The context may have shrunk since the reply. If it cannot grow again, the passes may still fit.
+        with suppress(MemoryBudgetError):
+            target.resize(needed)
+    for read, later in zip(made.reads, (*made.reads[1:], None), strict=True):
+        tokens = list(read.tokens)
+        if later and filler is not None:
+            reused = later.cached_tokens
+            tokens[reused:] = _filler_tokens(target, filler, reused, len(tokens) - reused)
+        target.truncate(read.cached_tokens)
+        logits = read_prompt(target, tokens)
+    return logits
+
+
+def _filler_tokens(target: LanguageModel, filler: int, start: int, count: int) -> list[int]:
+    """Return filler tokens. The tokens of two different fillers differ at every position."""
+    vocab = target.facts.vocab_size
+    offset = 7 + filler * (vocab // 2)
+    return [(offset + 31 * (start + i)) % vocab for i in range(count)]
+
+
+def _renew_context(target: LanguageModel) -> None:
+    """Empty the target's cache, and allocate it again if the backend can do this.
+
+    KV cells that an error has left in the cache would otherwise affect the replay too. llama.cpp
+    allocates a context only if its size changes, so the size changes twice.
+    """
+    target.truncate(0)
+    size = target.facts.context_tokens
+    smaller = round_up_to_block(size // 2)
+    if smaller < size == round_up_to_block(size):
+        # Contexts on workers cannot be resized. They are only emptied.
+        with suppress(MemoryBudgetError):
+            target.resize(smaller)
+            target.resize(size)
+
+
+def _kept_nodes(made: Round) -> tuple[int, ...]:
+    """Return the root and the accepted nodes that precede an emitted token."""
+    return (0, *made.path)[: made.emitted]
+
+
+def _tree(
+    made: Round, last: int, expected: Sequence[int], filler: int | None, target: LanguageModel, done: int
+) -> TokenTree:
+    tokens = [last, *made.tokens[1:]]
+    if filler is not None:
+        tokens[1:] = _filler_tokens(target, filler, done, len(tokens) - 1)
+    for node, token in zip(made.path, expected, strict=False):
+        tokens[node] = token
+    return TokenTree(tuple(tokens), made.parents, (None,) * len(tokens), block_verifiable=False)
+
+
+def _keep(target: LanguageModel, made: Round, *, truncates: bool) -> None:
+    """Keep the emitted tokens of a round in the cache, except the last one."""
+    path, width = made.path[: made.emitted - 1], len(made.tokens)
+    capabilities = target.facts.capabilities
+    is_chain = path == tuple(range(1, len(path) + 1)) and made.parents == tuple(range(-1, width - 1))
+    can_truncate = capabilities.partial_truncate and capabilities.prefix_reuse_exact
+    if truncates and is_chain and can_truncate and width > 1:
+        length = target.length + 1 + len(path)
+        target.commit(tuple(range(1, width)))
+        target.truncate(length)
+    else:
+        target.commit(path)
+
+
+def judge(target: LanguageModel, made: MadeReply, plain: MadeReply, position: int) -> Judgement:
+    """Decide why a reply differs from plain decoding: by rounding or by a fault.
+
+    Overwrites the target's KV cache.
+
+    Args:
+        target: The target.
+        made: The reply.
+        plain: The reply of plain decoding, which its own replay has reproduced.
+        position: Index of the first token that differs.
+    """
+    first = replay(target, made, 0, truncates=True, rows_end=position + 1)
+    if first.position is not None:
+        return Judgement("fault", _why_not_reproduced(target, made, first))
+    if made.has_dropped_tokens and (leak := _find_leak(target, made, first)):
+        return Judgement("fault", leak[0])
+    alone = replace(plain, rounds=plain_rounds(plain, position + 1), tokens=plain.tokens[: position + 1])
+    single = replay(target, alone, rows_end=position + 1)
+    if single.position is not None:
+        return Judgement("fault", Reason.NOT_REPEATABLE)
+    return Judgement("rounding", None, largest_difference(first.rows, single.rows))
+
+
+def find_fault(
+    target: LanguageModel, made: MadeReply, *, finds_leaks: bool = False
+) -> tuple[Reason, int] | None:
+    """Return why a reply is wrong and the position of the first wrong token, or None if it is right.
+
+    Overwrites the target's KV cache.
+
+    Args:
+        target: The target.
+        made: The reply.
+        finds_leaks: Whether to check also that tokens that had to be removed from the cache do not change a
+            single bit of the logits.
+    """
+    first = replay(target, made, 0, truncates=True)
+    if first.position is not None:
+        return _why_not_reproduced(target, made, first), first.position
+    return _find_leak(target, made, first) if finds_leaks else None
+
+
+def _find_leak(target: LanguageModel, made: MadeReply, first: Replayed) -> tuple[Reason, int] | None:
+    """Return why removed tokens change the logits and the first position where they do, or None.
+
+    Args:
+        target: The target.
+        made: The reply.
+        first: The result of a replay that truncates, with filler 0.
+    """
+    second = replay(target, made, 1)
+    if second.digests == first.digests:
+        return None
+    pairs = zip(first.digests, second.digests, strict=False)
+    position = next((i for i, (one, other) in enumerate(pairs) if one != other), len(second.digests))
+    if replay(target, made, 0, truncates=True).digests != first.digests:
+        return Reason.NOT_REPEATABLE, position
+    return _why_dropped_tokens_matter(made), position
+
+
+def _why_not_reproduced(target: LanguageModel, made: MadeReply, first: Replayed) -> Reason:
+    if replay(target, made, 0, truncates=True).digests != first.digests:
+        return Reason.NOT_REPEATABLE
+    if made.has_dropped_tokens and replay(target, made).position is None:
+        return _why_dropped_tokens_matter(made)
+    return Reason.NOT_REPRODUCED
+
+
+def _why_dropped_tokens_matter(made: MadeReply) -> Reason:
+    return Reason.REJECTED_TOKENS if made.has_rejected_tokens else Reason.STALE_CACHE

@@ -1,0 +1,317 @@
+"""Combine several drafters: their drafts are merged into one tree and verified in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.logits import Logits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree, TreeBuilder
+from edgespec.methods.auto.drafter_stats import DrafterStats
+from edgespec.methods.auto.expected_gain import RoundEstimate
+from edgespec.methods.auto.merging import merge_trees, prune_optional
+from edgespec.methods.auto.model_selection import ModelSelector
+from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft
+from edgespec.methods.costs.curve import CostFunction, assumed_cost
+from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.running_stats import RunningMean
+
+__all__ = ["ChosenTokens", "CombinedDrafter"]
+
+
+class ChosenTokens:
+    """The tokens that a drafter chose itself. Only these count in acceptance rates and draft lengths.
+
+    Attributes:
+        tree: The draft tree without the tokens that a constraint determines. The children of such a token
+            become children of the chosen token before it.
+        nodes: For each node of `tree`, the corresponding node of the draft.
+    """
+
+    def __init__(self, draft: ForcedDraft) -> None:
+        self._draft = draft
+        tree, forced = draft
+        builder = TreeBuilder(tree.tokens[:1])
+        self.nodes = [0]
+        chosen = [
+            0
+        ]  # For each node of the draft, the node of `tree` for it or the last chosen token before it.
+        for node in range(1, tree.width):
+            parent = chosen[tree.parents[node]]
+            if node in forced:
+                chosen.append(parent)
+            else:
+                chosen.append(builder.add(parent, tree.tokens[node], tree.draft_probs[node]))
+                self.nodes.append(node)
+        self.tree: TokenTree = builder.build()
+
+    def emitted(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the emitted tokens, except for those that a constraint determines."""
+        tree, forced = self._draft
+        path = tree.walk(tokens)
+        accepted = len(path) - 1
+        chosen = [token for token, node in zip(tokens, path[1:], strict=False) if node not in forced]
+        # Include the token after the accepted ones, which shows that the drafter's other tokens were
+        # rejected.
+        if forced.isdisjoint(tree.children(path[-1])):
+            chosen += tokens[accepted : accepted + 1]
+        return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    draft: ForcedDraft
+    chosen: ChosenTokens
+    # For each node, the probability that it is accepted, given that its parent is accepted.
+    node_probs: list[float]
+    # The nodes that may be dropped.
+    optional: Container[int]
+
+    @property
+    def tree(self) -> TokenTree:
+        return self.draft.tree
+
+    @cached_property
+    def levels(self) -> tuple[list[float], list[int]]:
+        reach_probs, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
+        path_probs = [1.0]
+        for node in range(1, self.tree.width):
+            path_probs.append(path_probs[self.tree.parents[node]] * self.node_probs[node])
+            level = self.tree.depths[node] - 1
+            reach_probs[level] = min(reach_probs[level] + path_probs[node], 1.0)
+            rows[level] += 1
+        return reach_probs, rows
+
+
+class CombinedDrafter(Drafter):
+    """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
+
+    Lookup drafters run first, in every round. Then a `ModelSelector` chooses at most one of the drafters that
+    run a model (draft models and heads). With `grammar` among the drafters, the drafts of draft models
+    include the tokens that a constraint determines. Such tokens and those of lookups are dropped if they are
+    unlikely to be accepted. Other drafts are kept whole, because dropping tokens that were drawn at random
+    would bias rejection sampling.
+
+    Args:
+        drafters: The drafters, in the order in which their drafts are merged.
+        limits: Maximum width and number of branches of a verify pass. Without branches, only the most
+            promising chain is verified.
+        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
+            target pass.
+        allowance_seconds: Function that returns how much time the next round can lose compared with plain
+            decoding.
+        exploration_seconds: Function that returns how much time a draft without an expected gain can lose.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        model_name: Name of the drafter that ran its model in the last call to `propose`, or None.
+        drafted_levels: Depth of its draft.
+        contributors: Names of the drafters that contributed tokens to the last non-empty draft.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        *,
+        limits: PassLimits | None = None,
+        v: CostFunction = assumed_cost,
+        allowance_seconds: Callable[[], float] = lambda: inf,
+        exploration_seconds: Callable[[], float] = lambda: inf,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.name = "+".join(drafter.name for drafter in drafters)
+        self.model_name: str | None = None
+        self.drafted_levels = 0
+        self.contributors: tuple[str, ...] = ()
+        self._stats = tuple(DrafterStats(drafter) for drafter in drafters)
+        self._lookups = tuple(stats for stats in self._stats if stats.is_lookup)
+        self._models = {stats.drafter.name: stats for stats in self._stats if not stats.is_lookup}
+        self._has_grammar = any(drafter.name == "grammar" for drafter in drafters)
+        self._limits = limits or PassLimits()
+        self._v = v
+        self._clock = clock
+        self._target_step_seconds = RunningMean()
+        self._proposed_at: float | None = None
+        self._proposals: dict[DrafterStats, _Proposal] = {}
+        self._last_token = 0
+        self._selector = ModelSelector(
+            self._models,
+            self._target_step_seconds,
+            self._limits,
+            v,
+            allowance_seconds,
+            exploration_seconds,
+            clock,
+        )
+
+    @property
+    def memory_use(self) -> DrafterMemory:
+        return sum((drafter.memory_use for drafter in self.parts), DrafterMemory())
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return tuple(stats.drafter for stats in self._stats)
+
+    @property
+    def has_lookup(self) -> bool:
+        return bool(self._lookups)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time spent on prefill in the last call to `propose`."""
+        return self._selector.prefill_seconds
+
+    @property
+    def planned_prefill_seconds(self) -> dict[str, float]:
+        """Maximum time in seconds that the next `propose` spends on prefilling each model, by model name."""
+        return self._selector.planned_prefill_seconds
+
+    @property
+    def model_pass_seconds(self) -> dict[str, float]:
+        """Duration of a single-token pass of each drafter that runs a model, by name.
+
+        The duration is measured before the first draft. It is 0 if it was not measured.
+        """
+        return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
+
+    def select_text_kind(self, kind: str) -> None:
+        for stats in self._stats:
+            stats.select_text_kind(kind)
+
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return the statistics of all drafters as named arrays, to save for a later run."""
+        saved: dict[str, NDArray[Any]] = {"plain": self._target_step_seconds.saved()}
+        for stats in self._stats:
+            saved |= stats.saved_statistics()
+        return saved
+
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        for stats in self._stats:
+            stats.restore_statistics(saved)
+        self._target_step_seconds.restore(saved["plain"])
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._proposals = {}
+        self._last_token = tokens[-1]
+        for stats in self._stats:
+            stats.begin(tokens)
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        lengths = dict.fromkeys(self._models, draft_length)
+        return self.propose_within(sampler, acceptance, draft_length, lengths)
+
+    def propose_within(
+        self,
+        sampler: Sampler,
+        acceptance: Acceptance,
+        lookup_length: int,
+        model_lengths: Mapping[str, int],
+    ) -> TokenTree:
+        """Propose a draft of limited length.
+
+        Args:
+            sampler: See `propose`.
+            acceptance: See `propose`.
+            lookup_length: Maximum length of a lookup drafter's draft.
+            model_lengths: Maximum length of the draft of each drafter that runs a model, by name.
+        """
+        self._proposals = {}
+        self.model_name, self.drafted_levels = None, 0
+        for stats in self._lookups:
+            self._ask(stats, sampler, acceptance, lookup_length)
+        other_estimate = self._estimate(without="grammar")
+        if chosen := self._selector.choose(model_lengths, self._estimate(), other_estimate):
+            self.model_name = chosen.drafter.name
+            self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
+            self.drafted_levels = max(self._proposals[chosen].chosen.tree.depths)
+        proposals = self._proposals
+        tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
+        if tree.drafted:
+            drafted = (stats for stats in self._asked if proposals[stats].tree.drafted)
+            self.contributors = tuple(stats.drafter.name for stats in drafted)
+        self._proposed_at = self._clock()
+        return tree
+
+    def _ask(self, stats: DrafterStats, sampler: Sampler, acceptance: Acceptance, length: int) -> None:
+        started = self._clock()
+        drafter = stats.drafter
+        draft = (
+            drafter.propose_with_forced(sampler, acceptance, length)
+            if self._has_grammar
+            else ForcedDraft(drafter.propose(sampler, acceptance, length))
+        )
+        chosen = ChosenTokens(draft)
+        stats.record_draft(chosen.tree, length, self._clock() - started)
+        node_probs = [1.0] * draft.tree.width
+        for node, prob in zip(chosen.nodes, stats.acceptance.node_probs(chosen.tree), strict=True):
+            node_probs[node] = prob
+        optional = range(draft.tree.width) if stats.is_lookup else draft.forced
+        self._proposals[stats] = _Proposal(draft, chosen, node_probs, optional)
+
+    @property
+    def _asked(self) -> list[DrafterStats]:
+        return [stats for stats in self._stats if stats in self._proposals]
+
+    def _merged_tree(self) -> TokenTree:
+        chosen = self._asked if self._limits.can_branch else self._best_chain()
+        proposals = [self._proposals[stats] for stats in chosen]
+        return prune_optional(
+            merge_trees([each.tree for each in proposals]),
+            [each.node_probs for each in proposals],
+            [each.optional for each in proposals],
+            self._limits,
+            self._v,
+            sum(self._selector.draft_cost(stats) for stats in chosen),
+        )
+
+    def _best_chain(self) -> list[DrafterStats]:
+        drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
+        if models := [stats for stats in drafted if not stats.is_lookup]:
+            return models[:1]
+        return [max(drafted or self._proposals, key=lambda stats: sum(self._proposals[stats].node_probs))]
+
+    def _estimate(self, without: str = "") -> RoundEstimate:
+        estimate = RoundEstimate()
+        for stats, proposal in self._proposals.items():
+            if stats.drafter.name != without:
+                estimate = estimate.with_draft(*proposal.levels, self._selector.draft_cost(stats))
+        return estimate
+
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        if self._proposed_at is not None:
+            self._target_step_seconds.add((self._clock() - self._proposed_at) / self._v(tree.width))
+        self._proposed_at = None
+        for drafter in self.parts:
+            drafter.observe(tree, logits, sampler)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        for stats, proposal in self._proposals.items():
+            tree, chosen = proposal.tree, proposal.chosen
+            stats.acceptance.record_outcome(chosen.tree, chosen.emitted(tokens))
+            if tree.drafted and len(tree.walk(tokens)) > max(tree.depths):
+                stats.retries.retry_next_round()
+        self._proposals = {}
+        if tokens:
+            self._last_token = tokens[-1]
+        for drafter in self.parts:
+            drafter.commit(tokens)
+
+    def note(self) -> str:
+        return "; ".join(note for drafter in self.parts if (note := drafter.note()))
+
+    def interrupt(self, enabled: bool) -> None:
+        for drafter in self.parts:
+            drafter.interrupt(enabled)
+
+    def close(self) -> None:
+        for drafter in self.parts:
+            drafter.close()

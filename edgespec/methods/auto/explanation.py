@@ -1,0 +1,99 @@
+"""Report a reply's speed-up and the time saved, and explain why drafts are used or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["ControllerReport", "DraftingStatus"]
+
+# If a single-token target pass takes less time than this, drafting costs more time than it can save.
+_FAST_TARGET_SECONDS = 0.003
+_MEASURING = "measuring how long one token takes without drafting"
+
+
+class ControllerReport(NamedTuple):
+    """Report on how drafting affects the speed of a reply.
+
+    Attributes:
+        credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
+        max_loss: Maximum time that speculation may cost, as a share of the plain decoding time.
+        speed_up: Speed over plain decoding. None while the reply is too short to tell.
+        uncertainty: Standard error of `speed_up`.
+        drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
+        reason: Why drafts are used or not, in one clause.
+    """
+
+    target_step_seconds: float
+    credit_seconds: float
+    max_loss: float
+    speed_up: float | None
+    uncertainty: float
+    drafters: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingStatus:
+    """State of drafting in one reply. Costs and gains are relative to a single-token target pass.
+
+    Attributes:
+        name: Name of the drafters, such as "model+suffix".
+        is_drafting: Whether upcoming rounds may draft.
+        is_faster: Whether speculation has saved time in this reply so far.
+        tokens: Tokens emitted in this reply.
+        has_drafted: Whether any draft of this reply was verified.
+        asked_rounds: Number of rounds that requested a draft from the drafters.
+        unaffordable_rounds: Number of rounds without a draft because of the loss limit.
+        draft_cost_steps: Worst-case cost of the shortest draft.
+        allowance_steps: How much time the next round can lose.
+        round_gain_steps: Mean time saved by recent rounds that requested a draft.
+        replies: Number of replies that this process is generating concurrently.
+    """
+
+    name: str
+    is_drafting: bool
+    is_faster: bool
+    tokens: int
+    has_drafted: bool
+    asked_rounds: int
+    unaffordable_rounds: int
+    draft_cost_steps: float
+    allowance_steps: float
+    round_gain_steps: float
+    target_step_seconds: float
+    replies: int = 1
+
+    @property
+    def reason(self) -> str:
+        """The reason why drafts are or are not used, in fewer than 100 characters."""
+        return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
+
+    @property
+    def _reason(self) -> str:
+        if self.is_drafting and self.has_drafted and self.is_faster:
+            return "drafting saves time here"
+        if not self.tokens:
+            return _MEASURING
+        if self.target_step_seconds < _FAST_TARGET_SECONDS and not self.is_faster:
+            return "this model is so fast that drafting would cost more time than it saves"
+        if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
+            if self.allowance_steps <= 0.0:
+                return "drafting has lost all the time that it may lose in a reply (--max-loss sets how much)"
+            cost, allowed = _token_times(self.draft_cost_steps), _token_times(self.allowance_steps)
+            return f"a wrong draft could cost {cost}, but --max-loss allows only {allowed}"
+        if self.is_drafting and self.has_drafted:
+            return "drafting is being tried and has not saved time so far"
+        if self.has_drafted:
+            when = "no longer saves time" if self.is_faster else "does not save time"
+            return f"drafting {when}: the last drafts lost {_token_times(-self.round_gain_steps)} each"
+        if self.asked_rounds:
+            tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
+            return f"{self.name} found no draft likely to save time, in {tries}"
+        if self.round_gain_steps >= 0.0:
+            return _MEASURING
+        return f"drafting has not saved time lately; {self.name} is retried occasionally"
+
+
+def _token_times(steps: float) -> str:
+    return f"{max(steps, 0.0):.0%} of a token's time" if steps < 0.995 else f"{steps:.1f} tokens' time"

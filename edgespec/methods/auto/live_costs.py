@@ -1,0 +1,329 @@
+"""Track the cost of verify passes while replies are generated."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.methods.costs.curve import CostCurve
+
+__all__ = ["Conditions", "LiveCosts"]
+
+# Boundaries, in tokens, between the ranges of context lengths. Costs are tracked separately for each range.
+# Passes take longer as the context grows.
+_CONTEXT_BUCKETS = (2048, 8192, 32768)
+# Costs are tracked separately for each number of concurrent replies up to this one. Higher numbers share one
+# set of costs.
+_MAX_REPLIES = 8
+# Number of single-token target passes to measure before trusting the costs for a new number of concurrent
+# replies or CPU threads.
+_MIN_TARGET_STEPS = 3
+# New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
+_SETTLED_PASSES = 20
+# Assumed worst-case duration of a verify pass, relative to its expected duration: after the number of
+# concurrent replies has changed, and after the number of CPU threads has changed.
+_ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
+# Factors that lower the worst-case ratio after each single-token pass and after each verify pass, to forget
+# outliers.
+_TARGET_STEP_DECAY, _VERIFY_DECAY = 0.995, 0.97
+# Replaces `_TARGET_STEP_DECAY` if layers are on workers. Passes there are often delayed for reasons that have
+# nothing to do with drafting, and one such pass must not end drafting for a whole reply.
+_LINK_DECAY = 0.97
+# `_FIRST_DECAY` replaces `_VERIFY_DECAY` in the first `_FIRST_PASSES` verify passes, so that measurements
+# soon replace the assumed ratio.
+_FIRST_DECAY, _FIRST_PASSES = 0.8, 4
+# Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
+_MAX_LOG_RATIO = math.log(1000.0)
+
+
+class Conditions(NamedTuple):
+    """Conditions that affect how long the target's forward passes take.
+
+    Attributes:
+        replies: Number of concurrent replies.
+        threads: Number of CPU threads that the target uses.
+    """
+
+    replies: int = 1
+    threads: int = 0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Costs of the target's forward passes in one range of context lengths.
+
+    Attributes:
+        log_ratios: Logarithm of measured cost divided by expected cost, for each number of tokens in a pass.
+        common_log_ratio: Value to use for numbers of tokens that are not in `log_ratios`.
+        target_steps: Number of single-token passes measured.
+        wide_passes: Number of multi-token passes measured.
+        worst_ratio: Highest recent ratio of the measured to the expected duration of a verify pass.
+    """
+
+    target_step_seconds: float
+    log_ratios: dict[int, float] = field(default_factory=dict)
+    common_log_ratio: float = 0.0
+    target_steps: int = _MIN_TARGET_STEPS
+    wide_passes: int = _SETTLED_PASSES
+    worst_ratio: float = 1.0
+
+    def record_ratio(self, ratio: float, width: int, target_step_decay: float) -> None:
+        """Record a pass's measured duration divided by its expected duration."""
+        if width == 1:
+            self.worst_ratio = max(self.worst_ratio * target_step_decay, 1.0)
+            return
+        decay = _FIRST_DECAY if self.wide_passes <= _FIRST_PASSES else _VERIFY_DECAY
+        self.worst_ratio = max(self.worst_ratio * decay, ratio, 1.0)
+
+    def copy(self) -> _Bucket:
+        return replace(self, log_ratios=dict(self.log_ratios))
+
+
+class LiveCosts:
+    """Costs of the target's forward passes, updated while replies are generated.
+
+    The costs are tracked separately for each range of context lengths, number of concurrent replies and
+    number of CPU threads.
+
+    If concurrent replies share their passes, a pass takes longer for all of them when one drafts more. Costs
+    then assume that all replies verify the same number of tokens. Drafting as long as it pays off under this
+    assumption maximises the total number of tokens per second (goodput, arXiv 2406.14066).
+
+    Args:
+        curve: The initial cost curve.
+        threads: Number of CPU threads used to measure the curve.
+        shares_passes: Whether concurrent replies share their passes.
+
+    Attributes:
+        last_width: Number of tokens in the target's last pass, including padding. 0 after a prompt.
+    """
+
+    # Weight of the newest single-token pass in the estimated duration of a target step.
+    _TARGET_STEP_RATE = 0.25
+    # Weight of the newest measurement in the moving average of the cost of multi-token passes.
+    _WIDE_PASS_RATE = 0.15
+    # Logarithm of the largest change, as a factor, that a single pass can make to an estimate.
+    _MAX_LOG_CHANGE = math.log(4.0)
+    # The machine's speed may have changed if multi-token passes deviate from their estimated durations by
+    # more than a factor of 1.25.
+    _MAX_LOG_DEVIATION = math.log(1.25)
+    # Weight of the newest pass in the moving average of the ratio of actual to estimated durations.
+    _DEVIATION_RATE = 0.3
+
+    def __init__(self, curve: CostCurve, threads: int = 0, *, shares_passes: bool = False) -> None:
+        self.curve = curve
+        self.last_width = 0
+        self._shares_passes = shares_passes
+        self._bucket = _Bucket(curve.target_step_seconds)
+        self._measured = Conditions(threads=threads)
+        self._key = (0, self._measured)
+        self._buckets = {self._key: self._bucket}
+        self._deviation = 0.0
+        self._steps, self._spread = 0, 0.0
+        self._at_last_target_step = self._bucket.copy()
+        self._is_restored = False
+
+    def for_another_slot(self) -> LiveCosts:
+        """Return costs for another reply that shares the target's passes. Both share their measurements."""
+        other = LiveCosts(self.curve, self._measured.threads, shares_passes=self._shares_passes)
+        other._buckets, other._is_restored = self._buckets, True
+        other._bucket = self._buckets[other._key]
+        return other
+
+    @property
+    def target_step_seconds(self) -> float:
+        return self._bucket.target_step_seconds
+
+    def set_context_tokens(self, context_tokens: int) -> None:
+        """Switch to the pass durations for a context length, in tokens."""
+        self._select(bisect_right(_CONTEXT_BUCKETS, context_tokens), self._key[1])
+
+    @property
+    def conditions(self) -> Conditions:
+        return self._key[1]
+
+    def set_conditions(self, conditions: Conditions) -> None:
+        """Switch to the costs for a different number of concurrent replies or CPU threads."""
+        replies = max(1, min(conditions.replies, _MAX_REPLIES))
+        self._select(self._key[0], conditions._replace(replies=replies))
+
+    def _select(self, context_bucket: int, conditions: Conditions) -> None:
+        key = (context_bucket, conditions)
+        if key == self._key:
+            return
+        if key not in self._buckets:
+            replies, threads = conditions
+            # Iterate over a copy, because another thread may add buckets meanwhile.
+            nearest = min(
+                tuple(self._buckets),
+                key=lambda at: (
+                    abs(at[1].replies - replies), abs(at[1].threads - threads), abs(at[0] - context_bucket)
+                ),
+            )  # fmt: skip
+            bucket = self._buckets[nearest].copy()
+            if nearest[1] != conditions:
+                same_replies = nearest[1].replies == replies
+                bucket.worst_ratio = (
+                    max(bucket.worst_ratio, _ASSUMED_RATIO_OF_THREADS)
+                    if same_replies
+                    else _ASSUMED_PASS_RATIO
+                )
+                bucket.target_steps = bucket.wide_passes = 0
+                if self._shares_passes:
+                    bucket.target_step_seconds *= self.curve.v(replies) / self.curve.v(nearest[1].replies)
+            self._buckets[key] = bucket
+        self._key, self._bucket = key, self._buckets[key]
+        self._at_last_target_step, self._deviation = self._bucket.copy(), 0.0
+
+    @property
+    def return_seconds(self) -> float:
+        """How much longer the next target step takes because the last pass had another width."""
+        return self.curve.change_seconds if self.last_width != 1 else 0.0
+
+    def v(self, width: int) -> float:
+        """Return the duration of a pass of `width` tokens per reply, relative to a single-token pass.
+
+        A pass of another width than the last pass takes `change_seconds` longer.
+        """
+        if width <= 1:
+            return 1.0
+        bucket, replies = self._bucket, self._sharing_replies
+        width = self.curve.padded(width)
+        expected = self.curve.v(replies * width) / self.curve.v(replies)
+        if width != self.last_width:
+            expected += self.curve.change_seconds / self.curve.target_step_seconds
+        return expected * math.exp(bucket.log_ratios.get(width, bucket.common_log_ratio))
+
+    @property
+    def _sharing_replies(self) -> int:
+        return self._key[1].replies if self._shares_passes else 1
+
+    def worst_v(self, width: int) -> float:
+        """Return the longest duration of a pass to expect, relative to a single-token pass."""
+        return self._bucket.worst_ratio * self.v(width)
+
+    def pass_seconds(self, width: int) -> float:
+        return self.v(width) * self.target_step_seconds
+
+    def comparable_seconds(self, seconds: float, width: int, other_tokens: int) -> float:
+        """Convert a shared pass's duration to that of a pass with `width` tokens for every reply.
+
+        A reply is therefore not charged for the prompts and the longer drafts of other replies.
+
+        Args:
+            seconds: Duration of the pass.
+            width: Number of the reply's own tokens in the pass.
+            other_tokens: Number of tokens of other replies in the pass.
+        """
+        return seconds * self.v(width) / self.v(self._mean_width(width, other_tokens))
+
+    def _mean_width(self, width: int, other_tokens: int) -> int:
+        """Return the mean number of tokens per reply in a pass."""
+        return max(1, round((width + other_tokens) / self._sharing_replies)) if other_tokens else width
+
+    @property
+    def needs_target_step(self) -> bool:
+        """Whether the next pass should have a single token, to measure the machine's speed."""
+        return self._bucket.target_steps < _MIN_TARGET_STEPS or self._is_deviating
+
+    @property
+    def _is_deviating(self) -> bool:
+        return abs(self._deviation) > self._MAX_LOG_DEVIATION
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative standard error of the estimated duration of a single-token pass."""
+        return self._spread / math.sqrt(max(1, min(self._steps, 4)))
+
+    def record_pass(self, width: int, seconds: float, other_tokens: int = 0) -> None:
+        """Record the duration of a pass. See `comparable_seconds` for the arguments."""
+        mean_width = self._mean_width(width, other_tokens)
+        if width == 1:
+            seconds = max(seconds - self.return_seconds, 0.0)
+        mean_width = self.curve.padded(mean_width)
+        ratio = seconds / self.pass_seconds(mean_width)
+        self._record(mean_width, seconds)
+        self.last_width = self.curve.padded(width)
+        decay = _LINK_DECAY if self.curve.change_seconds else _TARGET_STEP_DECAY
+        self._bucket.record_ratio(ratio, width, decay)
+        if width == 1 < mean_width:
+            # Other replies drafted tokens in this pass. Count the pass as a target step anyway, because there
+            # may never be a pass without drafts.
+            self._bucket.target_steps += 1
+
+    def _record(self, width: int, seconds: float) -> None:
+        bucket = self._bucket
+        change = math.log(max(seconds, 1e-9) / self.pass_seconds(width))
+        change = max(-self._MAX_LOG_CHANGE, min(change, self._MAX_LOG_CHANGE))
+        if width > 1:
+            self._record_wide_pass(width, change)
+            return
+        self._steps += 1
+        self._spread += (abs(change) - self._spread) / min(self._steps, 10)
+        if self._is_deviating and change / self._deviation > 0.5:
+            # The durations of single-token and multi-token passes have changed by a similar factor. Scale
+            # both estimates.
+            bucket.target_step_seconds *= math.exp(change)
+            bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
+            bucket.common_log_ratio = self._at_last_target_step.common_log_ratio
+        else:
+            rate = max(self._TARGET_STEP_RATE, 1.0 / (bucket.target_steps + 1))
+            bucket.target_step_seconds *= math.exp(rate * change)
+        self._deviation, bucket.target_steps = 0.0, bucket.target_steps + 1
+        self._at_last_target_step = bucket.copy()
+
+    def _record_wide_pass(self, width: int, change: float) -> None:
+        bucket = self._bucket
+        rate = max(self._WIDE_PASS_RATE, _MIN_TARGET_STEPS / (bucket.wide_passes + _MIN_TARGET_STEPS))
+        log_ratio = bucket.log_ratios.get(width, bucket.common_log_ratio)
+        bucket.log_ratios[width] = log_ratio + rate * change
+        bucket.common_log_ratio += 0.5 * rate * (log_ratio + change - bucket.common_log_ratio)
+        bucket.wide_passes += 1
+        self._deviation += self._DEVIATION_RATE * (change - self._deviation)
+
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return the measured costs as named arrays, to save for a later run.
+
+        Costs measured with several concurrent replies or another number of CPU threads are left out.
+        """
+        step = self.curve.target_step_seconds
+        # Copy each bucket, because another thread may record passes in it meanwhile.
+        single = {
+            context: bucket.copy()
+            for (context, at), bucket in tuple(self._buckets.items())
+            if at == self._measured
+        }
+        steps = [(at, each.target_step_seconds / step, each.common_log_ratio) for at, each in single.items()]
+        wide = [(at, width, ratio) for at, each in single.items() for width, ratio in each.log_ratios.items()]
+        return {"found": np.array(steps), "extra": np.array(wide).reshape(-1, 3)}
+
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError.
+
+        Costs that another slot has restored already are not changed.
+        """
+        if self._is_restored:
+            return
+        buckets = {}
+        for context, steps, common in saved["found"].reshape(-1, 3).tolist():
+            is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
+            if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
+                raise ValueError(f"invalid saved costs of forward passes: {steps}, {common}")
+            seconds = steps * self.curve.target_step_seconds
+            buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
+        for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
+            if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
+                raise ValueError(f"invalid saved cost of a {width}-token forward pass: {log_ratio}")
+            buckets[int(context)].log_ratios[int(width)] = log_ratio
+        self._buckets.clear()
+        self._buckets |= {(context, self._measured): bucket for context, bucket in buckets.items()}
+        self._key = (0, self._measured)
+        self._bucket = self._buckets.setdefault(self._key, _Bucket(self.curve.target_step_seconds))
+        self._at_last_target_step = self._bucket.copy()
+        self._is_restored = True

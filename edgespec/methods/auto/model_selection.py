@@ -1,0 +1,245 @@
+"""Choose which model drafts in a round, when several draft models and heads are available."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+
+from edgespec.methods.auto.drafter_stats import MEASURED_ROUNDS, DrafterStats
+from edgespec.methods.auto.expected_gain import RoundEstimate
+from edgespec.methods.costs.curve import CostFunction
+from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.running_stats import RunningMean
+
+__all__ = ["ModelSelector"]
+
+# Prefilling draft models may use at most this share of the time that `--max-loss` allows.
+_PREFILL_SHARE = 0.5
+# Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
+_MIN_PREFILL_TOKENS = 32
+# Draft lengths to compare for drafters that choose their own length.
+_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# Retry unsuccessful drafters only while the other drafters are expected to get at most this many tokens
+# accepted per pass.
+_MAX_TOKENS_AT_RISK = 0.5
+# Number of rounds for which a draft model runs instead of a better one, to measure it. A heuristic.
+_CHALLENGE_ROUNDS = 4
+# While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
+# this. Smaller measured gains are often noise. A heuristic.
+_MIN_INTERIM_GAIN = 1.15
+
+
+class ModelSelector:
+    """Chooses in each round which of the drafters that run a model should draft, and prefills its model.
+
+    At most one of them runs in a round, because two models mostly draft the same tokens, but cost the sum of
+    their times. It is the drafter with the highest expected gain, if its recent acceptance rate justifies
+    its cost. Others are run instead for a small share of the time, to measure them and to notice when they
+    become better.
+
+    Args:
+        models: The drafters that run a model, by name.
+        target_step_seconds: Mean duration of a single-token target pass, which the caller updates.
+        limits: Maximum width and number of branches of a verify pass.
+        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
+            target pass.
+        allowance_seconds: Function that returns how much time the next round can lose compared with plain
+            decoding.
+        exploration_seconds: Function that returns how much time a draft without an expected gain can lose.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        prefill_seconds: Time spent on prefill in the last call to `choose`.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, DrafterStats],
+        target_step_seconds: RunningMean,
+        limits: PassLimits,
+        v: CostFunction,
+        allowance_seconds: Callable[[], float],
+        exploration_seconds: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self.prefill_seconds = 0.0
+        self._models = models
+        self._target_step_seconds = target_step_seconds
+        self._limits, self._v = limits, v
+        self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
+        self._clock = clock
+        self._estimate = self._other_estimate = RoundEstimate()
+        # The drafter that is tried instead of the best one, if any, and the number of rounds left for it.
+        self._challenger: DrafterStats | None = None
+        self._challenge_rounds = 0
+
+    def choose(
+        self,
+        lengths: Mapping[str, int],
+        estimate: RoundEstimate,
+        other_estimate: RoundEstimate,
+    ) -> DrafterStats | None:
+        """Choose the drafter to run in this round, and prefill it. Return None if no drafter should run.
+
+        Args:
+            lengths: Maximum draft length of each drafter, by name. 0 rules a drafter out.
+            estimate: Estimate of the lookup drafters' drafts in this round.
+            other_estimate: The same estimate without the draft of `grammar`. It applies to drafters with
+                `drafts_forced`, whose drafts include the tokens that `grammar` drafts and continue after
+                them.
+        """
+        self.prefill_seconds, self._estimate = 0.0, estimate
+        self._other_estimate = other_estimate
+        levels = {stats: lengths[name] for name, stats in self._models.items() if lengths[name]}
+        is_waiting = False
+        for stats in self._ranked(levels):
+            gain = self._expected_gain(stats, levels[stats])
+            # A better drafter is waiting until the loss limit allows its prefill. Run this drafter meanwhile
+            # only if it is likely to save enough time for that prefill.
+            if is_waiting and gain < _MIN_INTERIM_GAIN:
+                return None
+            is_challenger = stats is self._challenger
+            if self._prefill(stats) if is_challenger else self._prepare(stats, levels[stats], gain):
+                return stats
+            is_waiting |= 1.0 < gain < inf and not is_challenger
+        return None
+
+    def _ranked(self, levels: Mapping[DrafterStats, int]) -> list[DrafterStats]:
+        """Sort drafters by expected gain, best first. A drafter that is being measured comes first.
+
+        The gains are computed from long-term acceptance rates. The recent rates of a drafter that is not in
+        use stay as they are, so a few unusual drafts would count for a long time.
+        """
+        if len(levels) < 2:
+            return list(levels)
+        gains = {stats: self._expected_gain(stats, levels[stats], long_term=True) for stats in levels}
+        ranked = sorted(gains, key=gains.__getitem__, reverse=True)
+        best_gain = gains[ranked[0]]
+        self._challenge_rounds = max(self._challenge_rounds - 1, 0)
+        if not self._challenge_rounds:
+            self._challenger = None
+            for stats in ranked[1:] if 1.0 < best_gain < inf else ():
+                if self._should_challenge(stats, gains[stats] / best_gain):
+                    self._challenger, self._challenge_rounds = stats, _CHALLENGE_ROUNDS
+                    break
+        if self._challenger in gains:
+            self._challenger.drafter.force_draft()
+            ranked.sort(key=lambda stats: stats is not self._challenger)
+        return ranked
+
+    def _prepare(self, stats: DrafterStats, levels: int, gain: float) -> bool:
+        if gain > 1.0:
+            if levels > stats.empty_draft_levels:
+                stats.retries.shorten()
+            elif stats.retries.is_due(self.draft_cost(stats, 1) + self._v(2) - 1.0):
+                stats.drafter.force_draft()
+            return self._prefill(stats)
+        if not self._should_retry(stats, gain):
+            return False
+        stats.acceptance.limit_weight()
+        stats.drafter.force_draft()
+        return self._prefill(stats)
+
+    def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
+        """Return whether to run a drafter instead of a better one, to notice whether it has become the best.
+
+        `relative_gain` is the drafter's expected speed divided by the best expected speed.
+        """
+        step, rows = self._target_step_seconds.value, round(stats.acceptance.rows.value)
+        cost = max(1.0 - relative_gain, 0.0) * (self.draft_cost(stats) + self._v(1 + rows))
+        cost = (
+            _CHALLENGE_ROUNDS * cost + self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
+        )
+        has_time = cost * step <= self._exploration_seconds()
+        return stats.retries.is_affordable(cost if has_time else inf)
+
+    def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
+        if sum(self._estimate.reach_probs) > _MAX_TOKENS_AT_RISK:
+            return False
+        chooses_length = stats.drafter.chooses_length
+        levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
+        cost = max(1.0 - gain, 0.0) * (self.draft_cost(stats, levels) + self._v(1 + rows))
+        cost += self._first_prefill_cost(stats)
+        seconds = cost * self._target_step_seconds.value
+        if stats.retries.is_rare and seconds > self._exploration_seconds():
+            return False
+        return stats.retries.is_due(cost)
+
+    def _first_prefill_cost(self, stats: DrafterStats) -> float:
+        step = self._target_step_seconds.value
+        if stats.has_prefilled or step <= 0.0:
+            return 0.0
+        return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
+
+    def _prefill(self, stats: DrafterStats) -> bool:
+        tokens = self._prefill_tokens(stats)
+        if not tokens:
+            return not stats.drafter.pending_tokens
+        started = self._clock()
+        stats.drafter.prefill(tokens)
+        seconds = self._clock() - started
+        self.prefill_seconds += seconds
+        stats.record_prefill(tokens, seconds)
+        return True
+
+    def _prefill_tokens(self, stats: DrafterStats) -> int:
+        pending, all_pending = stats.drafter.pending_tokens, stats.drafter.full_pending_tokens
+        allowance = self._allowance_seconds()
+        token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
+        if allowance == inf or not all_pending:
+            return all_pending
+        # This can be infinite if a prefill costs almost nothing, so compare it before converting it to an
+        # integer.
+        affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
+        if affordable >= all_pending:
+            return all_pending
+        return min(pending, int(affordable)) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
+
+    @property
+    def planned_prefill_seconds(self) -> dict[str, float]:
+        """Maximum time that the next `choose` spends on prefilling each model, in seconds, by name."""
+        step = self._target_step_seconds.value
+        return {
+            name: self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
+            for name, stats in self._models.items()
+        }
+
+    def _is_measured(self, stats: DrafterStats) -> bool:
+        return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
+
+    def draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
+        """Return the expected duration of a draft, relative to a single-token target pass; 0 if unknown."""
+        step = self._target_step_seconds.value
+        if not self._is_measured(stats) or step <= 0.0:
+            return 0.0
+        return stats.draft_cost(step, levels)
+
+    def _expected_gain(self, stats: DrafterStats, draft_length: int, *, long_term: bool = False) -> float:
+        """Return the expected decoding speed with a drafter divided by the speed without it.
+
+        The result is infinite if the drafter's speed is unknown and must be measured.
+
+        Args:
+            stats: The drafter.
+            draft_length: Maximum length of the draft.
+            long_term: Whether to use long-term acceptance rates instead of the rates of the last drafts.
+        """
+        acceptance = stats.acceptance
+        if not self._is_measured(stats):
+            can_draft_more = 0 < stats.empty_draft_levels < draft_length
+            return inf if can_draft_more or not acceptance.was_empty else 0.0
+        estimate = self._other_estimate if stats.drafter.drafts_forced else self._estimate
+        reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
+        usual = max(1, min(draft_length, round(acceptance.levels.value)))
+        speed = max(
+            estimate.speed_with(
+                reach_probs[:levels],
+                round(levels * acceptance.level_rows),
+                self.draft_cost(stats, levels),
+                self._v,
+                self._limits,
+            )
+            for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
+            if levels <= draft_length
+        )
+        return speed / estimate.speed(self._v)

@@ -1,0 +1,209 @@
+"""Base classes for drafters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.logits import Logits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError
+from edgespec.methods.tree_growth import TreeGrowth
+from edgespec.model.base import LanguageModel
+from edgespec.model.model_facts import Capabilities, ModelFacts
+
+__all__ = ["Drafter", "DrafterMemory", "ForcedDraft", "check_rollback"]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterMemory:
+    """Memory used by a drafter: draft model weights and KV cache, and other data such as lookup indexes."""
+
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    other_bytes: int = 0
+
+    @classmethod
+    def of(cls, model: ModelFacts) -> DrafterMemory:
+        """Return the memory used by a draft model."""
+        return cls(model.weight_bytes, model.kv_bytes)
+
+    def __add__(self, other: DrafterMemory) -> DrafterMemory:
+        return DrafterMemory(
+            self.weight_bytes + other.weight_bytes,
+            self.cache_bytes + other.cache_bytes,
+            self.other_bytes + other.other_bytes,
+        )
+
+
+class Drafter(ABC):
+    """Proposes tokens for the target to verify. Drafts only affect how fast a reply is generated.
+
+    In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
+    `commit`, and finally the drafter's `commit`. `propose` may be skipped. Before a draft is verified, the
+    caller may shorten it or merge it with other drafts.
+
+    The `auto` controller limits how many tokens a drafter's model prefills, and occasionally forces a short
+    draft to measure whether drafting saves time.
+
+    Attributes:
+        name: Name of the method in options and reports. Must equal the name in its record.
+        is_lookup: Whether drafts are looked up without running a model. Any part of such a draft can be
+            verified on its own.
+        chooses_length: Whether the drafter chooses the draft length itself, up to the limit passed to
+            `propose`.
+        has_idle_work: Whether the drafter implements `run_idle_work`.
+        pass_seconds: Duration of a single-token pass of the drafter's model, measured by `warm_up`. 0 if
+            unknown.
+        prefill_token_seconds: Time to prefill one token, measured by `warm_up`. 0 if unknown.
+        drafts_forced: Whether the drafts of `propose_with_forced` include the tokens that a constraint
+            determines.
+    """
+
+    name: str
+    is_lookup: bool = False
+    chooses_length: bool = False
+    has_idle_work: bool = False
+    pass_seconds = 0.0
+    prefill_token_seconds = 0.0
+    drafts_forced = False
+
+    @abstractmethod
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Begin a reply to the prompt `tokens`, reusing work on any prefix shared with the last sequence."""
+
+    @abstractmethod
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        """Return a draft tree whose root is the last token. If nothing is drafted, the root is the only node.
+
+        Args:
+            sampler: The target's sampler after the last token. The call leaves its state unchanged.
+            acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
+                tokens.
+            draft_length: Maximum depth of the tree. Leading tokens that a constraint determines do not count.
+        """
+
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
+        """Draft like `propose`, and add all tokens that a constraint determines.
+
+        Instead of drafting these tokens one by one, the model runs them in one pass with the token before
+        them. Such tokens at the start of the draft do not count towards `draft_length`. Drafters without
+        `drafts_forced` add no such tokens.
+        """
+        return ForcedDraft(self.propose(sampler, acceptance, draft_length))
+
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
+        """Read the target's logits for the verified draft tree, which are valid only during this call.
+
+        Row i of the logits belongs to node i of the tree. The call leaves the sampler's state unchanged.
+        """
+
+    @abstractmethod
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        """Append the tokens emitted after verification to the drafter's copy of the sequence."""
+
+    @property
+    def pending_tokens(self) -> int:
+        """Number of tokens that the drafter's model must prefill before its next draft."""
+        return 0
+
+    @property
+    def full_pending_tokens(self) -> int:
+        """Number of tokens that the drafter's model must prefill to see the whole sequence.
+
+        This is larger than `pending_tokens` if the last `prefill` skipped earlier parts of the sequence.
+        """
+        return self.pending_tokens
+
+    def prefill(self, max_tokens: int) -> None:  # noqa: B027
+        """Prefill the drafter's model with the tokens it lacks, or with the most recent of them.
+
+        Args:
+            max_tokens: Maximum number of tokens to prefill.
+        """
+
+    def force_draft(self) -> None:  # noqa: B027
+        """Make the next call to `propose` return a short draft, even if it is not expected to save time."""
+
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return the drafter's acceptance and timing statistics as named arrays, to save for a later run."""
+        return {}
+
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Restore the statistics returned by `saved_statistics`.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array contains invalid values.
+        """
+
+    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> Drafter:
+        """Return a drafter with another `TreeGrowth`, but with the same model and KV cache.
+
+        Do not use both drafters within one reply. Drafters without draft trees return themselves.
+        """
+        return self
+
+    @property
+    def memory_use(self) -> DrafterMemory:
+        """Memory currently used by this drafter."""
+        return DrafterMemory()
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """The drafters that this drafter combines, or only itself if it combines none."""
+        return (self,)
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Perform slow one-time work, such as loading an index, so that it does not delay a reply."""
+
+    def note(self) -> str:
+        """Return a one-line status for the user, such as why nothing is drafted, or an empty string."""
+        return ""
+
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
+        """Do work that improves later drafts, such as training, until `should_continue()` returns False.
+
+        Runs between replies on a background thread. Call `should_continue` before every step, and keep steps
+        short, because a new reply waits for the current step. This method may run the target, but must leave
+        its KV cache unchanged.
+        """
+
+    def reset(self) -> None:  # noqa: B027
+        """Clear everything that depends on the current sequence, but keep trained weights and statistics."""
+
+    def interrupt(self, enabled: bool) -> None:  # noqa: B027
+        """Abort a running `propose` with CancelledError. With `enabled=False`, allow drafting again.
+
+        Can be called from any thread.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Release all resources held by the drafter."""
+
+
+class ForcedDraft(NamedTuple):
+    """A draft that includes tokens which a constraint determines.
+
+    Attributes:
+        tree: The draft tree.
+        forced: The nodes whose tokens a constraint determines. They have no siblings.
+    """
+
+    tree: TokenTree
+    forced: frozenset[int] = frozenset()
+
+
+def check_rollback(model: LanguageModel) -> None:
+    """Raise CapabilityError if a model does not support rollback, which a draft model requires."""
+    if not model.facts.capabilities.rollback:
+        raise CapabilityError(
+            f"{model.facts.name} cannot be a draft model: {model.facts.capabilities.reason}",
+            "choose a draft model that supports rollback, or use --draft none",
+        )

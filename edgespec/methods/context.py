@@ -1,0 +1,106 @@
+"""What a method gets to make its drafter for a loaded target, and what it returns if it cannot draft."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from edgespec.errors import CapabilityError
+from edgespec.methods.base import Drafter
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.head_cache import HeadCache
+from edgespec.model.base import LanguageModel, Progress
+from edgespec.model.registry import FileFormat
+from edgespec.model.self_draft_methods import SelfDraft
+from edgespec.options.load_options import LoadArguments
+from edgespec.store.heads import HeadOption
+from edgespec.store.reference import Resolved
+
+__all__ = ["DrafterContext", "LoadedHead", "MissingDrafter", "why_no_view"]
+
+
+class MissingDrafter(NamedTuple):
+    """The reason why a drafter is unavailable, and a hint for the user."""
+
+    reason: str
+    hint: str
+
+
+class LoadedHead(NamedTuple):
+    """A head that drafts for a loaded target.
+
+    Attributes:
+        name: The reference that names the head. A head in the target's own files has a description instead.
+        path: The path of the head's files. Empty for a head in the target's own files.
+        state: The head's state, which the prefix cache stores.
+    """
+
+    name: str
+    path: str
+    state: HeadCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterContext:
+    """A loaded target with everything that its drafters are made from.
+
+    Attributes:
+        target: The loaded target.
+        files: The target's files.
+        arguments: The checked arguments of `load`.
+        named: The methods that the user named, without those that `auto` chooses.
+        measured_curve: Returns the cost curve of the target: the duration of a pass for each number of
+            tokens. The first call measures it, which clears the target's KV cache.
+        calibration_prompt: Returns the tokens of a prompt for measurements.
+        window_tokens: Number of most recent tokens that a draft model sees. See `DraftingOptions`.
+        has_room_for_copy: Whether the memory plan leaves room for a copy of the target.
+        draft: The loaded draft model, or None.
+        draft_drafter: The drafter that the draft model must be used with, or None for any.
+        heads: The heads to draft with, at most one for each method.
+        why_no_head: The reason why there is no head. Empty if there is one.
+        head_advice: How to draft with a head that is used only if the user names it. Can be empty.
+        progress: Reports progress of slow work. Can be None.
+        loaded_heads: The heads of the drafters made so far. Methods add theirs.
+        dropped_heads: The reasons why heads that were found are not used. Methods add theirs.
+        notices: Other sentences for the user about the drafters. Methods add theirs.
+    """
+
+    target: LanguageModel
+    files: Resolved
+    arguments: LoadArguments
+    named: frozenset[str]
+    measured_curve: Callable[[], CostCurve]
+    calibration_prompt: Callable[[], list[int]]
+    window_tokens: int | None = None
+    has_room_for_copy: bool = True
+    draft: LanguageModel | None = None
+    draft_drafter: Drafter | None = None
+    heads: Sequence[HeadOption] = ()
+    why_no_head: str = ""
+    head_advice: str = ""
+    progress: Progress | None = None
+    loaded_heads: list[LoadedHead] = field(default_factory=list)
+    dropped_heads: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def file_format(self) -> FileFormat:
+        """The format of the target's files."""
+        return self.files.file_format
+
+    @property
+    def reference(self) -> str:
+        """The target's name for commands in messages."""
+        return shlex.quote(str(self.files.path)) if self.files.source == "path" else self.files.name
+
+
+def why_no_view(target: LanguageModel, self_draft: SelfDraft) -> MissingDrafter:
+    """Return the reason why a target does not support a kind of self-drafting."""
+    reason, hint = f"{target.facts.name} cannot draft for itself", ""
+    try:
+        target.self_draft(self_draft).close()
+    except CapabilityError as error:
+        reason, hint = error.what, error.next_step
+    return MissingDrafter(reason, hint or "choose another method")

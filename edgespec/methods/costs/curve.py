@@ -1,0 +1,214 @@
+"""Measure how the cost of a verify pass depends on its width, which is its number of tokens.
+
+The cost v(m) is the duration of an m-token pass divided by that of a target step, which is a one-token pass.
+It must be measured, because it depends on the machine, the quantisation and the kernels, and does not always
+increase with m.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from time import perf_counter as now
+from typing import TypeAlias
+
+import numpy as np
+
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
+from edgespec.model.base import LanguageModel, Progress
+
+__all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
+
+# A function v(m) that returns the duration of an m-token pass, relative to a single-token pass.
+CostFunction: TypeAlias = Callable[[int], float]
+
+# Pass widths to measure. Small widths are spaced more closely, because backends use different kernels for
+# them.
+MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+# Pass widths to measure even if the time budget is spent.
+_REQUIRED_WIDTHS = (1, 2, 4, 8)
+_MAX_REQUIRED_PADDED_WIDTH = 9
+# Further measurements of `CostCurve.change_seconds`. A value that is much too high makes drafting seem too
+# expensive for as long as the model is loaded.
+_CHANGE_REPEATS = 20
+# Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
+_MIN_BUDGET_STEPS = 12
+# Maximum duration of a pass, as a multiple of a wider pass's duration. Some kernels are slower at a few
+# widths, but by less than this. A heuristic.
+_MAX_EXCESS = 3.0
+
+
+def assumed_cost(width: int) -> float:
+    """Estimate the duration of a pass of `width` tokens, relative to a single-token pass.
+
+    Each additional token adds 5 %.
+    """
+    return 1.0 + 0.05 * (width - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Measured durations of verify passes over different numbers of tokens.
+
+    Attributes:
+        widths: The measured widths in tokens, in ascending order starting at 1.
+        seconds: The duration of a pass at each width, in seconds.
+        pass_widths: Widths in ascending order to which the model pads its passes. Wide ones may not be
+            measured. Empty if it does not pad them.
+        change_seconds: How much longer a pass takes if the pass before it had another width. Measured only
+            for models with `has_slow_width_changes`. `seconds` does not include this time.
+
+    Raises:
+        ValueError: The widths do not ascend from 1, or there is not one positive duration for each.
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    pass_widths: tuple[int, ...] = ()
+    change_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
+            raise ValueError(
+                "a cost curve needs one duration per width, starting with width 1, but got"
+                f" widths {self.widths} and durations {self.seconds}"
+            )
+        if any(a >= b for a, b in pairwise(self.widths)) or not all(s > 0 for s in self.seconds):
+            raise ValueError(
+                f"a cost curve needs ascending widths and positive durations, but got widths {self.widths}"
+                f" and durations {self.seconds}"
+            )
+
+    @property
+    def target_step_seconds(self) -> float:
+        return self.seconds[0]
+
+    def padded(self, width: int) -> int:
+        """Return the number of tokens in a pass of `width` tokens, including padding.
+
+        A pass of one token counts as one token even if it is padded, because it is the unit of all costs.
+        """
+        if width == 1:
+            return 1
+        at = bisect_left(self.pass_widths, width)
+        return self.pass_widths[at] if at < len(self.pass_widths) else width
+
+    def v(self, width: int) -> float:
+        """Return the duration of a pass of `width` tokens, relative to a single-token pass.
+
+        Interpolates linearly between measured widths, and extrapolates beyond the largest one. If only
+        single-token passes were measured, `assumed_cost` is used.
+        """
+        if len(self.widths) == 1:
+            return assumed_cost(width)
+        width = self.padded(width)
+        at = bisect_left(self.widths, width)
+        at = min(max(at, 1), len(self.widths) - 1)
+        left, right = self.widths[at - 1], self.widths[at]
+        slope = (self.seconds[at] - self.seconds[at - 1]) / (right - left)
+        if width > right:
+            return (self.seconds[at] + max(slope, 0.0) * (width - right)) / self.target_step_seconds
+        return (self.seconds[at - 1] + slope * (width - left)) / self.target_step_seconds
+
+
+def measure_costs(
+    model: LanguageModel,
+    widths: Sequence[int] = MEASURED_WIDTHS,
+    repeats: int = 5,
+    budget_seconds: float = 2.0,
+    progress: Progress | None = None,
+) -> CostCurve:
+    """Measure the durations of verify passes over different numbers of tokens.
+
+    The passes run after the tokens in the model's KV cache, and leave the cache unchanged. Widths 1, 2, 4 and
+    8 are measured first. The others follow in ascending order until half of the time budget is spent. The
+    rest of the budget is spent on repeats, which replace the slower first measurements.
+
+    If the model pads its passes, only the widths to which it pads are measured. Those up to 9 are measured
+    even if the budget is spent.
+
+    Args:
+        model: The target model.
+        widths: The widths to measure in addition to 1. Widths that exceed the limits of the model or its
+            context are skipped.
+        repeats: The number of additional passes per width.
+        budget_seconds: Time budget, which is raised to the duration of 12 single-token passes if it is
+            shorter. Once it is spent, only widths 1, 2, 4 and 8 are still measured.
+        progress: Called before each pass, because a pass of a large model can take seconds. Returning False
+            cancels the measurement.
+
+    Raises:
+        CancelledError: `progress` returned False, or `model.interrupt` was called.
+        ContextFullError: The context has no room for one more token.
+    """
+
+    def pass_seconds(width: int) -> float:
+        if progress and not progress("measuring the speed of the model", 0.0):
+            raise CancelledError("the speed measurement was cancelled")
+        return _pass_seconds(model, width)
+
+    able = model.facts.capabilities
+    max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
+    if widths and able.pass_widths:
+        widths = able.pass_widths
+    required = [
+        width for width in able.pass_widths if width <= _MAX_REQUIRED_PADDED_WIDTH
+    ] or _REQUIRED_WIDTHS
+    changes = able.has_slow_width_changes
+    chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
+    # Do not count the very first pass, which can be slow because it loads weights from disk.
+    cold = pass_seconds(1)
+    started = now()
+    seconds: dict[int, list[float]] = {1: [cold, pass_seconds(1)]}
+    budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
+    for width in sorted(chosen, key=lambda width: width not in required):
+        if width not in required and now() - started > budget / 2:
+            break
+        if changes:
+            # The first pass of a width is slower, because llama.cpp asks the workers for sizes of tensors.
+            pass_seconds(width)
+        seconds[width] = [pass_seconds(width)]
+    timed = sorted(seconds.items())
+    steady = seconds[1][1:]
+    for _ in range(repeats):
+        for width, durations in timed:
+            if now() - started > budget:
+                break
+            durations.append(pass_seconds(width))
+            if changes and width == 1:
+                steady.append(pass_seconds(1))
+    for _ in range(_CHANGE_REPEATS if len(timed) > 1 and changes else 0):
+        if now() - started > budget:
+            break
+        pass_seconds(timed[1][0])
+        seconds[1].append(pass_seconds(1))
+        steady.append(pass_seconds(1))
+    medians = [median(durations[1:] or durations) for _, durations in timed]
+    # Limit the duration of a narrow pass that took much longer than a wider one, because another program
+    # slowed it down.
+    plausible = [
+        min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))
+    ]
+    measured = tuple(width for width, _ in timed)
+    if not changes:
+        return CostCurve(measured, tuple(plausible), able.pass_widths)
+    step = median(steady)
+    change = max(median(seconds[1][2:] or steady) - step, 0.0)
+    return CostCurve(
+        measured, (step, *(max(each - change, step) for each in plausible[1:])), able.pass_widths, change
+    )
+
+
+def _pass_seconds(model: LanguageModel, width: int) -> float:
+    length = model.length
+    chain = TokenTree.chain(0, [0] * (width - 1))
+    started = now()
+    try:
+        model.verify(chain).at(width - 1, np.array([0]))
+        return now() - started
+    finally:
+        model.truncate(length)

@@ -1,0 +1,22 @@
+"""Draft with a DFlash or DSpark head, which predicts a block of tokens in one pass."""
+
+from __future__ import annotations
+
+from edgespec.methods.head_method import head_method
+from edgespec.options.methods import MethodDocs
+
+__all__ = ["METHOD"]
+
+METHOD = head_method(
+    "dflash",
+    label="DFlash head",
+    help_text="a DFlash or DSpark head trained for the target, which predicts several tokens at once",
+    docs=MethodDocs(
+        source="a DFlash or DSpark head: a few layers that read the target's hidden states and predict a"
+        " block of tokens in one pass ([DFlash](https://arxiv.org/abs/2602.06036), "
+        "[DSpark](https://arxiv.org/abs/2607.05147))",
+        requires="a head that was trained for the target (see [Models](models.md#heads))",
+        memory="the head, its KV cache, and the hidden states of 2,048 tokens",
+    ),
+    order=60,
+)

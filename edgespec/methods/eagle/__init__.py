@@ -1,0 +1,23 @@
+"""Draft with an EAGLE head, a network with one layer that reads the target's hidden states."""
+
+from __future__ import annotations
+
+from edgespec.methods.head_method import head_method
+from edgespec.options.methods import MethodDocs
+
+__all__ = ["METHOD"]
+
+METHOD = head_method(
+    "eagle",
+    label="EAGLE head",
+    help_text="an EAGLE head trained for the target",
+    docs=MethodDocs(
+        source="an EAGLE head: a network with one layer that reads the target's hidden states "
+        "([EAGLE-1](https://arxiv.org/abs/2401.15077), "
+        "[EAGLE-2](https://arxiv.org/abs/2406.16858), "
+        "[EAGLE-3](https://arxiv.org/abs/2503.01840))",
+        requires="a head that was trained for the target (see [Models](models.md#heads))",
+        memory="the head, its KV cache, and the hidden states of 2,048 tokens",
+    ),
+    order=50,
+)

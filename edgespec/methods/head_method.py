@@ -1,0 +1,39 @@
+"""The record of a method that drafts with a head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgespec.options.methods import Method, MethodDocs
+
+if TYPE_CHECKING:
+    from edgespec.methods.base import Drafter
+    from edgespec.methods.context import DrafterContext, MissingDrafter
+
+__all__ = ["head_method"]
+
+
+def head_method(
+    name: str, *, label: str, help_text: str, docs: MethodDocs, order: int, works_on_workers: bool = True
+) -> Method:
+    """Return the record of a method that drafts with a head. The arguments are fields of `Method`."""
+
+    def make(context: DrafterContext) -> Drafter | MissingDrafter:
+        # Imported only when used, because `edgespec --help` reads all records.
+        from edgespec.methods.head_drafter import make_head_drafter
+
+        return make_head_drafter(context, name)
+
+    return Method(
+        name=name,
+        label=label,
+        help=help_text,
+        docs=docs,
+        order=order,
+        make=make,
+        needs="head",
+        reads=frozenset({"draft_confidence", "draft_branches", "head"}),
+        works_on_workers=works_on_workers,
+        experimental=True,
+        auto="always",
+    )

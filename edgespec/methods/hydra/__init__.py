@@ -1,0 +1,21 @@
+"""Draft with Hydra heads, which also read the tokens drafted before their own."""
+
+from __future__ import annotations
+
+from edgespec.methods.head_method import head_method
+from edgespec.options.methods import MethodDocs
+
+__all__ = ["METHOD"]
+
+METHOD = head_method(
+    "hydra",
+    label="Hydra heads",
+    help_text="Hydra heads: the same, but they also read the tokens drafted before",
+    docs=MethodDocs(
+        source="Hydra heads: like Medusa heads, but each head also reads the draft tokens before its own"
+        " ([Hydra](https://arxiv.org/abs/2402.05109))",
+        requires="as for `medusa`",
+        memory="as for `medusa`; Hydra++ heads also need a KV cache for one layer",
+    ),
+    order=80,
+)

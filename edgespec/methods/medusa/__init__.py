@@ -1,0 +1,22 @@
+"""Draft with Medusa heads, each of which predicts one more token ahead."""
+
+from __future__ import annotations
+
+from edgespec.methods.head_method import head_method
+from edgespec.options.methods import MethodDocs
+
+__all__ = ["METHOD"]
+
+METHOD = head_method(
+    "medusa",
+    label="Medusa heads",
+    help_text="Medusa heads trained for the target, each of which predicts one more token ahead",
+    docs=MethodDocs(
+        source="Medusa heads: small networks that read the target's last hidden state. The first "
+        "predicts the token after next, and each further head one token further ahead "
+        "([Medusa](https://arxiv.org/abs/2401.10774))",
+        requires="heads that were trained for the target (see [Models](models.md#heads))",
+        memory="the heads, and the hidden states of 2,048 tokens",
+    ),
+    order=70,
+)

@@ -1,0 +1,34 @@
+"""Draft what followed the last tokens before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgespec.options.methods import Method, MethodDocs
+
+if TYPE_CHECKING:
+    from edgespec.methods.base import Drafter
+    from edgespec.methods.context import DrafterContext
+
+__all__ = ["METHOD"]
+
+
+def _make(_context: DrafterContext) -> Drafter:
+    from edgespec.methods.ngram.drafter import NgramDrafter
+
+    return NgramDrafter()
+
+
+METHOD = Method(
+    name="ngram",
+    label="repeated text",
+    help="prompt lookup: whatever followed the last few tokens earlier in this chat",
+    docs=MethodDocs(
+        source="whatever followed the last few tokens earlier in this chat",
+        requires="repetitive text",
+        memory="4 bytes per token of the chat",
+    ),
+    order=130,
+    make=_make,
+    always_loaded=True,
+)

@@ -1,0 +1,342 @@
+"""The protocols for loaded models and their tokenizers, and the options for loading a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.engine.logits import Logits
+from edgespec.engine.tree import TokenTree
+from edgespec.model.model_facts import Adapter, ModelFacts
+from edgespec.model.self_draft_methods import SelfDraft
+
+__all__ = [
+    "MAX_VOCAB_PADDING",
+    "LanguageModel",
+    "LoadOptions",
+    "Progress",
+    "Snapshot",
+    "Vocabulary",
+]
+
+# The vocabularies of a target and its draft model may differ in size by up to this many padding tokens.
+MAX_VOCAB_PADDING = 1024
+
+# Function that is called with the name of the current task and the fraction done (0 to 1). It returns False
+# to cancel the task.
+Progress = Callable[[str, float], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options for loading a model. Unless noted otherwise, None lets the backend choose.
+
+    Attributes:
+        context_tokens: Size of the KV cache in tokens.
+        choose_context_tokens: Function that maps the trained context length (0 if unknown) to the size of the
+            KV cache. Takes precedence over `context_tokens`.
+        initial_context_tokens: Initial size of the KV cache, if `resize` enlarges it later. None allocates
+            the full size immediately.
+        gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
+        kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
+            separately. `auto` uses the backend's choice.
+        flash_attention: `auto`, `on` or `off`.
+        batch_tokens: Tokens per prefill batch.
+        max_branches: Maximum number of leaves in a token tree.
+        memory_bytes: Combined limit for weights and KV cache. None means no limit.
+        max_logit_rows: Maximum number of rows per pass that need logits. None uses the backend's limit.
+        is_draft: Whether the model is used for drafting. If so, `auto` settings can prefer speed over
+            bit-exactness.
+        adapters: The adapters to apply to the weights.
+        exact: Whether `auto` settings choose kernels whose logits do not depend on the number of tokens per
+            pass, where the backend knows such kernels.
+        repack: Whether the backend may convert weights to a layout that is faster on this CPU.
+        low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
+            `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
+        mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
+            draft with `Head("mtp")`.
+        parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
+        workers: The machines that hold the layers, or None if they are all on this machine. The model closes
+            the connections to them.
+        split_tensors: Whether each worker holds a part of every layer, instead of whole layers.
+        output_on_worker: Whether the output layer is on the last of the workers, if that has layers and
+            room.
+    """
+
+    context_tokens: int | None = None
+    choose_context_tokens: Callable[[int], int] | None = None
+    initial_context_tokens: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    kv_type: str = "auto"
+    flash_attention: str = "auto"
+    mmap: bool = True
+    mlock: bool = False
+    batch_tokens: int = 512
+    max_branches: int = 8
+    memory_bytes: int | None = None
+    max_logit_rows: int | None = None
+    is_draft: bool = False
+    adapters: tuple[Adapter, ...] = ()
+    exact: bool = True
+    repack: bool = True
+    low_bits: bool = False
+    mtp: bool = False
+    parallel: int = 1
+    workers: ConnectedWorkers | None = None
+    split_tensors: bool = False
+    output_on_worker: bool = False
+
+    def for_draft(self) -> LoadOptions:
+        """Return these options for a draft model, without those that apply only to the target."""
+        return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False, workers=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of a model's cache that can be restored into the same model.
+
+    Attributes:
+        length: Position after the last copied token.
+        data: The copied cache contents in the backend's own format.
+        start: Position of the first copied token. Earlier tokens are not part of the copy.
+        heads: Copies of the states of the heads that draft for the model, by head name. The model itself does
+            not use them.
+    """
+
+    length: int
+    data: bytes = field(repr=False)
+    start: int = 0
+    heads: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + sum(map(len, self.heads.values()))
+
+
+class Vocabulary(Protocol):
+    """The tokenizer of a model."""
+
+    size: int
+    chat_template: str | None
+    bos_text: str
+    eos_text: str
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        """Convert text to token ids.
+
+        Args:
+            text: The text.
+            special: Whether to parse control tokens that appear in the text.
+            start: Whether to prepend the BOS token if the model uses one.
+        """
+
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound on the number of tokens of text, without tokenizing it.
+
+        Whitespace around the text does not count, because templates and control tokens can remove it. The
+        bound is 0 for vocabularies in which a token can represent a text of any length.
+        """
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
+
+    def raw_piece(self, token: int) -> bytes:
+        """Return a token's vocabulary entry as bytes, even for control tokens."""
+
+    def is_end(self, token: int) -> bool:
+        """Return True for tokens that end a reply (EOS, EOT)."""
+
+
+class LanguageModel(Protocol):
+    """A loaded model with one KV cache.
+
+    Invariants:
+
+    - The cache holds `length` tokens. `verify` starts a round and temporarily appends a token tree. `commit`
+      keeps one path of the tree and ends the round.
+    - All methods except `interrupt` must be called from one thread.
+    - After `close`, all other methods raise ClosedError. Calling `close` again has no effect.
+    """
+
+    facts: ModelFacts
+    vocabulary: Vocabulary
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the cache."""
+
+    @property
+    def free_tokens(self) -> int:
+        """Number of tokens that still fit in the context."""
+
+    @property
+    def threads(self) -> int:
+        """Number of CPU threads of the last pass, or 0 if the backend's library chooses the number."""
+
+    @property
+    def max_threads(self) -> int:
+        """Number of CPU threads on an idle machine, or 0 if it cannot be changed."""
+
+    def set_max_threads(self, threads: int) -> None:
+        """Set the number of CPU threads on an idle machine. Has no effect if `max_threads` is 0."""
+
+    def fix_threads(self, fixed: bool) -> None:
+        """Fix the number of CPU threads, or let it follow the load of the machine again."""
+
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:
+        """Set the scale of each of `facts.adapters` for later passes. The cache must be empty.
+
+        Raises:
+            CapabilityError: The scales of adapters are fixed when the model is loaded.
+        """
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        """Append tokens to the cache without computing their logits.
+
+        Args:
+            tokens: The tokens to append.
+            progress: Called after each batch. Returning False cancels the prefill.
+
+        Raises:
+            ContextFullError: The tokens do not fit. The cache is unchanged.
+            CancelledError: `interrupt` or `progress` stopped the prefill. The cache keeps the tokens
+                processed so far. Check `length` afterwards.
+        """
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        """Append all tokens of a prompt except the last to the cache, and verify the last in the same pass.
+
+        Backends that cannot do both in one pass only append the tokens.
+
+        Args:
+            tokens: The tokens of the prompt that are not in the cache yet, at least one.
+            progress: See `prefill`.
+
+        Returns:
+            The logits after the last token, as if `verify` had run a tree of this token, or None if the token
+            still has to be verified.
+
+        Raises:
+            ContextFullError: The tokens do not fit. The cache is unchanged.
+            CancelledError: `interrupt` or `progress` stopped the prefill. See `prefill`.
+        """
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        """Return the embedding of text, float32 [size]. The cache must be empty, and is emptied afterwards.
+
+        Args:
+            tokens: The text. The EOS token is appended if the model needs it.
+            progress: Called after each batch. Returning False cancels the work.
+
+        Raises:
+            CapabilityError: The model cannot embed texts.
+            ContextFullError: The text does not fit.
+            CancelledError: `interrupt` or `progress` stopped the work.
+        """
+
+    def verify(self, tree: TokenTree, first: int = 0) -> Logits:
+        """Run the nodes of a token tree after the cached tokens and return their logits.
+
+        Args:
+            tree: The tree. Its root is the last emitted token.
+            first: First node to run. Earlier calls must have run the nodes before it. Drafters use this to
+                grow a tree level by level.
+
+        Returns:
+            The logits, where row i predicts the token after node `first + i`. They are valid until the next
+            pass.
+
+        Raises:
+            ContextFullError: The tree does not fit into the context.
+            CapabilityError: The model does not support branches or this width.
+            CancelledError: `interrupt` stopped the pass.
+            After any of these errors, the cache contains no nodes of the tree.
+        """
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Keep the verified tree's root and the nodes of `path` in the cache. Discard its other nodes."""
+
+    def truncate(self, length: int) -> None:
+        """Keep at most the first `length` cached tokens, and discard any uncommitted token tree.
+
+        `truncate(model.length)` only discards the uncommitted tree. Recurrent models may keep fewer tokens
+        than requested, because they can only return to a checkpoint. Check `length` afterwards.
+        """
+
+    def remove_range(self, start: int, end: int) -> None:
+        """Remove tokens [start, end) from the cache, and move later tokens to earlier positions.
+
+        Any uncommitted token tree is discarded. The keys and values of later tokens are not recomputed. Only
+        their positions change (StreamingLLM, arXiv 2309.17453).
+
+        Raises:
+            CapabilityError: The model does not support this. The cache is unchanged.
+        """
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the cached state of tokens [start, end), and discard any uncommitted token tree.
+
+        If the model lacks the capability `partial_truncate`, the copy always contains the whole cache.
+        """
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Load a snapshot into the model's cache.
+
+        If `snapshot.start` is not 0, the cache must hold the same first `snapshot.start` tokens as when the
+        snapshot was taken.
+
+        Raises:
+            BackendError: The snapshot belongs to another model or context. The cache then holds
+                `snapshot.start` tokens or none.
+        """
+
+    def resize(self, context_tokens: int) -> None:
+        """Change the context size, keep the cached tokens, and discard any uncommitted token tree.
+
+        The backend may round the size up. Draft models that share the cache are resized too, as far as memory
+        allows. Recurrent models may lose checkpoints, even if the call fails.
+
+        Raises:
+            ContextFullError: The cached tokens do not fit in the new context. They are left unchanged.
+            MemoryBudgetError: The new context exceeds the memory limit. The cached tokens are left unchanged.
+        """
+
+    def run_ahead(self, enabled: bool) -> None:
+        """Announce whether the next passes will decode greedily, one token at a time.
+
+        An asynchronous backend can then start the next step early. Results do not change.
+        """
+
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
+        """Announce which draft model will propose the next drafts, or None if unknown.
+
+        If the target and the draft model compute asynchronously on one device, the verify pass can start
+        before the last drafted token is copied to the host. Results do not change.
+        """
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
+        """Return a draft model that uses the KV cache of this model (its target).
+
+        The draft model has the same `length` as the target. Its `prefill`, `commit`, `truncate` and `close`
+        do not change the target. The target's next `verify`, `commit` or `truncate` discards the drafted
+        tokens or reuses their cached state. Only one draft model may draft before each verify pass of the
+        target.
+
+        Raises:
+            CapabilityError: The model does not support this method. The message explains why.
+        """
+
+    def interrupt(self, enabled: bool) -> None:
+        """End the current and all later computations with CancelledError, or allow them if not `enabled`.
+
+        Can be called from any thread.
+        """
+
+    def close(self) -> None:
+        """Free all memory that the model uses."""

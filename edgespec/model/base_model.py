@@ -1,0 +1,328 @@
+"""The base classes of models: those with a KV cache of their own, and views that draft on a target's."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engine.logits import Logits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
+from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
+from edgespec.model.hidden_state_log import HiddenStateLog, OpenLogs
+from edgespec.model.memory_check import check_tokens_fit
+from edgespec.model.model_facts import ModelFacts
+from edgespec.model.self_draft_methods import SelfDraft
+
+__all__ = [
+    "MAX_CACHED_PIECES",
+    "BaseModel",
+    "M",
+    "SelfDraftView",
+    "check_progress",
+    "in_batches",
+    "scaled_progress",
+    "split_last_batch",
+]
+
+# A vocabulary caches the bytes of at most this many tokens. Caching all of them would take tens of MiB.
+MAX_CACHED_PIECES = 8192
+
+
+def in_batches(
+    tokens: Sequence[int], batch_tokens: int, progress: Progress | None
+) -> Iterator[Sequence[int]]:
+    """Split a prompt into prefill batches, and report progress after each.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
+    for start in range(0, len(tokens), batch_tokens):
+        batch = tokens[start : start + batch_tokens]
+        yield batch
+        if progress and not progress("reading the prompt", (start + len(batch)) / len(tokens)):
+            raise CancelledError("prompt processing was cancelled")
+
+
+def split_last_batch(
+    tokens: Sequence[int], batch_tokens: int, progress: Progress | None
+) -> tuple[Sequence[int], Sequence[int], Progress | None]:
+    """Split a prompt before its last batch.
+
+    Returns:
+        The tokens before the last batch, the last batch, and a progress callback for the first part.
+    """
+    start = (len(tokens) - 1) // batch_tokens * batch_tokens
+    return tokens[:start], tokens[start:], progress and scaled_progress(progress, 0.0, start / len(tokens))
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Report the end of a prefill. Raises CancelledError if `progress` returns False."""
+    if progress and not progress("reading the prompt", 1.0):
+        raise CancelledError("prompt processing was cancelled")
+
+
+def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
+    """Return a progress callback for a part of a task, from the fraction `begin` to `begin + share`."""
+    return lambda what, fraction: progress(what, begin + share * fraction)
+
+
+class BaseModel(ABC):
+    """Base class for models with their own KV cache. By default, they do not support self-drafting."""
+
+    facts: ModelFacts
+    vocabulary: Vocabulary
+    _closed: bool = False
+
+    @property
+    @abstractmethod
+    def length(self) -> int: ...
+
+    @property
+    def free_tokens(self) -> int:
+        return self.facts.context_tokens - self.length - self.facts.capabilities.padding_tokens
+
+    def _padded(self, tree: TokenTree) -> TokenTree:
+        """Return a draft tree, padded to a width that the model's passes may have."""
+        return tree.padded(self.facts.capabilities.padded_width(tree.width))
+
+    @property
+    def threads(self) -> int:
+        return 0
+
+    @property
+    def max_threads(self) -> int:
+        return 0
+
+    def set_max_threads(self, threads: int) -> None:  # noqa: B027
+        pass
+
+    def fix_threads(self, fixed: bool) -> None:  # noqa: B027
+        pass
+
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
+        raise CapabilityError(
+            f"the adapter scales of {self.facts.name} are fixed when the model is loaded",
+            "load the model again with other scales in --adapter",
+        )
+
+    @abstractmethod
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None: ...
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        self.prefill(tokens[:-1], progress)
+        return None
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
+        raise CapabilityError(
+            f"{self.facts.name} cannot embed texts",
+            "choose a GGUF model that was not prepared for early exit",
+        )
+
+    def run_ahead(self, enabled: bool) -> None:  # noqa: B027
+        pass
+
+    def pipeline_with(self, draft: LanguageModel | None) -> None:  # noqa: B027
+        pass
+
+    def check_can_draft(self, method: str) -> None:
+        """Raise CapabilityError, with the reason, if the model has ruled out a self-drafting method."""
+        if reason := self.facts.capabilities.self_draft_refusals.get(method):
+            raise CapabilityError(
+                f"{method} cannot draft for {self.facts.name}: {reason}",
+                "choose another method, or use --exactness off",
+            )
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
+        reason = self.facts.capabilities.reason
+        raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
+
+    @cached_property
+    def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
+        """Draft models that share this model's KV cache."""
+        return weakref.WeakSet()
+
+    @cached_property
+    def logs(self) -> OpenLogs:
+        """Logs of hidden states, for models that are a `HiddenStateSource`."""
+        return OpenLogs()
+
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:  # noqa: ARG002
+        """See `HiddenStateSource`."""
+        raise CapabilityError(
+            f"the hidden states of {self.facts.name} cannot be read", "choose a method that needs no head"
+        )
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """See `HiddenStateSource`."""
+        self.logs.close(log)
+
+    def _span(self, start: int, end: int | None) -> tuple[int, int]:
+        """Return the range of cached tokens to copy for a snapshot."""
+        if not self.facts.capabilities.partial_truncate:
+            return 0, self.length
+        end = self.length if end is None else min(end, self.length)
+        return min(start, end), end
+
+    def _check_size(self, context_tokens: int) -> None:
+        self._check(0)
+        if context_tokens < max(1, self.length):
+            raise ContextFullError(
+                f"{self.length:,} cached tokens do not fit in a context of {context_tokens:,} tokens",
+                "truncate the cache first",
+            )
+
+    def _now_sized(self, context_tokens: int, kv_bytes: int) -> None:
+        """Update `facts` after a resize, and notify the draft models that share this model's cache."""
+        self.facts = replace(self.facts, context_tokens=context_tokens, kv_bytes=kv_bytes)
+        for view in list(self._views):
+            if not view.closed:
+                view.resized()
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the model is closed."""
+        self._check(0)
+
+    def _check(self, more: int) -> None:
+        """Raise ClosedError if the model is closed, or ContextFullError if `more` tokens do not fit."""
+        if self._closed:
+            raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
+        check_tokens_fit(self, more)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class SelfDraftView(ABC, Generic[M]):
+    """A draft model without a KV cache of its own, as returned by `LanguageModel.self_draft`.
+
+    The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify`, and extend
+    `interrupt` and `close` if they own a context.
+    """
+
+    facts: ModelFacts
+    vocabulary: Vocabulary
+    _interrupted = False
+
+    def __init__(self, target: M) -> None:
+        self._target = target
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def length(self) -> int:
+        return self._target.length
+
+    @property
+    def free_tokens(self) -> int:
+        return self._target.free_tokens
+
+    @property
+    def threads(self) -> int:
+        return self._target.threads
+
+    @property
+    def max_threads(self) -> int:
+        return 0
+
+    def set_max_threads(self, threads: int) -> None:
+        pass
+
+    def fix_threads(self, fixed: bool) -> None:
+        pass
+
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
+        raise CapabilityError(
+            f"{self.facts.name} is a view of the target and has no adapters of its own",
+            "call `set_adapter_scales` on the target",
+        )
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
+        self._check()
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self.prefill(tokens[:-1], progress)
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot embed texts",
+            "call `embed` on the target",
+        )
+
+    @abstractmethod
+    def verify(self, tree: TokenTree, first: int = 0) -> Logits:
+        """See `LanguageModel.verify`."""
+
+    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+        self._check()
+
+    def truncate(self, length: int) -> None:  # noqa: ARG002
+        self._check()
+
+    def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot remove tokens",
+            "call `remove_range` on the target",
+        )
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
+        """Return an empty snapshot, because a self-draft model has no KV cache of its own."""
+        self._check()
+        return Snapshot(self.length, b"")
+
+    def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot restore a snapshot",
+            "call `restore` on the target",
+        )
+
+    def resize(self, context_tokens: int) -> None:  # noqa: ARG002
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot be resized",
+            "call `resize` on the target",
+        )
+
+    def _unsupported(self, what: str, next_step: str) -> CapabilityError:
+        self._check()
+        return CapabilityError(what, next_step)
+
+    def resized(self) -> None:
+        """Update `facts` with the target's current context size."""
+        self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
+
+    def run_ahead(self, enabled: bool) -> None:
+        pass
+
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
+        pass
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
+        raise CapabilityError(
+            f"{self.facts.name} is itself a self-draft model and cannot create another one",
+            "call `self_draft` on the target model",
+        )
+
+    def interrupt(self, enabled: bool) -> None:
+        self._interrupted = enabled
+
+    def _check_not_interrupted(self) -> None:
+        if self._interrupted:
+            raise CancelledError("the model's computation was cancelled")
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
+        self._target.check_open()

@@ -1,0 +1,159 @@
+"""Define the interfaces through which a backend trains heads and draft models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.model.base import Progress, Vocabulary
+
+__all__ = ["DrafterTrainer", "Guesser", "Student", "Teacher", "TrainingBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """A batch of training conversations, padded at the end to the same length.
+
+    Attributes:
+        tokens: int32 [conversations, tokens].
+        replied: Whether each token is part of a reply of the target, bool [conversations, tokens]. A drafter
+            learns to predict only these tokens.
+    """
+
+    tokens: NDArray[np.int32]
+    replied: NDArray[np.bool_]
+
+    def replied_after(self, count: int) -> NDArray[np.bool_]:
+        """Return whether the token `count` positions later is in a reply, bool [conversations, tokens]."""
+        later = np.zeros_like(self.replied)
+        later[:, : max(0, self.replied.shape[1] - count)] = self.replied[:, count:]
+        return later
+
+    def drafting_rows(self, depth: int) -> NDArray[np.int64]:
+        """Return the indices of the tokens from which to draft `depth` tokens, in the flattened batch.
+
+        All drafted tokens are part of a reply. The token after each returned one is the root of the draft, so
+        it is not drafted.
+        """
+        return np.flatnonzero(np.logical_and.reduce([self.replied_after(2 + i) for i in range(depth)]))
+
+
+class Guesser(Protocol):
+    """A drafter whose accuracy can be evaluated. All methods must be called from the same thread."""
+
+    def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Draft `depth` tokens from each token in `batch.drafting_rows(depth)`.
+
+        Returns:
+            Whether each drafted token is the target's most likely token, bool [drafts, depth], and the index
+            of each draft's conversation in the batch, int64 [drafts]. A token is judged as if all drafted
+            tokens before it were correct.
+        """
+
+
+class DrafterTrainer(Guesser, Protocol):
+    """A head or draft model in training, and the state of its optimiser."""
+
+    def step(self, batch: TrainingBatch, done: float) -> float:
+        """Run a training step and return the loss before it.
+
+        Args:
+            batch: Conversations, at least one of which has a reply of several tokens.
+            done: Completed fraction of the training (0 to 1), on which the learning rate depends.
+
+        Raises:
+            BackendError: The loss is not finite, or the step failed.
+        """
+
+    def save_state(self, path: Path) -> None:
+        """Save the weights and optimiser state in a safetensors file. Raises OSError if writing fails."""
+
+    def load_state(self, path: Path) -> None:
+        """Restore the state from `save_state`. Raises ModelFileError if the file does not match."""
+
+    def publish(self, folder: Path) -> None:
+        """Write the drafter to a folder in its published layout. Raises OSError if writing fails."""
+
+
+class Student(Protocol):
+    """A kind of head, or a draft model, that can be trained for a target.
+
+    All methods must be called from the thread that loaded the target.
+
+    Attributes:
+        title: Name of the kind of drafter, such as `EAGLE-3 head`.
+    """
+
+    title: str
+
+    def trainer(self, examples: TrainingBatch, counts: NDArray[np.int64]) -> DrafterTrainer:
+        """Create a trainer that starts from the beginning.
+
+        Args:
+            examples: Conversations from which to choose the initial weights of a head.
+            counts: How often each token of the vocabulary occurs in the replies to train with.
+
+        Raises:
+            CapabilityError: The target does not support heads of this kind.
+            ModelFileError: The draft model cannot be loaded.
+        """
+
+    def published(self, folder: Path) -> Guesser | None:
+        """Load the result of an earlier training run, or return None if the folder contains none.
+
+        Raises:
+            ModelFileError: The folder contains something else, such as a head for another target.
+        """
+
+    def untrained(self) -> Guesser | None:
+        """Return the untrained draft model as a baseline, or None for heads."""
+
+
+class Teacher(Protocol):
+    """A target that writes text and trains drafters. All methods must be called from the same thread."""
+
+    vocabulary: Vocabulary
+    context_tokens: int
+    """Context length that the target was trained for. 0 if unknown."""
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_tokens: int,
+        seed: int,
+        progress: Progress,
+    ) -> list[list[int]]:
+        """Continue several prompts at once, each until an end token or `max_tokens`.
+
+        Args:
+            prompts: The tokens of each prompt.
+            temperatures: The temperature for each prompt.
+            max_tokens: Maximum number of new tokens per prompt.
+            seed: Seed of the random draws. The same arguments give the same text.
+            progress: Called with the completed fraction. Returning False cancels the call.
+
+        Returns:
+            The new tokens of each prompt, including the end token.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            BackendError: The target failed.
+        """
+
+    def head(self, method: str) -> Student:
+        """Return an untrained head of a kind such as `eagle3` for this target."""
+
+    def draft(self, path: Path, name: str, lora: bool) -> Student:
+        """Return a draft model to train for this target.
+
+        Args:
+            path: Folder of the draft model, whose token ids are those of the target.
+            name: Name of the draft model, for messages.
+            lora: Train LoRA weights, which needs less memory than training all weights.
+        """

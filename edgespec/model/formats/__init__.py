@@ -1,0 +1,1 @@
+"""Read the metadata of model files, without loading a model."""

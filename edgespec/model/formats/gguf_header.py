@@ -1,0 +1,267 @@
+"""Read the headers of GGUF files, which contain the metadata and tensor descriptions."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import ModelFileError, shorten
+
+__all__ = [
+    "GgufHeader",
+    "GgufTensor",
+    "StringArray",
+    "TruncatedHeader",
+    "describe_start",
+    "parse_header",
+    "read_header",
+    "read_name",
+]
+
+# Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
+# MiB, because they contain the vocabulary.
+_FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
+_MAX_DIMENSIONS = 8
+# Number of bytes in which to look for the name. Writers put it before the vocabulary, among the first keys.
+_NAME_BYTES = 1 << 16
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    kind: struct.Struct(f"<{code}")
+    for kind, code in {
+        0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+    }.items()
+}  # fmt: skip
+_DTYPES = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+    10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_LENGTH = struct.Struct("<Q")
+
+
+class TruncatedHeader(ValueError):
+    """Raised when the data ends before the header is complete."""
+
+
+class StringArray:
+    """A read-only list of the byte strings in a GGUF header, each of which is copied on access.
+
+    A Python list of the whole vocabulary would take ten times as much memory.
+    """
+
+    def __init__(self, data: bytes, begins: array[int]) -> None:
+        # Offsets of the strings in `data`, followed by an offset that marks the end of the last string.
+        self._data, self._begins = data, begins
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        index = range(len(self))[index]
+        return self._data[self._begins[index] : self._begins[index + 1] - _LENGTH.size]
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self._data
+        return (data[begin : following - _LENGTH.size] for begin, following in pairwise(self._begins))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Description of a tensor in a GGUF file.
+
+    Attributes:
+        name: Tensor name, such as `blk.0.attn_q.weight`.
+        shape: Dimensions in ggml's order, with the contiguous dimension first.
+        kind: Data type number (`ggml_type`).
+        offset_bytes: Offset of the data from the end of the header.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """A parsed GGUF header.
+
+    Attributes:
+        metadata: Values by key. Strings are str, string arrays are `StringArray`, other arrays are NumPy
+            arrays.
+        tensors: The tensors in file order.
+        size_bytes: Size of the header, including the padding before the first tensor.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[GgufTensor, ...]
+    size_bytes: int
+
+    @property
+    def architecture(self) -> str:
+        """Architecture name, such as `llama`. Empty if the file has none."""
+        name = self.metadata.get("general.architecture", "")
+        return name if isinstance(name, str) else ""
+
+    def architecture_value(self, key: str, default: Any = None) -> Any:
+        """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`, or `default`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def architecture_number(self, key: str) -> int:
+        """Return the metadata value of `ARCHITECTURE.key`, or 0 if it is not a positive integer."""
+        value = self.architecture_value(key)
+        return int(value) if isinstance(value, int) and value > 0 else 0
+
+
+def describe_start(data: bytes) -> str:
+    """Describe the first bytes of a file in a phrase, such as `begins with the text 'hi'`."""
+    if not data:
+        return "is empty"
+    text = " ".join(data.decode("utf-8", "replace").split())
+    if text and text.isprintable() and "\ufffd" not in text:
+        return f"begins with the text {text!r}"
+    return f"begins with the bytes {data[:4].hex(' ').upper()}"
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read the header of a GGUF file. Raises ModelFileError if the file is unreadable or damaged."""
+    try:
+        with path.open("rb") as file:
+            data, size = b"", _FIRST_READ_BYTES
+            while True:
+                data += file.read(size - len(data))
+                try:
+                    return parse_header(data)
+                except TruncatedHeader:
+                    if len(data) < size or size >= _MAX_READ_BYTES:
+                        raise
+                    size *= 8
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+    except ValueError as error:
+        raise ModelFileError(
+            f"{path} is not a complete GGUF file: {shorten(error)}", "download it again"
+        ) from error
+
+
+def parse_header(data: bytes) -> GgufHeader:
+    """Parse the header at the start of `data`.
+
+    Raises:
+        TruncatedHeader: `data` ends before the header does.
+        ValueError: The data is not a valid GGUF header.
+    """
+    reader = _Reader(data)
+    tensor_count, value_count = reader.counts()
+    metadata = dict(reader.pair() for _ in range(value_count))
+    tensors = tuple(reader.tensor() for _ in range(tensor_count))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError("general.alignment must be a positive integer")
+    return GgufHeader(metadata, tensors, -(-reader.at // alignment) * alignment)
+
+
+def read_name(path: Path) -> str:
+    """Return the model's name in the header of a GGUF file. Empty if there is none, or no GGUF file.
+
+    This is much faster than `read_header`, because it does not read the vocabulary.
+    """
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        reader = _Reader(file.read(_NAME_BYTES))
+        for _ in range(reader.counts()[1]):
+            key, value = reader.pair()
+            if key == "general.name":
+                return value if isinstance(value, str) else ""
+    return ""
+
+
+class _Reader:
+    """Sequential reader of GGUF values. Raises TruncatedHeader at the end of the data."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0
+
+    def counts(self) -> tuple[int, int]:
+        """Read the start of a file. Return its numbers of tensors and of metadata values."""
+        data = self._data
+        if data[:4] != b"GGUF"[: len(data)]:
+            raise ValueError(f"the file {describe_start(data[:16])} instead of 'GGUF'")
+        self.at = 4
+        version = self.scalar(4)
+        if version not in (2, 3):
+            raise ValueError(f"GGUF version {version} is not supported (only versions 2 and 3)")
+        return self.scalar(10), self.scalar(10)
+
+    def pair(self) -> tuple[str, Any]:
+        """Read the next metadata key and its value."""
+        return self.text(), self.value(self.scalar(4))
+
+    def scalar(self, kind: int) -> Any:
+        form = _SCALARS.get(kind)
+        if form is None:
+            raise ValueError(f"the header contains a value of unknown type {kind}")
+        return form.unpack(self._take(form.size))[0]
+
+    def raw_text(self) -> bytes:
+        return self._take(_LENGTH.unpack(self._take(8))[0])
+
+    def text(self) -> str:
+        return self.raw_text().decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        return self._array() if kind == _ARRAY else self.scalar(kind)
+
+    def tensor(self) -> GgufTensor:
+        name, dimensions = self.text(), self.scalar(4)
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError(
+                f"tensor {shorten(name)} has {dimensions} dimensions,"
+                f" more than the maximum of {_MAX_DIMENSIONS}"
+            )
+        shape = tuple(self.scalar(10) for _ in range(dimensions))
+        return GgufTensor(name, shape, self.scalar(4), self.scalar(10))
+
+    def _array(self) -> Any:
+        kind, count = self.scalar(4), self.scalar(10)
+        if kind == _STRING:
+            return self._strings(count)
+        if kind not in _DTYPES:
+            raise ValueError(f"the header contains an array of unknown type {kind}")
+        dtype = np.dtype(_DTYPES[kind])
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _strings(self, count: int) -> StringArray:
+        """Read an array of strings. Avoids a function call per string, because vocabularies are large."""
+        data, begin, end = self._data, self.at + 8, len(self._data)
+        length_at = _LENGTH.unpack_from
+        begins = array("q", [begin])
+        for _ in range(count):
+            length = length_at(data, begin - 8)[0] if begin <= end else end
+            if begin + length > end:
+                raise TruncatedHeader("the header is truncated within an array of strings")
+            begin += length + 8
+            begins.append(begin)
+        self.at = begin - 8
+        return StringArray(data, begins)
+
+    def _take(self, count: int) -> bytes:
+        begin = self.at
+        self.at += count
+        if self.at > len(self._data):
+            raise TruncatedHeader(f"the header is truncated after {len(self._data):,} bytes")
+        return self._data[begin : self.at]

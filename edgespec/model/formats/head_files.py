@@ -1,0 +1,87 @@
+"""Identify heads from their files, and check whether a head was made for a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgespec.errors import ModelFileError, shorten
+from edgespec.model.formats.mlx_metadata import read_head_info
+from edgespec.model.heads.residual_layout import residual_head_method
+from edgespec.model.model_info import ModelInfo
+from edgespec.model.registry import format_at
+from edgespec.model.self_draft_methods import Head
+
+__all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]
+
+# Maps the first word of a head's kind in `ModelInfo.heads` to the drafting method.
+_METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
+# Architectures of heads that work only with targets of one architecture.
+_TARGETS = {"gemma4-assistant": "gemma4"}
+# First words of the kinds of heads that draft several tokens in one pass.
+_ONE_PASS = ("DFlash", "Medusa")
+
+
+def method_of(kind: str) -> str:
+    """Return the drafting method for a kind of head, such as "eagle" for "EAGLE-3", or "" if unknown."""
+    return _METHODS.get(_first_word(kind), "")
+
+
+def drafts_in_one_pass(kind: str) -> bool:
+    """Return whether heads of this kind draft several tokens per pass, rather than one."""
+    return _first_word(kind) in _ONE_PASS
+
+
+def _first_word(kind: str) -> str:
+    return kind.replace("-", " ").replace(",", " ").split()[0]
+
+
+def head_info(path: Path) -> ModelInfo:
+    """Return the metadata of a head in a GGUF file, or in a folder in the Hugging Face layout.
+
+    Raises ModelFileError if the files are missing or damaged.
+    """
+    return read_head_info(path) if path.is_dir() else format_at(path).read_info(path)
+
+
+def head_at(path: Path) -> Head:
+    """Return the head at a path. Raises ModelFileError if there is no head, or its files are damaged."""
+    if method := residual_head_method(path):
+        return Head(method, path)
+    info = head_info(path)
+    for name in info.heads:
+        if method := method_of(name):
+            return Head(method, path)
+    if info.heads:
+        raise unknown_head(str(path), info)
+    raise ModelFileError(
+        f"{path} contains no head, but a model with the architecture {shorten(info.architecture)!r}",
+        "pass a head with --head, and draft models with --draft",
+    )
+
+
+def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
+    """Return the error to raise for a kind of head that edgespec cannot run."""
+    return ModelFileError(
+        f"{name} is a {info.heads[0]} head, which edgespec cannot run", "choose another head"
+    )
+
+
+def why_not_made_for(head: ModelInfo, target: ModelInfo) -> str:
+    """Return why a head was not made for a target, or an empty string if their metadata match.
+
+    Sizes that are missing from the metadata are not compared.
+    """
+    architecture = _TARGETS.get(head.architecture, target.architecture)
+    if architecture != target.architecture:
+        return (
+            f"it needs a model with the architecture {architecture!r}, not {shorten(target.architecture)!r}"
+        )
+    for what, needed, own in (
+        ("hidden states", head.hidden_size, target.hidden_size),
+        ("a vocabulary", head.vocab_size, target.vocab_size),
+    ):
+        if needed and own and needed != own:
+            return f"it needs {what} of size {needed:,}, not {own:,} as in the target"
+    if head.read_layers and target.layers and max(head.read_layers) > target.layers:
+        return f"it reads the layers {[*head.read_layers]}, but the target has only {target.layers} layers"
+    return ""

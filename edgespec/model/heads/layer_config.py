@@ -1,0 +1,108 @@
+"""Read the config.json of a head, and parse the settings that all kinds of heads share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ModelFileError, shorten
+from edgespec.model.heads.rotation import RopeSettings, parse_rope, positive
+from edgespec.system.files import error_reason, read_regular_file
+
+__all__ = ["LayerConfig", "invalid_settings", "layer_settings", "read_config"]
+
+_MAX_CONFIG_BYTES = 2**24
+# Objects in config.json that hold settings found at the top level in other layouts. They are used by
+# speculators, NVIDIA and z-lab, in this order.
+_NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The configuration of the transformer layers in a head.
+
+    Attributes:
+        vocab_size: Target's vocabulary size.
+        context_tokens: Context length that the head was trained for. 0 if unknown.
+    """
+
+    feed_forward_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_eps: float
+    rope: RopeSettings
+    vocab_size: int
+    context_tokens: int
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the settings in a head's config.json, with nested objects merged into the top level.
+
+    Raises:
+        ModelFileError: `config.json` is missing or damaged.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        if not isinstance(config, dict):
+            raise ValueError("the file contains no JSON object")
+        for name in _NESTED:
+            nested = config.get(name)
+            config |= nested if isinstance(nested, dict) else {}
+        return config
+    except FileNotFoundError as error:
+        raise ModelFileError(
+            f"{folder} has no config.json, so it is not the folder of a head",
+            "pass a folder that contains a head's config.json and its weights, such as model.safetensors or"
+            " pytorch_model.bin",
+        ) from error
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
+
+
+def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `LayerConfig`, from the settings that `read_config` returned.
+
+    Raises:
+        ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
+    """
+    size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_size = int(config.get("head_dim") or size // heads)
+    feed_forward_size, vocab_size = int(config["intermediate_size"]), int(config["vocab_size"])
+    sizes = (size, feed_forward_size, heads, kv_heads, head_size, vocab_size)
+    if min(sizes) <= 0 or head_size % 2 or heads % kv_heads:
+        raise ValueError(
+            f"the layer sizes are invalid: hidden_size is {size}, with {heads} attention heads, {kv_heads}"
+            " key-value"
+            f" heads and a head size of {head_size}"
+        )
+    return {
+        "feed_forward_size": feed_forward_size,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "norm_eps": positive("rms_norm_eps", config["rms_norm_eps"]),
+        "rope": parse_rope(config),
+        "vocab_size": vocab_size,
+        "context_tokens": int(config.get("max_position_embeddings") or 0),
+    }
+
+
+@contextmanager
+def invalid_settings(folder: Path) -> Iterator[None]:
+    """Convert exceptions from creating the network of a head to ModelFileErrors about its config.json."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
+        raise ModelFileError(
+            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
+            "download it again",
+        ) from error

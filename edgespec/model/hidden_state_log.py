@@ -1,0 +1,124 @@
+"""Log the hidden states of a target's most recent committed tokens, for heads to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs", "stream_states"]
+
+# Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
+# k, and index `layer count` is the output of the last layer, before the final norm.
+POST_NORM = -1
+# This index and lower ones stand for the residual streams after the last layer of a model with
+# hyper-connections (arXiv 2409.19606). The model mixes the streams to one hidden state before the final norm.
+_FIRST_STREAM = POST_NORM - 1
+
+# Number of tokens whose hidden states are kept. A head that lags further behind skips older tokens.
+MAX_LOGGED_TOKENS = 2048
+
+
+def stream_states(count: int) -> tuple[int, ...]:
+    """Return the indices of the first `count` residual streams after the last layer."""
+    return tuple(range(_FIRST_STREAM, _FIRST_STREAM - count, -1))
+
+
+class HiddenStateLog:
+    """A buffer with the hidden states of the last committed tokens.
+
+    Args:
+        row_size: Number of values per token.
+        max_tokens: Maximum number of tokens in the buffer.
+
+    Attributes:
+        start: Position of the first token in the buffer.
+        end: Position after the last token in the buffer.
+    """
+
+    def __init__(self, row_size: int, max_tokens: int = MAX_LOGGED_TOKENS) -> None:
+        self.start = self.end = 0
+        # A ring buffer. It is allocated page by page as it fills.
+        self._rows: NDArray[np.float32] = np.empty((max_tokens, row_size), np.float32)
+
+    @property
+    def row_size(self) -> int:
+        return int(self._rows.shape[1])
+
+    def append(self, position: int, rows: NDArray[Any]) -> None:
+        """Append the hidden states [tokens, row size] of consecutive tokens, starting at `position`.
+
+        Tokens from `position` on that are already in the buffer are dropped first. If there is a gap between
+        the buffer's last token and `position`, all tokens in the buffer are dropped.
+        """
+        if not self.start <= position <= self.end:
+            self.start = position
+        size = len(self._rows)
+        kept = rows[-size:]
+        at = np.arange(position + len(rows) - len(kept), position + len(rows)) % size
+        self._rows[at] = kept
+        self.end = position + len(rows)
+        self.start = max(self.start, self.end - size)
+
+    def truncate(self, length: int) -> None:
+        """Discard the hidden states from position `length` on."""
+        self.end = min(self.end, length)
+        self.start = min(self.start, self.end)
+
+    def clear(self) -> None:
+        self.start = self.end = 0
+
+    def rows(self, start: int, end: int) -> NDArray[np.float32]:
+        """Return the hidden states [tokens, row size] at positions [start, end), with zeros where unknown."""
+        result = np.zeros((end - start, self.row_size), np.float32)
+        known = range(max(start, self.start), min(end, self.end))
+        if known:
+            result[known.start - start : known.stop - start] = self._rows[np.array(known) % len(self._rows)]
+        return result
+
+
+class OpenLogs:
+    """The hidden state logs that a model keeps for its heads.
+
+    Attributes:
+        states: Indices of all hidden states that the logs need, without duplicates, in the order that
+            `append` expects.
+    """
+
+    def __init__(self) -> None:
+        self.states: tuple[int, ...] = ()
+        # Each log, with the indices of the hidden states that make up one of its rows.
+        self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
+
+    def open(self, states: Sequence[int], size: int) -> HiddenStateLog:
+        """Return a new log whose rows concatenate the given hidden states, each with `size` values."""
+        log = HiddenStateLog(len(states) * size)
+        self._logs.append((log, tuple(states)))
+        self._update_states()
+        return log
+
+    def close(self, log: HiddenStateLog) -> None:
+        """Stop appending to a log."""
+        self._logs = [each for each in self._logs if each[0] is not log]
+        self._update_states()
+
+    def _update_states(self) -> None:
+        self.states = tuple(sorted({state for _, states in self._logs for state in states}))
+
+    def append(self, position: int, rows: NDArray[Any]) -> None:
+        """Append hidden states [tokens, states, size] for tokens from `position` on to every log."""
+        for log, states in self._logs:
+            columns = [self.states.index(state) for state in states]
+            log.append(position, rows[:, columns].reshape(len(rows), len(columns) * rows.shape[2]))
+
+    def truncate(self, length: int) -> None:
+        """Discard the hidden states from position `length` on."""
+        for log, _ in self._logs:
+            log.truncate(length)
+
+    def clear(self) -> None:
+        """Discard all hidden states."""
+        for log, _ in self._logs:
+            log.clear()

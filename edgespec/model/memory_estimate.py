@@ -1,0 +1,152 @@
+"""Estimates of a model's memory use, computed from its metadata before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
+
+from edgespec.model.base import LoadOptions
+
+__all__ = [
+    "GPU",
+    "MEMORY",
+    "MODEL_MEMORY_KINDS",
+    "MachineShare",
+    "MemoryEstimate",
+    "MemoryEstimator",
+    "MemoryPart",
+    "ModelMemoryKind",
+    "Pool",
+]
+
+ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
+MODEL_MEMORY_KINDS: tuple[ModelMemoryKind, ...] = get_args(ModelMemoryKind)
+"""The purposes for which a model uses memory.
+
+- weights: the model's tensors.
+- cache: KV caches and recurrent states, for a full context.
+- compute: buffers for intermediate results of the widest pass.
+- output: logits of the widest verify pass.
+- vocabulary: the text of each token, and the tokenizer's lookup tables.
+"""
+
+Pool = Literal["memory", "gpu"]
+"""Where memory is allocated: in system memory, or in the separate memory of graphics cards."""
+
+MEMORY: Pool = "memory"
+GPU: Pool = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`).
+
+    Concurrent replies share it unless `per_reply` is set.
+    """
+
+    kind: ModelMemoryKind
+    bytes: int
+    pool: Pool = MEMORY
+    per_reply: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    """The part of a target on one machine, if its layers are on several machines.
+
+    Attributes:
+        name: The worker's address, or `this machine`.
+        layers: Number of layers.
+        weight_bytes: Size of the weights. On the target's own machine, this includes the embedding.
+        cache_bytes: Size of the KV cache.
+        compute_bytes: Maximum size of the compute buffers.
+        read_fraction: Weight bytes of these layers, as a fraction of all weight bytes that a pass reads.
+        can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
+        has_output: Whether the output layer is on this machine. `weight_bytes` then includes it.
+        parts: Number of workers that each layer is divided among. 1 if whole layers are on this machine.
+    """
+
+    name: str
+    layers: int
+    weight_bytes: int
+    cache_bytes: int
+    compute_bytes: int
+    read_fraction: float
+    can_hold_all: bool = False
+    has_output: bool = False
+    parts: int = 1
+
+    @property
+    def layers_text(self) -> str:
+        """The layers as shown to the user, such as `12` or `1/2 of 12`."""
+        return str(self.layers) if self.parts == 1 else f"1/{self.parts} of {self.layers}"
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory that the target needs on this machine, in bytes."""
+        return self.weight_bytes + self.cache_bytes + self.compute_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Estimated memory use of a model with a full context.
+
+    Attributes:
+        context_tokens: Size of the context.
+        kv_type: Data type of the KV cache.
+        parts: The memory on this machine.
+        machines: The share of each machine, starting with this one. Empty if the whole target is on this
+            machine.
+    """
+
+    context_tokens: int
+    kv_type: str
+    parts: tuple[MemoryPart, ...]
+    machines: tuple[MachineShare, ...] = ()
+
+    def for_replies(self, count: int) -> MemoryEstimate:
+        """Return the estimate for `count` concurrent replies, given that for one."""
+        parts = (
+            replace(part, bytes=part.bytes * count if part.per_reply else part.bytes) for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
+
+    def bytes_of(self, *kinds: ModelMemoryKind) -> int:
+        """Return the estimated memory in bytes that the model uses for the given purposes."""
+        return sum(part.bytes for part in self.parts if part.kind in kinds)
+
+    @property
+    def total_bytes(self) -> int:
+        """The estimated memory of the model in bytes."""
+        return sum(part.bytes for part in self.parts)
+
+
+class MemoryEstimator(Protocol):
+    """Estimates a model's memory use from its metadata, without reading its weights.
+
+    Attributes:
+        trained_context_tokens: Context length that the model was trained for. 0 if the files do not state it.
+        layers: Number of layers that can be offloaded to graphics cards individually. 0 if this is not
+            supported.
+        longrope_switch_tokens: Context size in tokens above which the model uses different LongRoPE factors.
+            0 if it always uses the same ones.
+        why_not_shared: The reason why several replies cannot share the model's forward passes. Empty if they
+            can.
+    """
+
+    name: str
+    trained_context_tokens: int
+    layers: int
+    longrope_switch_tokens: int
+    why_not_shared: str
+
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
+        """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.
+
+        Raises:
+            OptionError: The model cannot be loaded with these options.
+            MemoryBudgetError: There is not enough memory to compute the estimate.
+        """
+
+    def close(self) -> None:
+        """Free the model's metadata, which the estimator holds in memory."""

@@ -1,0 +1,185 @@
+"""Properties of a loaded model: its size, its adapters, and which features the backend supports for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+__all__ = ["Adapter", "Capabilities", "Exactness", "ModelFacts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter (LoRA, arXiv 2106.09685) to apply to a model's weights.
+
+    Attributes:
+        path: A GGUF file, or a folder in mlx-lm's format, which can also contain a DoRA adapter.
+        scale: Factor for the adapter's change to the weights.
+    """
+
+    path: str
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its extension, or of the folder."""
+        path = Path(self.path)
+        return path.stem if path.suffix == ".gguf" else path.name
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Features of a loaded model, each tested by the backend at load time.
+
+    Attributes:
+        rollback: Whether cached tokens can be removed exactly, as speculative decoding requires.
+        tree: Whether a verify pass can contain branches.
+        reason: One-line explanation of a missing feature. Empty if nothing is missing.
+        max_width: Maximum number of tokens in a verify pass.
+        max_branches: Maximum number of leaves in a token tree.
+        max_draft_length: Maximum length of a draft in tokens, or depth of a draft tree. Limited for heads
+            that predict a fixed number of tokens.
+        drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
+            more time. True for block-diffusion heads.
+        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit)
+            and the methods of heads (Head).
+        trainable: Whether the model implements `Trainable`, for online training as a draft model.
+        partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
+            fewer tokens than requested.
+        self_draft_refusals: Why a method of the model is not in `self_draft_methods`, by method.
+        exact: Whether the logits and KV cells of all passes that the model accepts agree bit for bit. See
+            `bit_exactness`.
+        reuse_block_tokens: The KV cells of a prompt are reused in whole blocks of this many tokens, and only
+            if they were computed by prefill. 1 if any cells can be reused.
+        pass_widths: Widths in ascending order. Verify passes are padded to the next of them. Empty if passes
+            are not padded.
+        has_slow_width_changes: Whether a pass takes longer if the pass before it had another width, as on
+            workers.
+    """
+
+    rollback: bool
+    tree: bool
+    reason: str = ""
+    max_width: int = 1 << 20
+    max_branches: int = 1 << 20
+    max_draft_length: int = 1 << 20
+    drafts_in_one_pass: bool = False
+    self_draft_methods: frozenset[str] = frozenset()
+    trainable: bool = False
+    partial_truncate: bool = True
+    self_draft_refusals: Mapping[str, str] = field(default_factory=dict)
+    exact: bool = False
+    reuse_block_tokens: int = 1
+    pass_widths: tuple[int, ...] = ()
+    has_slow_width_changes: bool = False
+
+    @property
+    def prefix_reuse_exact(self) -> bool:
+        """Whether cached tokens can be reused, no matter how they were computed."""
+        return self.reuse_block_tokens == 1
+
+    @property
+    def padding_tokens(self) -> int:
+        """The number of tokens to keep free in the context, so that every verify pass can be padded."""
+        if not self.exact:
+            return 0
+        return max((after - before - 1 for before, after in pairwise((0, *self.pass_widths))), default=0)
+
+    def padded_width(self, width: int) -> int:
+        """Return the number of tokens in a verify pass of `width` tokens, including padding."""
+        return next((each for each in self.pass_widths if each >= width), width)
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether the replies of a loaded model are identical to plain decoding, and why.
+
+    Attributes:
+        requested: The option `exactness`: `auto`, `bits` or `off`.
+        bits: Whether all passes agree bit for bit, so that replies are identical. If False, replies can
+            differ from plain decoding by rounding.
+        reason: Explanation in one sentence.
+        widths: Numbers of tokens per pass that agree bit for bit. Empty if passes are not restricted.
+        expected_speed: Expected speed with these passes only, as a share of the speed without the
+            restriction. If replies can differ, the speed to expect with `bits`. None if it was not measured.
+    """
+
+    requested: str
+    bits: bool
+    reason: str
+    widths: tuple[int, ...] = ()
+    expected_speed: float | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as JSON-compatible values."""
+        return {
+            "requested": self.requested,
+            "effective": "bits" if self.bits else "rounding",
+            "reason": self.reason,
+            "widths": list(self.widths),
+            "expected_speed": self.expected_speed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Properties of a loaded model.
+
+    Attributes:
+        path: Path to the model file or folder.
+        architecture: Architecture name from the metadata, such as `llama`.
+        description: Human-readable summary: architecture, size and quantisation.
+        parameters: Number of weights.
+        file_bytes: Size of the model on disk.
+        weight_bytes: Memory used by the loaded weights.
+        kv_bytes: Memory used by all cached state at the current context size: keys, values, recurrent states
+            and their checkpoints.
+        quantisation: Quantisation name, such as `Q4_K_M`.
+        trained_context_tokens: Context length that the model was trained for. 0 if unknown.
+        context_tokens: Current context size.
+        chat_template: Whether the model has a chat template.
+        notice: Warning to show to the user. Empty if there is none.
+        rollback: Description of how rejected tokens are removed from the cache.
+        requested_context_tokens: Context size that `resize` can reach if the model was loaded with a smaller
+            context, else 0.
+        requested_kv_bytes: `kv_bytes` at `requested_context_tokens`, else 0.
+        cache_variant: Identifies properties of the KV cache that do not follow from the model and its
+            options. A saved cache is only valid for the same variant.
+        adapters: The adapters applied to the weights.
+        exactness: Whether replies are identical to plain decoding. None for models that were not loaded as a
+            target.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    description: str
+    parameters: int
+    file_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    quantisation: str
+    trained_context_tokens: int
+    context_tokens: int
+    vocab_size: int
+    chat_template: bool
+    capabilities: Capabilities
+    notice: str = ""
+    rollback: str = ""
+    requested_context_tokens: int = 0
+    requested_kv_bytes: int = 0
+    cache_variant: str = ""
+    adapters: tuple[Adapter, ...] = ()
+    exactness: Exactness | None = None
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The largest size to which the context can grow, in tokens."""
+        return max(self.requested_context_tokens, self.context_tokens)
+
+    @property
+    def max_kv_bytes(self) -> int:
+        """Memory used by all cached state at the maximum context size, in bytes."""
+        return max(self.requested_kv_bytes, self.kv_bytes)

@@ -1,0 +1,386 @@
+"""Test new model files in a child process before loading them, because damaged files can cause a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from edgespec.errors import BackendError, CancelledError, ModelFileError
+from edgespec.model.base import Progress
+from edgespec.model.model_facts import Adapter
+from edgespec.model.registry import FileFormat, all_files, backend_of
+from edgespec.model.self_draft_methods import Head
+from edgespec.model.trial_child import PASSED, REFUSED, encode_head
+from edgespec.system.facts import Facts
+from edgespec.system.files import file_state
+from edgespec.system.heap import limit_malloc_arenas
+
+__all__ = ["TrialModel", "check_loadable", "why_refused"]
+
+# Signals that indicate a crash, which a damaged model file may have caused.
+_CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
+# An error message quotes at most this many characters of llama.cpp's output.
+_MAX_REASON = 200
+# Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many
+# bytes per second.
+_MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
+# CPU time limit of a trial load in seconds: a fixed part, plus a part for each GiB of model files.
+_MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
+# Seconds between progress reports while the child process prints nothing.
+_PROGRESS_SECONDS = 0.1
+# Code of the child process. It must not import modules from the current folder, which may contain untrusted
+# files.
+_CODE = (
+    "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
+    " from edgespec.model.trial_child import main; main(request)"
+)
+# Name of the C++ exception for a failed allocation, which does not mean that a model file is damaged.
+_OUT_OF_MEMORY = "std::bad_alloc"
+
+
+class TrialModel(NamedTuple):
+    """A model, or a head with its target, to test in a child process that a damaged file may crash.
+
+    Attributes:
+        name: The model's name, for messages.
+        path: Path of the model.
+        form: The model's file format.
+        runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
+        head: The head to test together with the model, which has already passed its own test. None to test
+            only the model.
+        adapters: The adapters to test together with the model, which has already passed its own test.
+    """
+
+    name: str
+    path: Path
+    form: FileFormat
+    runs: bool
+    head: Head | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def tested_path(self) -> Path:
+        """The path to blame if the process crashes: that of the adapter or head if there is one."""
+        if self.adapters:
+            return Path(self.adapters[0].path)
+        return self.head.path if self.head and self.head.path else self.path
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the model, the head and the adapters. Raises OSError or ModelFileError on failure."""
+        head = self.head.path if self.head else None
+        adapters = [Path(adapter.path) for adapter in self.adapters]
+        return [*self.form.files(self.path), *(all_files(head) if head else ()), *adapters]
+
+
+def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
+    """Check in a child process that models can be loaded, unless their files were checked before.
+
+    Some damaged files make a backend abort, which cannot be caught. The result is saved, and remains valid
+    until a file or the backend's version changes.
+
+    Args:
+        models: The models to try.
+        progress: Called during the trial. Returning False cancels it.
+
+    Returns:
+        A user-facing notice if the models could not be tried, or an empty string.
+
+    Raises:
+        ModelFileError: A file crashed the child process, now or in an earlier trial.
+        BackendError: The child process was killed or took too long, or a file needs too much CPU time.
+        BackendMissingError: A model's backend is not installed.
+        CancelledError: `progress` returned False.
+    """
+    untried = {}
+    for model in models:
+        if (
+            model.form.trial is None
+            or (model.head and model.form.try_head is None)
+            or (model.adapters and model.form.try_adapters is None)
+        ):
+            continue
+        backend_of(model.form.name).require(model.name)
+        key = _key(model)
+        if key is None:
+            continue
+        known = _known(key)
+        if known and known.failure:
+            raise _failure(model, known.failure)
+        if known is None or (model.runs and not known.ran):
+            untried[key] = model
+    if not untried:
+        return ""
+    limit_malloc_arenas()
+    with ExitStack() as stack:
+        try:
+            child = stack.enter_context(_start_child(list(untried.values())))
+        except OSError as error:
+            return _not_tried(models, error.strerror or str(error))
+        for model in untried.values():
+            # While the child process runs, import the backend, which is needed to load the model.
+            backend_of(model.form.name).preload()
+        for key, model in untried.items():
+            outcome = child.wait_for(model, progress)
+            if outcome == PASSED:
+                _remember(key, _Result(model.runs))
+            elif outcome == "":
+                crash = child.crash(model)
+                if not crash:
+                    return _not_tried(models, "the process failed to start")
+                _remember(key, _Result(model.runs, crash))
+                raise _failure(model, crash)
+    return ""
+
+
+def why_refused(models: Sequence[TrialModel]) -> list[str]:
+    """Return the reason why the backend refuses each model, or an empty string if it may be able to load it.
+
+    Only the metadata is loaded, in a child process. The results are saved, and remain valid until a file or
+    the backend's version changes.
+    """
+    reasons = [""] * len(models)
+    untried: list[tuple[int, str]] = []
+    for i, model in enumerate(models):
+        if model.form.trial is None or (key := _key(model)) is None:
+            continue
+        if known := _known(key):
+            reasons[i] = known.refusal or (known.failure and _failure(model, known.failure).what)
+        else:
+            untried.append((i, key))
+    while untried:
+        try:
+            with _start_child([models[i] for i, _ in untried]) as child:
+                outcome = PASSED
+                while untried and outcome:
+                    i, key = untried.pop(0)
+                    outcome = child.wait_for(models[i], None)
+                    if outcome == PASSED:
+                        _remember(key, _Result(False))
+                    elif outcome:
+                        # A refusal for another reason, such as too little memory, is not saved.
+                        if reason := outcome.removeprefix(REFUSED):
+                            reasons[i] = json.loads(reason)
+                            _remember(key, _Result(False, refusal=reasons[i]))
+                    elif crash := child.crash(models[i]):
+                        # The other models are tried in another process.
+                        reasons[i] = _failure(models[i], crash).what
+                        _remember(key, _Result(False, crash))
+        except (OSError, BackendError):
+            break  # The models cannot be tried now. Loading them will report what is wrong.
+    return reasons
+
+
+def _not_tried(models: Sequence[TrialModel], why: str) -> str:
+    names = " and ".join(model.name for model in models)
+    return f"{names} could not be tried in a separate process before loading: {why}"
+
+
+def _failure(model: TrialModel, reason: str) -> ModelFileError:
+    return ModelFileError(
+        f"{model.tested_path} is damaged or not supported:"
+        f" {backend_of(model.form.name).name} crashed while loading it ({reason})",
+        "download it again or choose another model (`edgespec chat --trust` skips this check, but the crash"
+        " would then end edgespec)",
+    )
+
+
+def _key(model: TrialModel) -> str | None:
+    """Return a digest of a model's files and backend version, or None if a file cannot be read."""
+    try:
+        states = [file_state(file) for file in model.files]
+    except (OSError, ModelFileError):
+        return None
+    versions = []
+    for package in backend_of(model.form.name).packages:
+        with suppress(PackageNotFoundError):
+            versions.append(version(package))
+    head = (model.head.method, str(model.head.path)) if model.head else ()
+    adapters = [adapter.path for adapter in model.adapters]
+    parts = (os.path.abspath(model.path), states, versions, *head, *adapters)
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Result of a trial load.
+
+    Attributes:
+        ran: Whether tokens were decoded.
+        failure: Description of the crash. Empty if there was none.
+        refusal: Why the backend refused the files. Empty if it did not, or if this is unknown.
+    """
+
+    ran: bool
+    failure: str = ""
+    refusal: str = ""
+
+
+def _known(key: str) -> _Result | None:
+    """Return the saved result of the trial with this digest, or None if there is none."""
+    match Facts().get("trial", key):
+        case {"ran": bool(ran), "failure": str(failure), "refusal": str(refusal)}:
+            return _Result(ran, failure, refusal)
+    return None
+
+
+def _remember(key: str, result: _Result) -> None:
+    Facts().put("trial", {key: asdict(result)})
+
+
+class _Child:
+    """A running child process that loads models one by one. Created by `_start_child`.
+
+    Args:
+        process: The process, which prints progress and outcomes to stdout.
+        errors: The file that receives the stderr of the process.
+        max_seconds: The time limit of all trials together.
+        cpu_seconds: The CPU time limit of all trials together, which the process sets for itself.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float, cpu_seconds: int
+    ) -> None:
+        self._process, self._errors = process, errors
+        self._max_seconds, self._cpu_seconds = max_seconds, cpu_seconds
+        self._began = time.monotonic()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=_read_lines, args=(process.stdout, self._lines.put))
+        self._reader.start()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._reader.join()
+
+    def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
+        """Return the outcome of loading a model, or an empty string if the process ended before that."""
+        fraction = 0.0
+        while True:
+            if progress and not progress(f"checking {model.name} (first load only)", fraction):
+                raise CancelledError(f"loading {model.name} was cancelled")
+            if time.monotonic() > self._began + self._max_seconds:
+                raise _stopped(model, f"timed out after {self._max_seconds:.0f} seconds")
+            try:
+                line = self._lines.get(timeout=_PROGRESS_SECONDS)
+            except queue.Empty:
+                continue
+            if line is None or line == PASSED or line.startswith(REFUSED):
+                return line or ""
+            with suppress(ValueError):
+                fraction = min(1.0, max(0.0, float(line)))
+
+    def crash(self, model: TrialModel) -> str:
+        """Return a description of the crash, or an empty string if the process exited with an error status.
+
+        Raises:
+            BackendError: The process was killed from outside, or used too much CPU time.
+        """
+        status = self._process.wait()
+        if 0 <= status <= 0xFF:
+            return ""
+        name = _signal_name(status)
+        if name == "SIGXCPU":
+            # Do not report the timeout as a crash, because the processor may just be slow.
+            raise BackendError(
+                f"{model.tested_path} seems to be damaged or not supported: loading it and generating a few"
+                f" tokens took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of"
+                " CPU time",
+                "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
+                " skips this check",
+            )
+        if status < 0 and name not in _CRASHES:
+            raise _stopped(model, f"killed by {name}")
+        message = self._crash_message()
+        if _OUT_OF_MEMORY in message:
+            raise _stopped(model, "out of memory")
+        return message or name
+
+    def _crash_message(self) -> str:
+        """Return the failed assertion or, if there is none, the last line that the process printed."""
+        self._errors.seek(0)
+        lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
+        found = [line.strip() for line in lines if line.strip()]
+        asserted = [line for line in found if "GGML_ASSERT" in line or "GGML_ABORT" in line]
+        last = (asserted or found or [""])[-1]
+        return re.sub(r"^\S*[/\\](?=[\w.-]+:\d+: )", "", last)[:_MAX_REASON]
+
+
+@contextmanager
+def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
+    """Run a child process that tries to load models, until the `with` block exits.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+    if not sys.executable:
+        raise OSError("no Python interpreter was found (sys.executable is not set)")
+    size_bytes = sum(file.stat().st_size for model in models for file in model.files)
+    cpu_seconds = int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30)
+    request = {
+        "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
+        "models": [
+            (
+                model.form.name,
+                str(model.path),
+                model.name,
+                model.runs,
+                encode_head(model.head),
+                [(adapter.path, adapter.scale) for adapter in model.adapters],
+            )
+            for model in models
+        ],
+        "cpu_seconds": cpu_seconds,
+    }
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-I", "-c", _CODE, json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            # Keep ggml from starting a debugger to print a backtrace when it aborts.
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+            # Keep the terminal's Ctrl-C from reaching the child process. The parent stops the child instead.
+            start_new_session=True,
+        ) as process,
+    ):
+        child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK, cpu_seconds)
+        try:
+            yield child
+        finally:
+            child.end()
+
+
+def _stopped(model: TrialModel, why: str) -> BackendError:
+    return BackendError(
+        f"the trial of {model.tested_path} in a separate process failed: {why}",
+        "close other programs and try again; if you trust this file, `edgespec chat --trust` skips the trial",
+    )
+
+
+def _signal_name(status: int) -> str:
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"status {status:#x}"
+
+
+def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
+    for line in stream:
+        put(line.decode("ascii", "replace").strip())
+    put(None)

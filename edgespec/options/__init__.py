@@ -1,0 +1,1 @@
+"""All options, each declared once, and the files that set them."""

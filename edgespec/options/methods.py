@@ -1,0 +1,227 @@
+"""The drafting methods: their records, the registry of records, and a parser for method names.
+
+A built-in method is a folder of `edgespec/methods/` whose `__init__.py` holds its record as `METHOD`.
+Everything that depends on which methods exist reads the records: options, help, planning, loading, `auto`,
+the chat and the documentation.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+from edgespec.errors import OptionError
+from edgespec.system.spelling import REMOVED_NAMES, nearest
+
+__all__ = [
+    "Method",
+    "MethodDocs",
+    "Needs",
+    "head_names",
+    "method",
+    "method_names",
+    "methods",
+    "methods_by_need",
+    "parse_method",
+    "readers_of",
+    "register",
+]
+
+Needs: TypeAlias = Literal["draft model", "head", "target", "copy", "nothing"]
+"""What a method drafts with: another model, a head, the target itself, a copy of it, or none of these."""
+
+# The order in which lists for users show the methods.
+_NEEDS: tuple[Needs, ...] = ("draft model", "head", "target", "copy", "nothing")
+_PACKAGE = "edgespec.methods"
+# The name is part of command lines, of names such as `model+suffix`, and of sentences in the chat.
+_NAME = re.compile(r"[a-z][a-z0-9]*")
+_NOT_METHODS = ("auto", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodDocs:
+    """A method's row in the table of `docs/methods.md`, in Markdown.
+
+    Attributes:
+        source: Where the draft tokens come from.
+        requires: What the user must have, such as a model of a certain kind.
+        memory: The memory that the method needs in addition to the target's.
+    """
+
+    source: str
+    requires: str
+    memory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A drafting method.
+
+    Attributes:
+        name: The name in `--method` and in reports: lower-case letters and digits.
+        label: Where the draft tokens come from, in a few words for the chat, such as "EAGLE head".
+        help: Where the draft tokens come from, as a clause for the README.
+        docs: The method's row in the documentation.
+        order: The place among all methods. Drafts of methods with lower numbers are merged first, and `auto`
+            prefers those methods.
+        make: Returns the drafter for a loaded target, given a `DrafterContext` (`methods/context.py`), or a
+            `MissingDrafter` with the reason why there is none. It is called only if a draft model is loaded,
+            if the method needs one. Import what it uses inside, because records are read at every start.
+        needs: What the method drafts with.
+        reads: The options of `load` that the method uses. Methods that are not used with an option reject it.
+        uses_target_cache: Whether drafts are written to the target's KV cache. A reply can use only one such
+            method.
+        shares_passes: Whether the method can draft for several replies that share the target's passes.
+        works_on_workers: Whether the method can draft for a target on several machines.
+        always_loaded: Whether the drafter is made for every target (with a draft model, if it needs one), so
+            that replies can use it even if the method was not named when the model was loaded.
+        drafts_trees: Whether drafts are wide trees even without `--draft-branches`.
+        only_constrained: Whether the method drafts only in replies that have a constraint.
+        experimental: Whether the benefit is unproven. The documentation marks such methods.
+        auto: How `auto` uses the method. `always`: whenever its drafter is available. `fallback`: if no other
+            method with a model or a head is available, and no earlier fallback.
+        is_ready: Whether `auto` can use the method as a fallback, given a `DrafterContext`: for example, if a
+            copy of the target has been prepared.
+        preparation: Returns the command that prepares the target for the method, given a `DrafterContext`.
+            Empty if there is nothing to prepare.
+        find_target: Returns the files to load instead of the target's, given the target (`Resolved`) and
+            whether the user named the method. None if the method always drafts with the target's own files.
+        find_copy: Returns the copy of the target (`Resolved`) that the method drafts with, given the target
+            and whether the user named the method, or None. Its memory is then planned.
+        estimate_bytes: Returns the memory that the drafter allocates in addition to models, heads and copies,
+            given the target (`Resolved`) and the context size in tokens. It is planned if the user names the
+            method.
+    """
+
+    name: str
+    label: str
+    help: str
+    docs: MethodDocs
+    order: int
+    make: Callable[[Any], Any]
+    needs: Needs = "nothing"
+    reads: frozenset[str] = frozenset()
+    uses_target_cache: bool = False
+    shares_passes: bool = True
+    works_on_workers: bool = True
+    always_loaded: bool = False
+    drafts_trees: bool = False
+    only_constrained: bool = False
+    experimental: bool = False
+    auto: Literal["never", "always", "fallback"] = "never"
+    is_ready: Callable[[Any], bool] = lambda _context: False
+    preparation: Callable[[Any], str] = lambda _context: ""
+    find_target: Callable[[Any, bool], Any] | None = None
+    find_copy: Callable[[Any, bool], Any] = lambda _target, _is_named: None
+    estimate_bytes: Callable[[Any, int], int] = lambda _target, _context_tokens: 0
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the method drafts with a model or a head, and not only by looking up tokens."""
+        return self.needs != "nothing"
+
+
+_registered: list[Method] = []
+
+
+@cache
+def _built_in() -> tuple[Method, ...]:
+    folders = pkgutil.iter_modules(import_module(_PACKAGE).__path__, f"{_PACKAGE}.")
+    modules = [vars(import_module(folder.name)) for folder in folders if folder.ispkg]
+    return tuple(module["METHOD"] for module in modules if "METHOD" in module)
+
+
+def register(added: Method) -> Callable[[], None]:
+    """Register a method from outside of edgespec. The methods in `edgespec/methods/` need no registration.
+
+    Returns:
+        A function that removes the method.
+
+    Raises:
+        ValueError: The name is taken or not a valid name.
+    """
+    if not _NAME.fullmatch(added.name) or added.name in (*_NOT_METHODS, *method_names()):
+        raise ValueError(f"a method cannot be named {added.name!r}")
+    _registered.append(added)
+
+    def unregister() -> None:
+        if added in _registered:
+            _registered.remove(added)
+
+    return unregister
+
+
+def methods() -> tuple[Method, ...]:
+    """Return all methods, in the order in which their drafts are merged."""
+    return tuple(sorted((*_built_in(), *_registered), key=lambda each: each.order))
+
+
+def method(name: str) -> Method:
+    """Return the method with a given name. Raises KeyError if there is none."""
+    return {each.name: each for each in methods()}[name]
+
+
+def method_names() -> tuple[str, ...]:
+    """Return the names of all methods, in the order in which their drafts are merged."""
+    return tuple(each.name for each in methods())
+
+
+def head_names() -> tuple[str, ...]:
+    """Return the names of the methods that draft with a head."""
+    return tuple(each.name for each in methods() if each.needs == "head")
+
+
+def methods_by_need() -> tuple[Method, ...]:
+    """Return all methods in the order of lists for users: grouped by what they draft with."""
+    return tuple(sorted(methods(), key=lambda each: _NEEDS.index(each.needs)))
+
+
+def readers_of(option: str) -> tuple[str, ...]:
+    """Return the names of the methods that use an option of `load`. Empty if it concerns all methods."""
+    return tuple(each.name for each in methods_by_need() if option in each.reads)
+
+
+def parse_method(method: str) -> tuple[str, ...]:
+    """Return the names of the drafters in a method. For `auto`, return all drafters that it always uses.
+
+    Raises:
+        OptionError: The method is not a string, contains an unknown or removed drafter or the same drafter
+            twice, or contains two drafters that need the target's cache.
+    """
+    if not isinstance(method, str):
+        raise OptionError(f"method must be a string, not {method!r}", "use a method such as 'model+ngram'")
+    if method == "none":
+        return ()
+    known = {each.name: each for each in methods()}
+    if method == "auto":
+        return tuple(name for name, each in known.items() if each.auto == "always")
+    names = tuple(method.split("+"))
+    for name in names:
+        if name not in known:
+            if name in REMOVED_NAMES:
+                raise OptionError(f"method {name!r} was removed", REMOVED_NAMES[name], option="method")
+            near = nearest(name, (*_NOT_METHODS, *known))
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise OptionError(
+                f"method {method!r} is unknown",
+                f"{hint}choose auto, none, or {', '.join(known)} joined by +",
+                option="method",
+            )
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise OptionError(
+                f"method {method!r} contains {name} twice", "list each drafter once", option="method"
+            )
+    on_cache = [name for name in names if known[name].uses_target_cache]
+    if len(on_cache) > 1:
+        raise OptionError(
+            f"method {method!r} contains {len(on_cache)} drafters that need the target's own cache",
+            f"use only one of {', '.join(on_cache)}",
+            option="method",
+        )
+    return names

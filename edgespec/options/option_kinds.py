@@ -1,0 +1,365 @@
+"""The kinds of option values. Each kind parses strings and checks values passed in Python."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from edgespec.cluster.machines import parse_machines
+from edgespec.errors import OptionError
+from edgespec.options.methods import parse_method
+from edgespec.system.checks import (
+    as_integer,
+    check_boolean,
+    check_integer,
+    check_number,
+    check_path,
+    check_text,
+    parse_size,
+)
+
+__all__ = [
+    "AdapterScales",
+    "Adapters",
+    "Branches",
+    "Choice",
+    "Choices",
+    "Flag",
+    "HeadName",
+    "Integer",
+    "Kind",
+    "ListOf",
+    "MethodList",
+    "MethodName",
+    "ModelName",
+    "Number",
+    "PathName",
+    "Share",
+    "Size",
+    "Text",
+    "TextList",
+    "WorkerList",
+    "converted",
+]
+
+_NO_LIMIT = (1 << 31) - 1
+# Maximum number of leaves of a draft tree.
+_MAX_BRANCHES = 64
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class Kind:
+    """A kind of option value. This base class accepts any string.
+
+    Attributes:
+        metavar: Placeholder for the value in help texts.
+        repeatable: Whether the option can be repeated on the command line.
+    """
+
+    metavar: str = "TEXT"
+    repeatable: ClassVar[bool] = False
+
+    def parse(self, text: str) -> Any:
+        """Convert a string to a value. If that fails, return the string unchanged for `check` to reject."""
+        return text
+
+    def check(self, name: str, value: Any, /) -> Any:
+        """Check and normalise a value. Raises OptionError if it is invalid."""
+        return check_text(name, value, "one text")
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        """Return the limits of the value as keywords of JSON Schema, for the server's OpenAPI description."""
+        return {}
+
+
+def converted(text: str, convert: Callable[[str], Any]) -> Any:
+    """Return `convert(text)`, or `text` itself if that raises ValueError."""
+    try:
+        return convert(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """A string that the backend validates. `hint` lists examples for the error message."""
+
+    metavar: str = "TEXT"
+    hint: str = "one text"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_text(name, value, self.hint)
+
+
+class ModelName(Text):
+    """A model reference: a path, `user/repo:quant` or a name."""
+
+    def check(self, name: str, value: Any) -> str:
+        text = check_path(name, value, self.hint)
+        if isinstance(value, os.PathLike) and not os.path.isabs(text) and os.path.exists(text):
+            # As text, a relative path could also be the name of a model or of a repository.
+            return os.path.join(os.curdir, text)
+        return text
+
+
+class HeadName(Kind):
+    """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
+
+    metavar = "REF|auto|none"
+
+    def check(self, name: str, value: Any) -> str:
+        return "none" if value is None else check_path(name, value)
+
+
+class MethodName(Kind):
+    """A method: `auto`, `none`, or drafters joined by `+`."""
+
+    metavar = "METHOD"
+
+    def check(self, _name: str, value: Any) -> str:
+        parse_method(value)
+        return str(value)
+
+
+class MethodList(Kind):
+    """A list of methods."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise OptionError(
+                f"{name} must be a list, not {value!r}", 'for example, use ["suffix", "model+ngram"]'
+            )
+        for method in value:
+            parse_method(method)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of a fixed set of words."""
+
+    values: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> str:
+        if value not in self.values:
+            raise OptionError(f"{name} must be one of {', '.join(self.values)}, not {value!r}")
+        return str(value)
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
+
+
+class Flag(Kind):
+    """A value that is True or False."""
+
+    def parse(self, text: str) -> Any:
+        word = text.lower()
+        return word in _TRUE if word in _TRUE + _FALSE else text
+
+    def check(self, name: str, value: Any) -> bool:
+        return check_boolean(name, value)
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    """An integer within inclusive bounds. `hint` is appended to the error message."""
+
+    low: int
+    high: int = _NO_LIMIT
+    metavar: str = "N"
+    hint: str = ""
+
+    def parse(self, text: str) -> Any:
+        return converted(text, int)
+
+    def check(self, name: str, value: Any) -> int:
+        return check_integer(name, value, self.low, self.high, self.hint)
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        return {"minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number within bounds. `below_high` excludes the upper bound."""
+
+    low: float
+    high: float
+    below_high: bool = False
+    metavar: str = "X"
+
+    def parse(self, text: str) -> Any:
+        return converted(text, float)
+
+    def check(self, name: str, value: Any) -> float:
+        allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
+        number = check_number(name, value, allowed)
+        if not self.low <= number <= self.high or (self.below_high and number == self.high):
+            raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
+        return number
+
+
+class Share(Kind):
+    """A fraction from 0 to 1. The strings `2%` and `0.02` are equivalent."""
+
+    metavar = "SHARE"
+
+    def parse(self, text: str) -> Any:
+        number = text.strip().removesuffix("%")
+        return converted(text, lambda _: float(number) / (100.0 if "%" in text else 1.0))
+
+    def check(self, name: str, value: Any) -> float:
+        number = check_number(name, value, "such as 0.02")
+        if not 0.0 <= number <= 1.0:
+            raise OptionError(
+                f"{name} must be a fraction from 0 to 1, not {value!r}", "for example, use 2% or 0.02"
+            )
+        return number
+
+
+class Size(Kind):
+    """An amount of memory: `8GiB`, `800MB`, or a number of bytes."""
+
+    metavar = "SIZE"
+
+    def check(self, name: str, value: Any) -> int:
+        return parse_size(name, value)
+
+
+class WorkerList(Kind):
+    """The machines that hold the layers of a model, such as `host:port=16GiB,local=8GiB`."""
+
+    metavar = "ADDRESS[=SIZE],..."
+
+    def check(self, name: str, value: Any) -> str:
+        text = check_text(name, value, "a list of workers")
+        parse_machines(name, text)
+        return text
+
+
+class PathName(Kind):
+    """A path to a file or folder, which does not have to exist."""
+
+    metavar = "PATH"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_path(name, value)
+
+
+_ADAPTER_SCALE = Number(-1000.0, 1000.0)
+
+
+class Adapters(Kind):
+    """Paths of adapters, each with an optional scale, such as `a.gguf,b.gguf=0.5`."""
+
+    metavar = "PATH[=SCALE],..."
+
+    def parse(self, text: str) -> Any:
+        return text.split(",")
+
+    def check(self, name: str, value: Any) -> tuple[tuple[str, float], ...]:
+        if isinstance(value, Mapping):
+            pairs = list(value.items())
+        else:
+            given = [value] if isinstance(value, str | os.PathLike) else value
+            if not isinstance(given, Sequence):
+                raise OptionError(f"{name} must be one or more paths, not {value!r}", "pass a path")
+            pairs = [_path_and_scale(check_path(name, one)) for one in given]
+        return tuple(
+            (os.path.expanduser(check_path(name, path)), _ADAPTER_SCALE.check(f"the scale of {path}", scale))
+            for path, scale in pairs
+        )
+
+
+def _path_and_scale(text: str) -> tuple[str, float]:
+    path, equals, scale = text.rpartition("=")
+    if not equals or os.path.exists(text):
+        return text, 1.0
+    try:
+        return path, float(scale)
+    except ValueError:
+        if not os.path.exists(os.path.expanduser(path)):
+            # The equals sign is part of the file name.
+            return text, 1.0
+        raise OptionError(
+            f"the scale {scale!r} is not a number", f"for example, use {path}=0.5, or only the path"
+        ) from None
+
+
+class AdapterScales(Kind):
+    """The scale of each adapter, by name."""
+
+    metavar = "NAME=SCALE"
+
+    def check(self, name: str, value: Any) -> dict[str, float]:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise OptionError(
+                f"{name} must map names to numbers, not {value!r}", 'for example, use {"tone": 0.5}'
+            )
+        return {key: _ADAPTER_SCALE.check(f"the scale of {key}", scale) for key, scale in value.items()}
+
+
+class Branches(Kind):
+    """Number of children per draft tree node at each depth, such as `3,2`, or `auto`. Empty for a chain."""
+
+    metavar = "auto|N,N,..."
+
+    def parse(self, text: str) -> Any:
+        return converted(text, lambda _: tuple(int(part) for part in text.split(",")))
+
+    def check(self, name: str, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if (count := as_integer(value)) is not None:
+            value = (count,)
+        if not isinstance(value, tuple | list):
+            raise OptionError(
+                f"{name} must be auto or positive integers, not {value!r}", "for example, use 3,2"
+            )
+        value = tuple(check_integer(name, count, 1, _MAX_BRANCHES) for count in value)
+        if math.prod(value) > _MAX_BRANCHES:
+            raise OptionError(
+                f"{name} can create at most {_MAX_BRANCHES} branches, but {value!r} would create"
+                f" {math.prod(value)}",
+                "use smaller numbers",
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class ListOf(Kind):
+    """A comma-separated list of values of one kind."""
+
+    item: Kind
+
+    def parse(self, text: str) -> Any:
+        return tuple(self.item.parse(part.strip()) for part in text.split(","))
+
+    def check(self, name: str, value: Any) -> Any:
+        return tuple(self.item.check(name, each) for each in value)
+
+
+class TextList(Kind):
+    """One or more strings, none of them empty."""
+
+    repeatable = True
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise OptionError(f"{name} must be one or more non-empty strings, not {value!r}")
+        return tuple(texts)
+
+
+class Choices(TextList):
+    """Texts to choose from. An empty tuple, the default, means that the option is not used."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if value == []:
+            raise OptionError(
+                f"{name} must be one or more non-empty strings, not []", "pass at least one text"
+            )
+        return super().check(name, value)

@@ -1,0 +1,120 @@
+"""The options that apply to a single reply."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any, TypedDict
+
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.options.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
+from edgespec.options.option_kinds import AdapterScales, Choice, Choices, Integer, Text, TextList
+from edgespec.options.reply_option_kinds import JsonSchema, SamplingNumber, TextFile, TokenBiases
+
+__all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments"]
+
+# Options that describe a constraint. A reply can have at most one of them.
+CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
+
+_MAX_SEED = (1 << 63) - 1
+
+
+def _sampling(
+    metavar: str, description: str, in_chat: tuple[str, str], convert: Callable[[str], float] = float
+) -> Option:
+    """Return the option for a numeric field of `SamplingParams`."""
+    return Option(SamplingNumber(metavar, convert), "sampling", description, in_chat=in_chat)
+
+
+class ReplyArguments(TypedDict, total=False):
+    """Keyword arguments of `Runtime.generate`, `Runtime.stream` and `Chat.stream`.
+
+    If `method`, `draft_length`, `acceptance` or `max_loss` is None, the value passed to `load` applies. At
+    most one of `schema`, `regex`, `grammar` and `choice` can be used.
+    """
+
+    # fmt: off
+    max_tokens: Annotated[int | None, Option(Integer(1, _MAX_SEED), "reply",
+        "Maximum number of tokens to generate.",
+        default_text="8192, or until the context is full", flags=("-n",), common=True,
+        in_chat=("Maximum length", "maximum number of tokens in a reply"))]
+    min_tokens: Annotated[int, Option(Integer(0, _MAX_SEED), "reply",
+        "Minimum number of tokens to generate: the model cannot end its reply earlier. Useful to measure"
+        " speeds with replies of one length. Stop strings still end the reply.",
+        default=0, per_run=True)]
+    seed: Annotated[int | None, Option(Integer(0, _MAX_SEED), "reply",
+        "Random seed. The same seed gives the same reply with every method (but see --acceptance).",
+        default_text="random", common=True, in_chat=("Seed", "the same seed gives the same reply"))]
+    stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
+        "End the answer just before this string. Can be repeated.",
+        default=(), in_chat=("Stop strings", "strings that end the reply: a,b"))]
+    schema: Annotated[Mapping[str, Any] | str | type | None, Option(JsonSchema(), "reply",
+        "Make the answer a JSON text that satisfies the JSON schema in this file.",
+        per_run=True)]
+    regex: Annotated[str | None, Option(Text("REGEX"), "reply",
+        "Make the whole answer match this regular expression.",
+        per_run=True)]
+    grammar: Annotated[str | None, Option(TextFile(), "reply",
+        "Make the answer satisfy the grammar in this file, which is in the Lark format of llguidance.",
+        per_run=True)]
+    choice: Annotated[str | Sequence[str], Option(Choices(), "reply",
+        "Make the answer this text. Can be repeated, so that the model chooses one of several texts.",
+        default=(), per_run=True)]
+    thinking: Annotated[str, Option(Choice(("auto", "on", "off")), "reply",
+        "Whether the model should reason before it answers, if it lets users choose. `auto` is the model's"
+        " default.",
+        default="auto", in_chat=("Reasoning", "whether to reason: auto, on or off"))]
+    logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
+        "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
+        " command line, use it with --json.",
+        per_run=True)]
+    adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
+        "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters that"
+        " are not named are not used. GGUF models only.",
+        default_text="the scales given to `load`", api_only=True)]
+    method: Annotated[str | None, METHOD]
+    draft_length: Annotated[int | None, DRAFT_LENGTH]
+    acceptance: Annotated[str | None, ACCEPTANCE]
+    max_loss: Annotated[float | None, MAX_LOSS]
+    temperature: Annotated[float, Option(SamplingNumber("T"), "sampling",
+        "Sampling temperature. Higher values make replies more varied; 0 always picks the most likely token."
+        " Some models have a default of their own, such as 0.2 for smollm2.",
+        common=True, in_chat=("Temperature", "randomness of replies; 0 = none"))]
+    top_k: Annotated[int, _sampling("N",
+        "Sample only from the N most likely tokens; 0 disables this filter.",
+        ("Top k", "keep the k most likely; 0 = off"), int)]
+    top_p: Annotated[float, _sampling("P",
+        "Sample only from the most likely tokens whose probabilities add up to P; 1 disables this filter.",
+        ("Top p", "cumulative probability; 1 = off"))]
+    min_p: Annotated[float, _sampling("P",
+        "Drop tokens that are less than P times as likely as the most likely one; 0 disables this filter.",
+        ("Min p", "drop unlikely tokens; 0 = off"))]
+    typical_p: Annotated[float, _sampling("P",
+        "Typical sampling: sample only from the most typical tokens whose probabilities add up to P; 1"
+        " disables this filter.", ("Typical p", "drop atypical tokens; 1 = off"))]
+    repetition_penalty: Annotated[float, _sampling("X",
+        "Factor by which to penalise repeated tokens; 1 disables the penalty.",
+        ("Repetition penalty", "above 1: less repetition; 1 = off"))]
+    presence_penalty: Annotated[float, _sampling("X",
+        "Amount to subtract from the logit of every repeated token; 0 disables the penalty.",
+        ("Presence penalty", "avoid tokens already used; 0 = off"))]
+    frequency_penalty: Annotated[float, _sampling("X",
+        "Amount to subtract from a token's logit for each repetition; 0 disables the penalty.",
+        ("Frequency penalty", "avoid frequent tokens; 0 = off"))]
+    penalty_window: Annotated[int, _sampling("N",
+        "Number of recent tokens the penalties apply to; -1 means all.",
+        ("Penalty window", "tokens to look back; -1 = all"), int)]
+    logit_bias: Annotated[Mapping[int, float], Option(TokenBiases("ID=VALUE"), "sampling",
+        "Add VALUE to the logit of the token with this ID, such as 1523=-2.5; -inf bans the token. Can be"
+        " repeated.")]
+    # fmt: on
+
+
+def _with_default(name: str, option: Option) -> Option:
+    """Return a sampling option with its default from `SamplingParams`, and other options unchanged."""
+    return replace(option, default=getattr(SamplingParams(), name)) if option.group == "sampling" else option
+
+
+REPLY_OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {name: _with_default(name, option) for name, option in declared_options(ReplyArguments).items()}
+)
+"""The options for a reply."""

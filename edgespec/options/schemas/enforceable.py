@@ -1,0 +1,188 @@
+"""Rewrite JSON schemas so that llguidance enforces them exactly, and refuse those that it would violate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from math import copysign, inf, nextafter
+from typing import Any, TypeGuard
+
+from edgespec.errors import OptionError
+
+__all__ = ["enforceable_schema", "subschemas"]
+
+# Keywords whose values are schemas by name, and keywords whose values contain no schemas.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DATA = ("const", "enum", "default", "examples", "required", "dependentRequired")
+# The formats of the JSON Schema standard. All others are annotations without effect.
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+}
+# Values of keywords with which they have no effect.
+_NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
+# Above the first number, float64 cannot represent every integer. From the second on, converting a number to
+# float64 or changing it slightly could overflow.
+_MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
+# Relative distance between a bound and the one that replaces it. Chosen.
+_STEP = 1e-9
+
+
+def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
+    """Return a schema that llguidance enforces exactly, and whose values satisfy the given schema.
+
+    Removes keywords without effect that llguidance does not know. Narrows bounds that it would enforce
+    inexactly, so that a few numbers next to them are no longer possible. Removes `$schema`, because
+    llguidance ignores the keywords that the version named there does not have, such as `const` in draft 4.
+
+    Args:
+        schema: The JSON schema.
+        lenient: Whether to keep parts of the schema that cannot be enforced, instead of raising OptionError.
+
+    Raises:
+        OptionError: llguidance would accept a part of the schema, but values could violate it.
+    """
+    schema = deepcopy(schema)
+    for place, part in subschemas(schema):
+        part.pop("$schema", None)
+        _replace_draft_3(part)
+        _remove_neutral(part)
+        _narrow_bounds(part)
+        if not lenient:
+            _check(part, place)
+    return schema
+
+
+def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield all schemas within a schema, itself included, each after its place as a JSON pointer.
+
+    Callers may change each schema before they request the next one.
+    """
+    if isinstance(schema, list):
+        for index, each in enumerate(schema):
+            yield from subschemas(each, f"{place}/{index}")
+    if not isinstance(schema, dict):
+        return
+    yield place, schema
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            for name, each in value.items():
+                escaped = name.replace("~", "~0").replace("/", "~1")
+                yield from subschemas(each, f"{place}/{key}/{escaped}")
+        elif key not in _DATA:
+            yield from subschemas(value, f"{place}/{key}")
+
+
+def _replace_draft_3(schema: dict[str, Any]) -> None:
+    """Replace keywords of draft 3, which llguidance ignores, with their equivalents."""
+    if _is_number(schema.get("divisibleBy")):
+        schema.setdefault("multipleOf", schema.pop("divisibleBy"))
+    if isinstance(schema.get("extends"), dict | list):
+        extended = schema.pop("extends")
+        schema["allOf"] = [
+            *schema.get("allOf", []),
+            *(extended if isinstance(extended, list) else [extended]),
+        ]
+    if isinstance(schema.get("disallow"), str | list):
+        schema.setdefault("not", {"type": schema.pop("disallow")})
+
+
+def _remove_neutral(schema: dict[str, Any]) -> None:
+    for keyword, values in _NEUTRAL.items():
+        if keyword in schema and schema[keyword] in values:
+            del schema[keyword]
+    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
+        del schema["format"]
+
+
+def _narrow_bounds(schema: dict[str, Any]) -> None:
+    """Narrow the bounds that llguidance enforces inexactly.
+
+    It reads bounds with many digits inexactly, and allows 2 for the schema
+    `{"type": "number", "exclusiveMinimum": 2, "maximum": 2.5}`.
+    """
+    types = schema.get("type", "number")
+    allows_fractions = "number" in (types if isinstance(types, list) else [types])
+    for inclusive, exclusive, inwards in (
+        ("minimum", "exclusiveMinimum", inf),
+        ("maximum", "exclusiveMaximum", -inf),
+    ):
+        for keyword in (inclusive, exclusive):
+            bound = schema.get(keyword)
+            if _is_number(bound) and not _is_exact(bound) and abs(bound) < _MAX_BOUND:
+                schema[keyword] = _inside(bound, inwards)
+        if not allows_fractions:
+            continue
+        # In draft 4, `exclusiveMinimum` says whether `minimum` is exclusive.
+        bound = schema.get(inclusive if schema.get(exclusive) is True else exclusive)
+        if not _is_whole(bound):
+            continue
+        del schema[exclusive]
+        bounds = [_inside(float(bound), inwards)]
+        if _is_number(schema.get(inclusive)):
+            bounds.append(schema[inclusive])
+        schema[inclusive] = max(bounds) if inwards > 0 else min(bounds)
+
+
+def _check(schema: dict[str, Any], place: str) -> None:
+    for keyword in ("const", "enum", "multipleOf"):
+        for number in _numbers(schema.get(keyword)):
+            if not _is_exact(number):
+                raise OptionError(
+                    f"the JSON schema cannot be used: the number {str(number)[:40]} in {keyword} has too many"
+                    f" digits (in {place})",
+                    "use a number with fewer digits, or a string",
+                )
+    least, required = schema.get("minProperties"), schema.get("required")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if _is_integer(least) and least > len(names) + 1:
+        raise OptionError(
+            f"the JSON schema cannot be used: minProperties {least} cannot be enforced, because a property"
+            f" could be repeated (in {place})",
+            "name the properties in `required`, or set minProperties to 1",
+        )
+
+
+def _inside(bound: float, inwards: float) -> float:
+    """Return a bound next to another one that llguidance reads exactly.
+
+    Args:
+        bound: The bound.
+        inwards: The direction of the allowed numbers, positive or negative infinity.
+    """
+    if isinstance(bound, int):
+        nearest = float(bound)
+        is_outside = nearest < bound if inwards > 0 else nearest > bound
+        return int(nextafter(nearest, inwards) if is_outside else nearest)
+    return float(f"{bound + copysign(_STEP * (abs(bound) or 1), inwards):.12g}")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers within a JSON value."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, dict):
+        yield from _numbers(list(value.values()))
+    elif _is_number(value):
+        yield value
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return _is_integer(value) or isinstance(value, float)
+
+
+def _is_whole(value: Any) -> TypeGuard[float]:
+    return _is_number(value) and abs(value) < _MAX_EXACT and value == int(value)
+
+
+def _is_exact(number: float) -> bool:
+    """Return whether llguidance reads a number exactly: float64 must represent it with up to 15 digits."""
+    if isinstance(number, int):
+        return abs(number) < _MAX_BOUND and int(float(number)) == number
+    return float(f"{number:.15g}") == number

@@ -1,0 +1,187 @@
+"""All options of `load`, `plan` and the reply functions.
+
+These declarations define the keyword arguments of the Python API, the command line options, the settings
+file's keys, the EDGESPEC_ environment variables and the table in the documentation.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from edgespec.errors import OptionError
+from edgespec.options.default_model import default_model
+from edgespec.options.load_options import LOAD_OPTIONS, LoadArguments
+from edgespec.options.methods import parse_method, readers_of
+from edgespec.options.option import ACCEPTANCES, MAX_DRAFT_LENGTH, Option
+from edgespec.options.option_kinds import ModelName, Text
+from edgespec.options.reply_options import REPLY_OPTIONS, ReplyArguments
+from edgespec.system.spelling import nearest
+
+__all__ = [
+    "ACCEPTANCES",
+    "LOAD_OPTIONS",
+    "MAX_DRAFT_LENGTH",
+    "MODEL_OPTIONS",
+    "REPLY_OPTIONS",
+    "SETTINGS",
+    "LoadArguments",
+    "Option",
+    "ReplyArguments",
+    "as_bytes",
+    "check_load_arguments",
+    "check_names",
+    "documentation",
+    "load_arguments_for_another_model",
+    "options_table",
+    "setting_value",
+    "unread_options",
+]
+
+_REFERENCE = "a path, user/repo:quant or a name such as demo"
+# fmt: off
+MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
+    "target": Option(ModelName("REF", _REFERENCE), "model",
+        "The model to run: a .gguf file, an MLX model folder, user/repo:quant on Hugging Face, or a name from"
+        " `edgespec models list`.",
+        default=default_model(), default_text="smollm2, or demo if that is not installed", common=True),
+    "draft": Option(ModelName("REF|auto|none", f"auto, none, {_REFERENCE}"), "model",
+        "The draft model: a small, fast model that proposes tokens for the main model to check. `auto` picks"
+        " the best one on this machine (see `edgespec models show`); `none` runs without one.",
+        default="auto", common=True),
+})
+# fmt: on
+"""The two models, which `load` and `plan` take as positional arguments."""
+
+SETTINGS: Mapping[str, Option] = MappingProxyType(
+    {
+        name: option
+        for options in (
+            MODEL_OPTIONS,
+            LOAD_OPTIONS,
+            {"system": Option(Text(), "reply", "System prompt for the model.", common=True)},
+            REPLY_OPTIONS,
+        )
+        for name, option in options.items()
+        if not (option.per_run or option.api_only)
+    }
+)
+"""The options that can be set for all runs, in the settings file or the environment."""
+
+
+def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
+    """Raise OptionError for the first unknown option. The message suggests the most similar name."""
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            raise OptionError(
+                f"unknown option {name!r}",
+                f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",
+            )
+
+
+def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
+    """Check and normalise the options of `load`, and fill in the defaults.
+
+    Raises:
+        OptionError: An option is unknown, invalid, or not used by any of the chosen drafters.
+    """
+    check_names(given, LOAD_OPTIONS)
+    values = {
+        name: option.check(name, given[name]) if name in given else option.default
+        for name, option in LOAD_OPTIONS.items()
+    }
+    arguments = cast(LoadArguments, values)
+    methods = (arguments["method"], *arguments["methods"])
+    ignored = unread_options(methods)
+    for name in ignored:
+        option = LOAD_OPTIONS[name]
+        if values[name] != option.default:
+            automatic = () if name in unread_options(("auto",)) else ("auto",)
+            raise OptionError(
+                f"{name} has no effect with method {', '.join(dict.fromkeys(methods))}",
+                f"remove it, or choose a method that uses it: {', '.join((*automatic, *readers_of(name)))}",
+                option=name,
+            )
+    return arguments
+
+
+def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments to load another model with the same settings.
+
+    Args:
+        arguments: The arguments that one model was loaded with, including `draft`.
+
+    Returns:
+        The arguments, excluding `target`. Drafting stays off if it was off, and becomes automatic otherwise.
+    """
+    named = arguments.get("method", "auto") not in ("auto", "none")
+    own = {
+        name: value
+        for name, value in arguments.items()
+        if (option := LOAD_OPTIONS.get(name))
+        and not (option.per_run or name == "head")
+        and not (named and (readers_of(name) or name == "method"))
+    }
+    return {**own, "draft": "none" if arguments.get("draft") in (None, "none") else "auto"}
+
+
+def as_bytes(size: str | int | None) -> int | None:
+    """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
+    return None if size is None else int(size)
+
+
+def setting_value(name: str, given: Any) -> Any:
+    """Convert and check the value of a setting, given as a TOML value or a string.
+
+    Raises:
+        OptionError: The value is invalid.
+    """
+    option = SETTINGS[name]
+    several = isinstance(given, list | tuple)
+    items = [
+        option.kind.parse(item) if isinstance(item, str) else item for item in (given if several else [given])
+    ]
+    value = tuple(items) if several or option.kind.repeatable else items[0]
+    option.check(name, value)
+    return value
+
+
+def unread_options(methods: Iterable[str]) -> list[str]:
+    """Return the options that no drafter in `methods` uses. Raises OptionError for an unknown method."""
+    drafters = {name for method in methods for name in parse_method(method)}
+    return [name for name in LOAD_OPTIONS if (readers := readers_of(name)) and drafters.isdisjoint(readers)]
+
+
+_PAGE = """# Options
+
+Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and
+in the settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
+
+## Loading a model
+
+`edgespec.load(target, draft, ...)` and `edgespec.plan(target, draft, ...)` take these options.
+
+{load}
+## Replies
+
+`Runtime.generate(prompt, ...)` and the other methods that generate replies take these options.
+
+{reply}"""
+
+
+def documentation() -> str:
+    """Return the documentation page for all options (`docs/options.md`)."""
+    load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
+    return _PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
+
+
+def options_table(options: Mapping[str, Option]) -> str:
+    """Return a Markdown table of options with their names, defaults, descriptions and methods."""
+    lines = ["| option | default | what it does | read by |", "| --- | --- | --- | --- |"]
+    for name, option in options.items():
+        default = option.default_text or (
+            "none" if option.default in (None, (), {}) else str(option.default).lower()
+        )
+        readers = ", ".join(readers_of(name)) or "every method"
+        lines.append(f"| `{name}` | {default} | {option.help} | {readers} |".replace("|N", "\\|N"))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,18 @@
+"""Recognise the host names and addresses of this machine."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+__all__ = ["is_loopback"]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address can be reached only from this machine."""
+    # Names are compared regardless of case. A full stop at the end marks a name as complete.
+    if host.removesuffix(".").lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,151 @@
+"""Read the text of message content, including lists of parts in the formats of all APIs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from edgespec.server.errors import invalid_request, unsupported_content
+
+__all__ = [
+    "SystemPrompt",
+    "is_text",
+    "omitted_parts",
+    "part_text",
+    "plain_message",
+    "reasoning_of",
+    "result_text",
+    "system_messages",
+    "text_of",
+]
+
+# The field that contains a part's text, keyed by part type.
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+# The fields that can contain the text of a reply's reasoning, keyed by part type. Redacted reasoning can be
+# read only by the servers that wrote it.
+_REASONING_FIELDS = {
+    "thinking": ("thinking", "text"),
+    "reasoning": ("text", "reasoning"),
+    "redacted_thinking": (),
+}
+
+# The types of parts that are not text. Other objects without a list around them are data of a tool.
+_MEDIA = frozenset(
+    {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
+    | {"file", "input_file", "document"}
+)
+# The roles that are meant by those of LangChain, Gemini and ShareGPT.
+_ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "gpt": "assistant"}
+
+SystemPrompt: TypeAlias = str | list[Any] | None
+"""The type of the field `system`: a text, or a list of parts."""
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the role in OpenAI's words, and with a text or a list of objects as its content.
+
+    The result of a tool can be any JSON.
+    """
+    message = dict(message)
+    if isinstance(role := message.get("role"), str):
+        message["role"] = role = _ROLES.get(role.lower(), role.lower())
+    content = message.get("content")
+    is_data = not isinstance(content, str | list | None) and _kind(content) not in _MEDIA
+    if role in ("tool", "function") and is_data:
+        message["content"] = json.dumps(content, ensure_ascii=False)
+    elif isinstance(content, Mapping):
+        message["content"] = [content]
+    elif isinstance(content, list) and any(isinstance(part, str) for part in content):
+        message["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in content
+        ]
+    return message
+
+
+def system_messages(system: SystemPrompt) -> list[dict[str, Any]]:
+    """Return the system message for the field `system`, or an empty list if it has no text."""
+    text = text_of("system", system)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def text_of(place: str, content: Any) -> str:
+    """Return the text of `content`: a string, or a list of parts, each a string or an object with a type.
+
+    Raises:
+        ApiError: A part is not text (an image, for example) or has no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part_text(f"{place}.{at}", part) for at, part in enumerate(content))
+
+
+def result_text(place: str, content: Any) -> str:
+    """Return the text of a tool result, with a note in place of each part that is not text.
+
+    An agent cannot withdraw a tool result, so an image in it must not end the conversation. `omitted_parts`
+    lists the omitted parts.
+    """
+    parts = _parts(place, content)
+    if parts is not None:
+        return "\n".join(
+            part_text(at, part) if is_text(part) else f"[{_kind(part)} omitted: text only]"
+            for at, part in parts
+        )
+    if isinstance(content, Mapping):
+        return json.dumps(content, ensure_ascii=False)
+    return text_of(place, content)
+
+
+def omitted_parts(place: str, content: Any) -> list[str]:
+    """Return the locations of the parts of a tool result that are not text."""
+    return [at for at, part in _parts(place, content) or () if not is_text(part)]
+
+
+def _parts(place: str, content: Any) -> list[tuple[str, Any]] | None:
+    """Return the parts of a tool result, each after its location, or None if it does not consist of parts."""
+    if isinstance(content, list):
+        return [(f"{place}.{at}", part) for at, part in enumerate(content)]
+    return [(place, content)] if isinstance(content, Mapping) and _kind(content) in _MEDIA else None
+
+
+def is_text(part: Any) -> bool:
+    """Return whether a part is a text part in any of the supported APIs' formats."""
+    return isinstance(part, str) or _kind(part) in _TEXT_FIELDS
+
+
+def _kind(part: Any) -> str:
+    return str(_field(part, "type") or "text")[:40]
+
+
+def part_text(place: str, part: Any) -> str:
+    """Return the text of a part. Raises ApiError if the part is not text, or if its text is missing."""
+    if isinstance(part, str):
+        return part
+    kind = _kind(part)
+    if kind not in _TEXT_FIELDS:
+        raise unsupported_content(kind, param=place)
+    text = _field(part, _TEXT_FIELDS[kind])
+    if not isinstance(text, str):
+        missing = f"{place}.{_TEXT_FIELDS[kind]}"
+        raise invalid_request(f"{missing} is missing; add this field", param=missing)
+    return text
+
+
+def reasoning_of(part: Any) -> str | None:
+    """Return the text of a part that holds reasoning, or None if it is another part."""
+    fields = _REASONING_FIELDS.get(_kind(part))
+    if fields is None:
+        return None
+    return next((text for name in fields if isinstance(text := _field(part, name), str)), "")
+
+
+def _field(part: Any, name: str) -> Any:
+    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)

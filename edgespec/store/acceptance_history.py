@@ -1,0 +1,90 @@
+"""Save the measured acceptance rates of model pairs across runs.
+
+Only token counts are saved, keyed by a hash of both models' files. They contain no prompts or replies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from edgespec.errors import ModelFileError
+from edgespec.store.catalogue import ModelFormat
+from edgespec.store.metadata_cache import files_fingerprint
+from edgespec.system.facts import Facts
+
+__all__ = ["AcceptanceRecorder", "LocalModel", "add_acceptance", "measured_acceptance_rate"]
+
+_KIND = "acceptance"
+# Minimum number of drafted tokens for a usable acceptance rate. At 200, its standard error is about 0.03.
+_MIN_DRAFTED = 200
+# Counts of drafted tokens are halved above this number, so that recent replies have more weight.
+_MAX_DRAFTED = 20_000
+# Save the acceptance counts to disk after this many drafted tokens.
+_SAVE_EVERY_DRAFTED = 2_000
+
+LocalModel: TypeAlias = tuple[Path, ModelFormat]
+
+
+def measured_acceptance_rate(target: LocalModel, draft: LocalModel) -> float | None:
+    """Return a model pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
+    try:
+        drafted, accepted = _counts(_key(target, draft))
+    except ModelFileError:
+        return None
+    return accepted / drafted if drafted >= _MIN_DRAFTED else None
+
+
+def add_acceptance(target: LocalModel, draft: LocalModel, drafted: int, accepted: int) -> None:
+    """Add one reply's counts of drafted and accepted tokens to the saved counts of a model pair.
+
+    Raises:
+        ModelFileError: A model file no longer exists.
+    """
+    key = _key(target, draft)
+    before = _counts(key)
+    drafted, accepted = before[0] + drafted, before[1] + accepted
+    if drafted > _MAX_DRAFTED:
+        drafted, accepted = drafted // 2, accepted // 2
+    Facts().put(_KIND, {key: [drafted, accepted]})
+
+
+def _counts(key: str) -> tuple[int, int]:
+    """Return the saved numbers of drafted and accepted tokens."""
+    match Facts().get(_KIND, key):
+        case [int(drafted), int(accepted)] if 0 <= accepted <= drafted:
+            return drafted, accepted
+    return 0, 0
+
+
+class AcceptanceRecorder:
+    """Counts a loaded model pair's drafted and accepted tokens and saves the counts. Never raises.
+
+    Counts only the first token of each draft, because the acceptance of later tokens depends on the draft
+    length.
+    """
+
+    def __init__(self, target: LocalModel, draft: LocalModel) -> None:
+        self._pair = target, draft
+        self._drafted = self._accepted = 0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add a reply's number of drafts, and the number of drafts whose first token was accepted."""
+        self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
+        if self._drafted >= _SAVE_EVERY_DRAFTED:
+            self.save()
+
+    def save(self) -> None:
+        """Save the token counts collected since the last save."""
+        if self._drafted:
+            with suppress(ModelFileError):
+                add_acceptance(*self._pair, self._drafted, self._accepted)
+        self._drafted = self._accepted = 0
+
+
+def _key(target: LocalModel, draft: LocalModel) -> str:
+    """Return a hash that changes when a file of either model changes. Raises ModelFileError."""
+    fingerprints = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
+    return hashlib.sha256(repr(fingerprints).encode()).hexdigest()[:32]

@@ -1,0 +1,321 @@
+"""Load the catalogue of models that edgespec knows by name, and the user's aliases and draft pairs."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from edgespec.errors import ModelNotFoundError
+from edgespec.model.formats.gguf_header import read_name
+from edgespec.model.registry import FileFormat, format_of
+from edgespec.options.default_model import models_folder, package_folder
+from edgespec.system.files import config_folder, error_reason, parse_toml, read_regular_file
+
+__all__ = [
+    "LATEST",
+    "Catalogue",
+    "HeadEntry",
+    "ModelEntry",
+    "ModelFormat",
+    "load_catalogue",
+    "models_folder",
+    "user_aliases",
+    "user_aliases_path",
+    "user_pairs",
+]
+
+
+ModelFormat: TypeAlias = str
+"""The name of a file format in the registry of backends (`model/registry.py`)."""
+
+_MLX_SUFFIX = "-mlx"
+# The tag that Ollama adds to names without one.
+LATEST = ":latest"
+_MAX_ALIASES_BYTES = 1 << 20
+_ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model in the catalogue.
+
+    Attributes:
+        name: The model's name.
+        family: Name of the model family. All models in a family share a vocabulary.
+        parameters: Number of parameters.
+        active_parameters: Number of parameters that process each token, if only some experts do. Otherwise 0.
+        quantisation: The default quantisation.
+        context_tokens: Context length that the model was trained with.
+        approximate_file_bytes: Approximate size on disk at the default quantisation.
+        licence: The model's licence.
+        chat_template: Name of the chat template.
+        gguf_repository: Hugging Face repository of its GGUF files. Empty if there is none.
+        mlx_repository: Hugging Face repository of its MLX files. Empty if there is none. A GGUF entry that
+            has one gets a second entry named NAME-mlx.
+        embedded_file: Path of its file in the models folder, if edgespec includes the model. If it has a
+            `package`, this is the path of the file in the package.
+        package: Name of the Python package that contains the model. Empty if there is none.
+        packaged_quantisation: The quantisation of the file in the package. edgespec makes a copy in the
+            default quantisation from it.
+        header_name: The model's name in the headers of its GGUF files, by which copies under other paths are
+            recognised. Empty if they are not.
+        sampling: Recommended sampling settings, which are the defaults for replies of this model.
+        notice: A notice for the user. Empty if there is none.
+        drafts: Names of recommended draft models, best first. They share this model's vocabulary.
+        aliases: Other names for the model, each with the quantisation that it selects.
+        format: Name of the file format.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    quantisation: str
+    context_tokens: int
+    approximate_file_bytes: int
+    licence: str
+    chat_template: str
+    gguf_repository: str = ""
+    mlx_repository: str = ""
+    embedded_file: str = ""
+    package: str = ""
+    packaged_quantisation: str = ""
+    header_name: str = ""
+    sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    notice: str = ""
+    active_parameters: int = 0
+    drafts: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    format: ModelFormat = "gguf"
+
+    @property
+    def repository(self) -> str:
+        """The Hugging Face repository to download from. Empty for a model that edgespec includes."""
+        return self.gguf_repository or self.mlx_repository
+
+    @property
+    def active_fraction(self) -> float:
+        """The fraction of the parameters that process each token."""
+        return (self.active_parameters or self.parameters) / self.parameters
+
+    @property
+    def file_format(self) -> FileFormat:
+        """The model's file format, as registered by its backend."""
+        return format_of(self.format)
+
+    @property
+    def embedded_path(self) -> Path | None:
+        """Path of the model's file if edgespec includes it or its package is installed, or None."""
+        folder = package_folder(self.package) if self.package else models_folder()
+        return folder / self.embedded_file if folder is not None and self.embedded_file else None
+
+
+@dataclass(frozen=True)
+class HeadEntry:
+    """A head in the catalogue: published, or included in edgespec.
+
+    Attributes:
+        name: The head's name.
+        kind: The kind of head, as in `ModelInfo.heads`.
+        targets: Names of the models that the head drafts for.
+        approximate_file_bytes: Approximate size on disk.
+        repository: Hugging Face repository of the files. Empty if edgespec includes the head.
+        embedded_file: Path of the file or folder in the models folder, if edgespec includes the head.
+        published_speedup: The speed-up that the publisher measured. 0 if there is none.
+        published_on: The machine on which the publisher measured the speed-up.
+    """
+
+    name: str
+    kind: str
+    targets: tuple[str, ...]
+    approximate_file_bytes: int
+    repository: str = ""
+    embedded_file: str = ""
+    published_speedup: float = 0.0
+    published_on: str = ""
+
+    @property
+    def embedded_path(self) -> Path | None:
+        """Path of the head if edgespec includes it, or None."""
+        return models_folder() / self.embedded_file if self.embedded_file else None
+
+
+class Catalogue:
+    """Looks up models by name or alias, and heads by name, ignoring case."""
+
+    def __init__(self, entries: Iterable[ModelEntry], heads: Iterable[HeadEntry] = ()) -> None:
+        self.entries, self.heads = tuple(entries), tuple(heads)
+        self._by_name: dict[str, tuple[ModelEntry, str]] = {}
+        for entry in self.entries:
+            for name, quantisation in {entry.name: entry.quantisation, **entry.aliases}.items():
+                if name.lower() in self._by_name:
+                    raise ValueError(f"the catalogue has two models named {name}")
+                self._by_name[name.lower()] = (entry, quantisation)
+        self._heads_by_name = {head.name.lower(): head for head in self.heads}
+        if clash := self._heads_by_name.keys() & self._by_name.keys():
+            raise ValueError(f"the catalogue has a model and a head named {min(clash)}")
+
+    @property
+    def names(self) -> list[str]:
+        """The lower-case names and aliases of all models, in catalogue order."""
+        return list(self._by_name)
+
+    def find(self, name: str) -> tuple[ModelEntry, str] | None:
+        """Return the entry with this name or alias and the quantisation that it selects, or None.
+
+        As in Ollama, NAME:latest means NAME.
+        """
+        return self._by_name.get(name.lower().removesuffix(LATEST))
+
+    def of_repository(self, repository: str) -> ModelEntry | None:
+        """Return the catalogue entry whose files are in a Hugging Face repository, or None."""
+        matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
+        return next(matches, None)
+
+    def find_head(self, name: str) -> HeadEntry | None:
+        """Return the head with this name or in this Hugging Face repository, or None."""
+        if head := self._heads_by_name.get(name.lower()):
+            return head
+        return next((head for head in self.heads if name and head.repository.lower() == name.lower()), None)
+
+    def heads_for(self, entry: ModelEntry | None) -> tuple[HeadEntry, ...]:
+        """Return the heads for a model. The GGUF and MLX versions of a model share its published heads."""
+        name = entry.name if entry else ""
+        return tuple(
+            head
+            for head in self.heads
+            if (name if head.embedded_file else name.removesuffix(_MLX_SUFFIX)) in head.targets
+        )
+
+    def embedded_at(self, path: Path) -> ModelEntry | None:
+        """Return the entry of the model at `path` if edgespec includes that model, or None."""
+        for entry in self.entries:
+            if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
+                return entry
+        return None
+
+    def of_file(self, path: Path) -> ModelEntry | None:
+        """Return the entry of the model at `path` if edgespec includes it or recognises it, or None."""
+        if entry := self.embedded_at(path):
+            return entry
+        name = read_name(path)
+        return next((entry for entry in self.entries if name and entry.header_name == name), None)
+
+    def nearest(self, name: str, also: Iterable[str] = ()) -> list[str]:
+        """Return the names of up to three models that are similar to `name`, most similar first.
+
+        Args:
+            name: The name that the user typed, with or without a tag.
+            also: Additional names to suggest.
+        """
+        known = [*also, *self.names]
+        typed = name.lower().removesuffix(LATEST)
+        found: dict[str, str] = {}
+        # If no name resembles the one with the tag, those that resemble the rest are suggested.
+        for text in dict.fromkeys((typed, typed.partition(":")[0])):
+            starts = [candidate for candidate in known if candidate.startswith(text)]
+            close = difflib.get_close_matches(text, known, n=8, cutoff=0.5)
+            for candidate in (*starts, *close):
+                named = self._by_name.get(candidate)
+                found.setdefault(named[0].name.removesuffix(_MLX_SUFFIX) if named else candidate, candidate)
+        return list(found.values())[:3]
+
+    def nearest_repository(self, repository: str) -> str:
+        """Return the catalogue's Hugging Face repository with the most similar name. Empty if none is."""
+        known = {entry.repository.lower(): entry.repository for entry in self.entries if entry.repository}
+        close = difflib.get_close_matches(repository.lower(), known, n=1, cutoff=0.8)
+        return known[close[0]] if close else ""
+
+
+@cache
+def load_catalogue() -> Catalogue:
+    """Return the built-in catalogue, which is read once per process."""
+    with (models_folder() / "catalogue.toml").open("rb") as file:
+        tables: dict[str, list[dict[str, Any]]] = tomllib.load(file)
+    entries = [_entry(table) for table in tables["model"]]
+    return Catalogue(_with_mlx_forms(entries), map(_head_entry, tables["head"]))
+
+
+def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
+    """Yield each entry, followed by a second entry for its MLX repository if it has one."""
+    in_both = {entry.name for entry in entries if entry.gguf_repository and entry.mlx_repository}
+    for entry in entries:
+        yield entry
+        if entry.name in in_both:
+            yield _mlx_form(entry, [name + _MLX_SUFFIX for name in entry.drafts if name in in_both])
+
+
+def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
+    bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
+    # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
+    stems = [
+        alias.removesuffix("-q4")
+        for alias, quantisation in entry.aliases.items()
+        if quantisation == entry.quantisation
+    ]
+    return replace(
+        entry,
+        name=entry.name + _MLX_SUFFIX,
+        format="mlx",
+        quantisation=f"{bits}-bit",
+        # MLX stores a 16-bit scale and a 16-bit bias per 64 weights, which adds half a bit per weight.
+        approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
+        gguf_repository="",
+        drafts=tuple(drafts),
+        aliases=MappingProxyType({stem + _MLX_SUFFIX: f"{bits}-bit" for stem in stems}),
+    )
+
+
+def _entry(table: dict[str, Any]) -> ModelEntry:
+    values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
+    values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
+    values["drafts"] = tuple(values.get("drafts", ()))
+    values["aliases"] = MappingProxyType(values.get("aliases", {}))
+    values["sampling"] = MappingProxyType(values.get("sampling", {}))
+    return ModelEntry(**values)
+
+
+def _head_entry(table: dict[str, Any]) -> HeadEntry:
+    values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
+    values["targets"] = tuple(table["targets"])
+    values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
+    return HeadEntry(**values)
+
+
+def user_aliases_path() -> Path:
+    """Return the path of the TOML file with the user's model aliases and draft pairs."""
+    return config_folder() / "aliases.toml"
+
+
+def user_aliases() -> dict[str, str]:
+    """Return the user's aliases as {lower-case name: reference}. Raises ModelNotFoundError if invalid."""
+    return _user_table("aliases", 'big = "hf:user/repo:Q4_K_M"')
+
+
+def user_pairs() -> dict[str, str]:
+    """Return the user's pairs as {lower-case target: draft model}. Raises ModelNotFoundError if invalid."""
+    return _user_table("pairs", '"70b-q4" = "1b-q4"')
+
+
+def _user_table(name: str, example: str) -> dict[str, str]:
+    path = user_aliases_path()
+    try:
+        table = parse_toml(read_regular_file(path, _MAX_ALIASES_BYTES).decode("utf-8-sig")).get(name, {})
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        reason = error_reason(error) if isinstance(error, OSError) else error
+        raise ModelNotFoundError(
+            f"the alias file {path} cannot be read: {reason}", "correct, move or delete the file"
+        ) from error
+    if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
+        raise ModelNotFoundError(
+            f"the [{name}] table in the alias file {path} has values that are not model references",
+            f"write lines such as {example}",
+        )
+    return {name.lower(): reference for name, reference in table.items()}

@@ -1,0 +1,369 @@
+"""Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
+
+The choice depends only on model sizes, vocabularies and measured acceptance rates. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from edgespec.errors import EdgespecError, ModelNotFoundError
+from edgespec.model.model_info import ModelInfo
+from edgespec.model.registry import backend_of, same_backend
+from edgespec.store.acceptance_history import measured_acceptance_rate
+from edgespec.store.aliases import preferred_draft
+from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
+from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, model_info_or_none
+from edgespec.store.metadata_cache import model_info, shared_token_fraction
+from edgespec.store.reference import Resolved, resolve
+from edgespec.store.speedup_estimate import estimate_speedup
+from edgespec.system.files import format_bytes
+
+__all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
+
+DraftSource = Literal["catalogue", "tokens"]
+
+# Maximum size of a draft model relative to the target, in bytes read per token. A larger draft model would be
+# too slow.
+_MAX_STEP_COST = 0.5
+# Minimum fraction of the target's tokens that a draft model must also have.
+_MIN_SHARED_FRACTION = 0.5
+# Minimum fraction of the target's tokens that a draft model chosen by `--draft auto` must also have.
+_AUTO_MIN_SHARED_FRACTION = 0.9
+# Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this.
+_EQUAL_SPEEDUP_RATIO = 0.97
+# Context length in tokens for estimating the size of KV caches.
+_DEFAULT_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOption:
+    """A model that can draft for a target.
+
+    Attributes:
+        reference: A reference to the model.
+        path: Its file or folder. None if the model is not on this machine.
+        format: Name of its file format.
+        source: Why it is an option: `catalogue` if the catalogue recommends it, `tokens` if it shares the
+            target's tokens.
+        rank: Index in the catalogue's list of recommended draft models, or the length of that list for other
+            models.
+        shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
+            this machine.
+        parameters: Number of parameters.
+        size_bytes: Size of its files.
+        needed_bytes: Size of its files plus its KV cache at the default context length.
+        speedup: Expected speed-up over plain decoding, from `estimate_speedup`.
+        architecture: Name of its architecture. Empty if its file is not on this machine.
+        acceptance_rate: Acceptance rate measured with this target. None if not measured.
+    """
+
+    reference: str
+    path: Path | None
+    format: ModelFormat
+    source: DraftSource
+    rank: int
+    shared_token_fraction: float | None
+    parameters: int
+    size_bytes: int
+    needed_bytes: int
+    speedup: float
+    architecture: str = ""
+    acceptance_rate: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """The expected speed-up and how it was determined, as text for messages."""
+        if self.acceptance_rate is None:
+            return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
+        return (
+            f"its expected speed-up is {self.speedup:.1f}x (measured: {self.acceptance_rate:.0%} of its"
+            " drafted tokens are accepted)"
+        )
+
+    @property
+    def tokens(self) -> str:
+        """How much of the target's vocabulary the draft model shares, as text for messages."""
+        if self.shared_token_fraction is None:
+            return "the same tokens (according to the catalogue)"
+        if self.shared_token_fraction == 1.0:
+            return "the same tokens"
+        return f"{min(99.9, 100 * self.shared_token_fraction):.3g} % of the target's tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """The draft model that `--draft auto` uses.
+
+    Attributes:
+        draft: The model. None if no model is suitable.
+        reason: Why this model was chosen, or why none was.
+        is_expected: If False, the user is notified of the choice.
+        source: `user` if it was named with --draft or `edgespec models pair`, or else `automatic`.
+    """
+
+    draft: Resolved | None
+    reason: str
+    is_expected: bool = True
+    source: Literal["user", "automatic"] = "automatic"
+
+
+def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOption]:
+    """Return the models that can draft for a target: installed models first, then downloadable models.
+
+    Both groups are sorted by expected speed-up, highest first.
+    """
+    info = model_info_or_none(target)
+    options: dict[str, DraftOption] = {}
+    recommended = _recommended(target)
+    if info is not None:
+        # `--draft auto` uses the draft models of the demo only for the demo.
+        models = (
+            model
+            for model in installed.models
+            if model.place != "embedded" or (model.entry and model.entry.name in recommended)
+        )
+        found = (_installed_option(target, info, model) for model in models)
+        options = {str(option.path): option for option in found if option}
+    for name in dict.fromkeys((*recommended, *_same_family(target, info, installed))):
+        option = _catalogue_option(target, info, name)
+        if option and (option.path is None or name in recommended):
+            options.setdefault(str(option.path or option.reference), option)
+    return sorted(options.values(), key=lambda option: (option.path is None, *_order(option)))
+
+
+def choose_draft(
+    target: Resolved,
+    memory_bytes: int | None = None,
+    context_tokens: int | None = None,
+    *,
+    installed: InstalledModels | None = None,
+    failed: Mapping[Path, str] = MappingProxyType({}),
+) -> DraftChoice:
+    """Choose the draft model for `--draft auto` from the models on this machine.
+
+    A draft model set with `edgespec models pair` takes precedence. Otherwise, the one with the highest
+    expected speed-up is chosen.
+
+    Args:
+        target: The target model.
+        memory_bytes: Memory available for both models. Unlimited if None.
+        context_tokens: Context length of the target. None for the default.
+        installed: The models on this machine. If None, they are searched for.
+        failed: Models that cannot be loaded, with the reasons. They are not chosen.
+
+    Raises:
+        ModelFileError: The draft model that the user chose is unusable.
+        ModelNotFoundError: The user's alias file is invalid.
+    """
+    preferred = preferred_draft(target)
+    if preferred is not None:
+        return _preferred_choice(target, preferred)
+    if target.source == "embedded" or load_catalogue().embedded_at(target.path):
+        # The demo must start quickly and has its own draft model, so do not search for others.
+        return _first_recommended(target, failed)
+    installed = installed or find_installed()
+    info = model_info_or_none(target)
+    options = [option for option in draft_options(target, installed) if option.path not in failed]
+    usable = [option for option in options if _is_for_auto(option, target, info)]
+    fitting = usable
+    if memory_bytes is not None and info is not None:
+        room_bytes = memory_bytes - info.size_bytes - info.kv_bytes * _context(info, context_tokens)
+        fitting = [option for option in usable if option.needed_bytes <= room_bytes]
+    faster = [option for option in fitting if option.speedup > 1.0]
+    if not faster:
+        reason = "; ".join(failed.values()) or _why_none(target, options, usable, fitting)
+        return DraftChoice(None, reason)
+    best = _best(faster)
+    try:
+        draft = resolve(best.reference, allow_download=False)
+    except EdgespecError as error:
+        # For example, another program deleted the file, or its reference now matches several models.
+        assert best.path is not None
+        failed = {**failed, best.path: error.what}
+        return choose_draft(target, memory_bytes, context_tokens, installed=installed, failed=failed)
+    others = f"; the best of {len(faster)} draft models" if len(faster) > 1 else ""
+    reason = f"it has {best.tokens}, and {best.reason}{others}"
+    return DraftChoice(draft, reason, is_expected=best.source == "catalogue")
+
+
+def _best(options: Sequence[DraftOption]) -> DraftOption:
+    highest = max(option.speedup for option in options)
+    equal = [option for option in options if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
+    return min(equal, key=lambda option: (option.rank, *_order(option)))
+
+
+def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
+    if draft == "none":
+        return DraftChoice(None, f"you chose no draft model for {target.name}")
+    try:
+        resolved = resolve(draft, allow_download=False)
+        return DraftChoice(resolved, f"you chose {draft} for {target.name}", source="user")
+    except ModelNotFoundError:
+        return DraftChoice(
+            None, f"{draft}, which you chose, is not on this machine; download it with --draft {draft}"
+        )
+
+
+def _first_recommended(target: Resolved, failed: Mapping[Path, str]) -> DraftChoice:
+    for name in _recommended(target):
+        with suppress(EdgespecError):
+            draft = resolve(name, allow_download=False)
+            if draft.path not in failed:
+                return DraftChoice(draft, f"it is recommended for {target.name}")
+    return DraftChoice(None, "; ".join(failed.values()) or _no_draft_found(target))
+
+
+def _recommended(target: Resolved) -> tuple[str, ...]:
+    return target.entry.drafts if target.entry else ()
+
+
+def _rank(target: Resolved, entry: ModelEntry | None) -> int:
+    recommended = _recommended(target)
+    return recommended.index(entry.name) if entry and entry.name in recommended else len(recommended)
+
+
+def _no_draft_found(target: Resolved) -> str:
+    return f"no suitable draft model was found for {target.name}; if you have one, pass it with --draft"
+
+
+def _why_none(
+    target: Resolved,
+    options: Sequence[DraftOption],
+    usable: Sequence[DraftOption],
+    fitting: Sequence[DraftOption],
+) -> str:
+    if fitting:
+        return (
+            f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
+            f" {fitting[0].speedup:.2f}x; try it with --draft {fitting[0].reference}"
+        )
+    if usable:
+        return (
+            f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which does"
+            " not fit in memory next to the target; raise --memory, or use a smaller --context"
+        )
+    missing = min((each for each in options if each.path is None), key=lambda each: each.rank, default=None)
+    if missing and missing.rank < len(_recommended(target)):
+        return (
+            "the recommended draft model is not on this machine; download it with --draft"
+            f" {missing.reference} ({format_bytes(missing.size_bytes)}, expected speed-up"
+            f" {missing.speedup:.1f}x, estimated from its size, not measured on this machine)"
+        )
+    return _no_draft_found(target)
+
+
+def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:
+    if option.path is None or not same_backend(option.format, target.format):
+        return False
+    if option.shared_token_fraction is None:
+        return option.source == "catalogue"
+    return option.shared_token_fraction >= _AUTO_MIN_SHARED_FRACTION and (
+        option.source == "catalogue"
+        or (info is not None and info.architecture == option.architecture)
+        or backend_of(option.format).knows_architecture(option.architecture)
+    )
+
+
+def _context(info: ModelInfo, context_tokens: int | None = None) -> int:
+    return context_tokens or min(info.context_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)
+
+
+def _order(option: DraftOption) -> tuple[float, int, str]:
+    return (-round(option.speedup, 3), option.size_bytes, option.reference)
+
+
+def _installed_option(target: Resolved, info: ModelInfo, model: InstalledModel) -> DraftOption | None:
+    """Return an installed model as a draft option, or None if it is too large or its vocabulary differs."""
+    if model.path == target.path or not info.pass_bytes:
+        return None
+    step_cost = model.info.pass_bytes / info.pass_bytes
+    shared_fraction = shared_token_fraction(
+        (target.path, target.format, info.vocabulary), (model.path, model.format, model.info.vocabulary)
+    )
+    if shared_fraction is None or shared_fraction < _MIN_SHARED_FRACTION or step_cost > _MAX_STEP_COST:
+        return None
+    rate = measured_acceptance_rate((target.path, target.format), (model.path, model.format))
+    size_ratio = min(1.0, model.info.parameters / max(1, info.parameters))
+    rank = _rank(target, model.entry)
+    return DraftOption(
+        reference=model.reference,
+        path=model.path,
+        format=model.format,
+        source="catalogue" if rank < len(_recommended(target)) else "tokens",
+        rank=rank,
+        shared_token_fraction=shared_fraction,
+        parameters=model.info.parameters,
+        size_bytes=model.info.size_bytes,
+        needed_bytes=model.info.size_bytes + model.info.kv_bytes * _context(info),
+        speedup=estimate_speedup(size_ratio, step_cost, shared_fraction, rate),
+        architecture=model.info.architecture,
+        acceptance_rate=rate,
+    )
+
+
+def _catalogue_option(target: Resolved, info: ModelInfo | None, name: str) -> DraftOption | None:
+    """Return a catalogue model as a draft option, with details from its file if it is installed."""
+    named = load_catalogue().find(name)
+    if named is None:
+        return None
+    entry = named[0]
+    path, size_bytes, kv_bytes, shared_fraction = None, entry.approximate_file_bytes, 0, None
+    with suppress(EdgespecError):
+        local = resolve(name, allow_download=False)
+        path = local.path
+        draft_info = model_info(path, local.format)
+        size_bytes, kv_bytes = draft_info.size_bytes, draft_info.kv_bytes
+        if info is not None:
+            shared_fraction = shared_token_fraction(
+                (target.path, target.format, info.vocabulary), (path, local.format, draft_info.vocabulary)
+            )
+    parameters, target_bytes = _sizes(target, info)
+    return DraftOption(
+        reference=name,
+        path=path,
+        format=entry.format,
+        source="catalogue",
+        rank=_rank(target, entry),
+        shared_token_fraction=shared_fraction,
+        parameters=entry.parameters,
+        size_bytes=size_bytes,
+        needed_bytes=size_bytes + (kv_bytes * _context(info) if info else 0),
+        speedup=estimate_speedup(
+            min(1.0, entry.parameters / max(1, parameters)),
+            size_bytes / max(1, target_bytes),
+            1.0 if shared_fraction is None else shared_fraction,
+        ),
+    )
+
+
+def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
+    """Return the target's number of parameters and size in bytes, read from its file if possible."""
+    if info is not None:
+        return info.parameters, info.pass_bytes
+    if target.entry is not None:
+        return target.entry.parameters, target.entry.approximate_file_bytes
+    return 0, 0
+
+
+def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
+    """Return the names of smaller catalogue models that share the target's vocabulary."""
+    entries = load_catalogue().entries
+    names = {target.entry.name} if target.entry else set()
+    if info is not None and info.vocabulary:
+        same = (one.entry for one in installed.models if one.info.vocabulary == info.vocabulary)
+        names |= {entry.name for entry in same if entry}
+    groups = [{entry.name, *entry.drafts} for entry in entries]
+    while (linked := names.union(*(group for group in groups if group & names))) != names:
+        names = linked
+    largest = _sizes(target, info)[0] / 2
+    return [
+        entry.name
+        for entry in entries
+        if entry.name in names and entry.parameters <= largest and same_backend(entry.format, target.format)
+    ]

@@ -1,0 +1,293 @@
+"""Find heads for a target in its own files, beside them, and in the catalogue.
+
+This module only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the
+target if the sizes in their metadata match.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.model.formats.head_files import (
+    drafts_in_one_pass,
+    head_info,
+    method_of,
+    unknown_head,
+    why_not_made_for,
+)
+from edgespec.model.model_info import ModelInfo
+from edgespec.model.registry import FileFormat, format_at
+from edgespec.model.self_draft_methods import Head
+from edgespec.options.methods import head_names
+from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
+from edgespec.store.head_reference import cached_head, refused_model
+from edgespec.store.installed import model_info_or_none, read_model_info
+from edgespec.store.prepared.head import convert_once, converted_path
+from edgespec.store.reference import Resolved
+from edgespec.store.speedup_estimate import estimate_head_speedup
+from edgespec.store.stored_models import EntryBudget, files_below, folders_in
+from edgespec.system.files import format_bytes
+
+__all__ = ["HeadOption", "head_options", "named_head", "published_heads"]
+
+HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
+
+# Matches the names of files and folders beside a model that may be heads.
+_SIDECAR = re.compile(r"^(?:mtp|eagle\d?|dflash|dspark|medusa|hydra)(?:[-_.]|$)", re.IGNORECASE)
+# Maximum number of entries to read from a model's folder while looking for heads.
+_MAX_ENTRIES = 10_000
+# Where to find heads, most preferred first. A head beside the model comes before the catalogue, because
+# the user probably put it there to use it.
+_SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOption:
+    """A head for a target.
+
+    Attributes:
+        reference: A reference to the head. Empty for a head in the target's own files.
+        kind: The kind of head, such as `EAGLE-3`.
+        head: The head to load. None if it must be downloaded first.
+        source: Where the head was found: `named` by the user, `beside` the target, in the `catalogue`, or in
+            the files of the `target`.
+        size_bytes: Size of the head's files. 0 for a head in the target's own files.
+        speedup: Expected speed-up over plain decoding, estimated from the head's size. 0 if unknown.
+        problem: Why edgespec cannot draft with the head. Empty if it can.
+        published: Text about the speed-up that the head's publisher measured. Empty if unknown.
+        must_be_named: Whether edgespec drafts with the head only if the user names it.
+    """
+
+    reference: str
+    kind: str
+    head: Head | None
+    source: HeadSource
+    size_bytes: int = 0
+    speedup: float = 0.0
+    problem: str = ""
+    published: str = ""
+    must_be_named: bool = False
+
+    @property
+    def method(self) -> str:
+        """The drafting method for this kind of head. Empty if there is none."""
+        return method_of(self.kind)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether edgespec can choose the head by itself now."""
+        return self.head is not None and not self.problem and not self.must_be_named
+
+    @property
+    def name(self) -> str:
+        """The name of the head to show in messages."""
+        return self.reference or f"in the model's own files ({self.kind})"
+
+    @property
+    def expectation(self) -> str:
+        """Text about the head's size and expected speed-up, for messages. Empty if both are unknown."""
+        size = format_bytes(self.size_bytes) if self.size_bytes else ""
+        if not self.speedup:
+            return size
+        basis = "estimated from its size, not measured on this machine"
+        published = f"; {self.published}" if self.published else ""
+        return f"{size}, expected speed-up {self.speedup:.1f}x ({basis}{published})"
+
+
+def head_options(target: Resolved) -> list[HeadOption]:
+    """Return the heads for a target, most preferred first.
+
+    Heads that edgespec cannot use come last, with the reason in `problem`. Heads beside the target that were
+    made for another model are left out.
+    """
+    info = model_info_or_none(target)
+    if info is None:
+        return []
+    options = [
+        HeadOption("", kind, Head(method_of(kind)), "target", problem=_why_not_yet(kind, target.file_format))
+        for kind in info.heads
+        if method_of(kind)
+    ]
+    beside = (_installed(path, str(path), "beside", target, info) for path in _sidecars(target.path))
+    options += filter(None, beside)
+    options += [_published(entry, target, info) for entry in load_catalogue().heads_for(target.entry)]
+    own_words = _words(target.path.stem) | _words(info.family)
+    return sorted(options, key=lambda option: _preference(option, own_words))
+
+
+def published_heads(entry: ModelEntry) -> list[HeadOption]:
+    """Return the published heads for a model in the catalogue, whether or not they are on this machine."""
+    return [
+        _not_downloaded(head, entry.file_format, entry.approximate_file_bytes)
+        for head in load_catalogue().heads_for(entry)
+    ]
+
+
+def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> HeadOption:
+    """Return the head that the user named, after checking that it can draft for the target.
+
+    Args:
+        found: The head that the user named. If it is the target itself, use the head in the target's files.
+        target: The target.
+        convert: Whether to convert a head in the Hugging Face layout to the target's format.
+
+    Raises:
+        ModelFileError: The files are damaged, contain a model instead of a head, or cannot be converted.
+        CapabilityError: The head was made for another target, or edgespec cannot draft with it.
+    """
+    info = head_info(found.path)
+    kind = _kind(info)
+    if not kind:
+        raise unknown_head(found.name, info) if info.heads else refused_model(found.name)
+    path = None if found.path.resolve() == target.path.resolve() else found.path
+    converted_from = None
+    mismatch = why_not_made_for(info, read_model_info(target)) if path else ""
+    problem = mismatch or _why_not_yet(kind, target.file_format)
+    if not problem and path and not _is_readable(kind, path, target):
+        if not _is_convertible(kind, path, target):
+            problem = _unreadable(target)
+        elif convert:
+            converted_from, path = path, convert_once(path, target.path)
+    if problem:
+        made_for = "was made for another target" if mismatch else f"cannot draft for {target.name}"
+        raise CapabilityError(
+            f"the head {found.name} {made_for}: {problem}",
+            f"{_other_head(found, target)}, or use --head none",
+        )
+    head = Head(method_of(kind), path, converted_from)
+    return HeadOption(found.name, kind, head, "named", info.size_bytes if path else 0)
+
+
+def _other_head(refused: Resolved, target: Resolved) -> str:
+    """Return advice that names a head in the catalogue for the target, or says how to list heads."""
+    for entry in load_catalogue().heads_for(target.entry):
+        if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
+            return f"use --head {entry.name}, which was made for {target.name}"
+    return f"choose another head (`edgespec models show {target.name}` lists them)"
+
+
+def _sidecars(target: Path) -> Iterator[Path]:
+    """Yield files and folders in or beside a model's folder whose names look like heads."""
+    for folder in (target, target.parent) if target.is_dir() else (target.parent,):
+        files = files_below(folder, 0, EntryBudget(_MAX_ENTRIES))
+        yield from (path for path in files if path.suffix == ".gguf" and _SIDECAR.match(path.name))
+        folders = folders_in(folder, EntryBudget(_MAX_ENTRIES))
+        yield from (path for path in folders if path != target and _SIDECAR.match(path.name))
+
+
+def _installed(
+    path: Path, reference: str, source: HeadSource, target: Resolved, target_info: ModelInfo
+) -> HeadOption | None:
+    """Return the head at a path, or None if it is damaged, not a head, or made for another target."""
+    try:
+        info = head_info(path)
+    except EdgespecError:
+        return None
+    kind = _kind(info)
+    if not kind or why_not_made_for(info, target_info):
+        return None
+    head, problem = Head(method_of(kind), path), _why_not_yet(kind, target.file_format)
+    if not problem and not _is_readable(kind, path, target):
+        problem = _unreadable(target)
+        if _is_convertible(kind, path, target):
+            problem = f"it has not been converted to GGUF; --head {shlex.quote(reference)} converts it"
+            with suppress(EdgespecError):
+                if (converted := converted_path(path, target.path)).exists():
+                    head, problem = Head(method_of(kind), converted, path), ""
+    speedup = _speedup(kind, info.size_bytes, target_info.pass_bytes)
+    return HeadOption(reference, kind, head, source, info.size_bytes, speedup, problem)
+
+
+def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> HeadOption:
+    """Return a head from the catalogue, with details from its files if it is on this machine."""
+    path = cached_head(entry)
+    option = _installed(path, entry.name, "catalogue", target, target_info) if path else None
+    if option is None:
+        return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
+    # The demo must start quickly and has its own draft model, so its head is not chosen automatically.
+    return replace(option, published=_published_speedup(entry), must_be_named=bool(entry.embedded_file))
+
+
+def _not_downloaded(entry: HeadEntry, form: FileFormat, target_bytes: int) -> HeadOption:
+    size = entry.approximate_file_bytes
+    return HeadOption(
+        entry.name,
+        entry.kind,
+        None,
+        "catalogue",
+        size,
+        _speedup(entry.kind, size, target_bytes),
+        _why_not_yet(entry.kind, form),
+        _published_speedup(entry),
+    )
+
+
+def _published_speedup(entry: HeadEntry) -> str:
+    if not entry.published_speedup:
+        return ""
+    return f"its publisher measured {entry.published_speedup:.1f}x on {entry.published_on}"
+
+
+def _kind(info: ModelInfo) -> str:
+    """Return the kind of head in the files, such as `EAGLE-3`, or "" if edgespec knows no such head."""
+    return next(filter(method_of, info.heads), "")
+
+
+def _speedup(kind: str, head_bytes: int, target_bytes: int) -> float:
+    if not target_bytes:
+        return 0.0
+    return estimate_head_speedup(head_bytes / target_bytes, one_pass=drafts_in_one_pass(kind))
+
+
+def _why_not_yet(kind: str, form: FileFormat) -> str:
+    """Return why edgespec cannot use this kind of head with targets in this format, or an empty string."""
+    method = method_of(kind)
+    if method in head_names() and method in form.head_formats:
+        return ""
+    where = f" with models in the format {form.label}" if method in head_names() else ""
+    return f"edgespec does not support {kind} heads{where} yet"
+
+
+def _is_readable(kind: str, path: Path, target: Resolved) -> bool:
+    """Return whether the target's backend can read the head's files."""
+    form = target.file_format
+    is_published = path.is_dir() and kind in form.unconverted_heads
+    return is_published or format_at(path).name in form.head_formats[method_of(kind)]
+
+
+def _is_convertible(kind: str, path: Path, target: Resolved) -> bool:
+    """Return whether edgespec can convert the head to the target's format."""
+    return path.is_dir() and method_of(kind) in target.file_format.converted_heads
+
+
+def _unreadable(target: Resolved) -> str:
+    return f"its file format does not work with models in the format {target.file_format.label}"
+
+
+def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int, int, int, str]:
+    """Return a sort key that puts preferred heads first.
+
+    Args:
+        option: The head.
+        own_words: The words in the target's names. Heads that share more words with the target come first.
+    """
+    heads = head_names()
+    return (
+        not option.is_usable,
+        _SOURCES.index(option.source),
+        heads.index(option.method) if option.method in heads else len(heads),
+        -len(_words(option.reference) & own_words),
+        option.size_bytes,
+        option.reference,
+    )
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z]+|[\d.]+", Path(name).name.lower()))

@@ -1,0 +1,205 @@
+"""Select a model's files in a Hugging Face repository by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from edgespec.errors import ModelNotFoundError
+from edgespec.model.formats.mlx_files import (
+    WEIGHTS,
+    head_weights,
+    is_complete_without_config,
+    is_weights,
+    missing_among,
+)
+from edgespec.model.heads.mtp_files import is_mtp_file
+
+__all__ = [
+    "HubFile",
+    "choose_files",
+    "choose_head_files",
+    "choose_mlx_files",
+    "group_gguf_files",
+    "hub_name",
+    "is_complete",
+    "is_gguf_model",
+    "is_quantisation",
+    "join_names",
+]
+
+_DEFAULT_QUANTISATION = "Q4_K_M"
+_MAX_LISTED = 20
+# Files of an MLX model: its weights, configuration, tokenizer and chat template.
+_MLX_FILES = (WEIGHTS, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+_LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file in a repository.
+
+    Attributes:
+        name: Path within the repository.
+        size_bytes: File size. 0 if unknown.
+    """
+
+    name: str
+    size_bytes: int = 0
+
+    @property
+    def stem(self) -> str:
+        """The path without `.gguf` and the part number. All parts of a split model have the same stem."""
+        return _PART.sub("", self.name[: -len(".gguf")])
+
+    @property
+    def quantisation(self) -> str:
+        """The upper-case quantisation at the end of the name, such as `Q4_K_M`. Empty if there is none."""
+        match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
+        return match.group(1).upper() if match else ""
+
+    def is_named(self, name: str) -> bool:
+        """Return whether `name` is the file's path or its last component, ignoring case."""
+        path = self.name.lower()
+        return name.lower() in (path, path.rsplit("/", 1)[-1])
+
+    @property
+    def part_count(self) -> int:
+        """Number of files that the model is split into."""
+        match = _PART.search(self.name[: -len(".gguf")])
+        return int(match.group(2)) if match else 1
+
+
+def hub_name(repository: str, quantisation: str | None) -> str:
+    """Return `user/repo`, followed by the quantisation if there is one."""
+    return f"{repository}:{quantisation}" if quantisation else repository
+
+
+def is_quantisation(text: str) -> bool:
+    """Return whether `text` is a quantisation label, such as `q4_k_m`."""
+    match = _LABEL.match(text)
+    return match is not None and match.group(1) == text
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Join names for an error message. Show the first 20 and the number of omitted names."""
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | None) -> list[HubFile]:
+    """Return the files of a GGUF model in a repository, ordered by part number.
+
+    Args:
+        repository: `user/repo`, for error messages.
+        files: The files in the repository.
+        quantisation: A case-insensitive label, or the name of a `.gguf` file. Defaults to Q4_K_M, or to the
+            only model if there is just one.
+
+    Raises:
+        ModelNotFoundError: No model or several models match, or parts are missing. The message lists the
+            alternatives.
+    """
+    models = group_gguf_files(files)
+    if not models:
+        raise ModelNotFoundError(
+            f"{repository} contains no GGUF model",
+            "use a repository of the same model whose name ends in -GGUF",
+        )
+    label = quantisation or _DEFAULT_QUANTISATION
+    if label.lower().endswith(".gguf"):
+        matching = [parts for parts in models if any(file.is_named(label) for file in parts)]
+    else:
+        matching = [parts for parts in models if parts[0].quantisation.lower() == label.lower()]
+    if not matching and quantisation is None and len(models) == 1:
+        matching = models
+    if not matching:
+        labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models))
+        raise ModelNotFoundError(
+            f"{repository} has no {label}; it has {join_names(labels)}",
+            f"choose one of them, such as {repository}:{labels[0]}",
+        )
+    if len(matching) > 1:
+        names = [parts[0].name for parts in matching]
+        raise ModelNotFoundError(
+            f"{repository} has {len(matching)} models with quantisation {label}: {join_names(names)}",
+            f"specify the file, such as hf:{repository}:{names[0]}",
+        )
+    parts = matching[0]
+    if not is_complete(parts):
+        raise ModelNotFoundError(
+            f"{repository} has only {len(parts)} of the {parts[0].part_count} parts of {parts[0].stem}",
+            "choose another quantisation or repository",
+        )
+    return parts
+
+
+def is_gguf_model(file: HubFile) -> bool:
+    """Return whether a file is part of a GGUF language model, judging by its name."""
+    name = file.name.rsplit("/", 1)[-1].lower()
+    # Projectors and importance matrices are GGUF files too, but not language models.
+    return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
+
+
+def group_gguf_files(files: Iterable[HubFile]) -> list[list[HubFile]]:
+    """Group GGUF files by model, ordered by part number. Other files are skipped."""
+    models: dict[str, list[HubFile]] = {}
+    for file in sorted(filter(is_gguf_model, files), key=lambda file: file.name):
+        models.setdefault(file.stem, []).append(file)
+    return list(models.values())
+
+
+def is_complete(parts: Sequence[HubFile]) -> bool:
+    """Return whether all parts of a GGUF model are present."""
+    return len(parts) == parts[0].part_count
+
+
+def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]:
+    """Return the files of the MLX model in a repository, weights last.
+
+    Raises:
+        ModelNotFoundError: The repository contains no complete MLX model. The message lists the missing
+            files.
+    """
+    top_level = [file for file in files if "/" not in file.name]
+    model_files = [one for one in top_level if any(fnmatchcase(one.name, pattern) for pattern in _MLX_FILES)]
+    model_files += [file for file in files if is_mtp_file(file.name) and file not in model_files]
+    missing = missing_among(file.name for file in model_files)
+    if missing:
+        raise ModelNotFoundError(
+            f"{repository} contains no GGUF model, and its MLX model lacks {', '.join(missing)}",
+            "look for a repository of the same model whose name ends in -GGUF, or one from mlx-community",
+        )
+    return sorted(model_files, key=lambda file: (is_weights(file.name), file.name))
+
+
+def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
+    """Return the files of the head in a repository: a GGUF model, or its configuration and then its weights.
+
+    Args:
+        repository: `user/repo`, for error messages.
+        files: The files in the repository.
+        quantisation: As for `choose_files`. Only GGUF repositories have several.
+
+    Raises:
+        ModelNotFoundError: The repository contains no head that can be read.
+    """
+    if any(map(is_gguf_model, files)):
+        return choose_files(repository, files, quantisation)
+    top_level = [file for file in files if "/" not in file.name]
+    weights = head_weights(file.name for file in top_level)
+    config = [file for file in top_level if file.name == "config.json"]
+    if weights and (config or is_complete_without_config(weights)) and quantisation is None:
+        return [*config, *(file for file in top_level if file.name in weights)]
+    if quantisation is not None:
+        raise ModelNotFoundError(
+            f"{repository} has no GGUF files, so {quantisation} is not available", f"use {repository}"
+        )
+    raise ModelNotFoundError(
+        f"{repository} contains no head: it has neither a GGUF file, nor config.json and weights",
+        "check the name of the repository",
+    )

@@ -1,0 +1,197 @@
+"""The store of prepared models, with one folder for each combination of model and settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from edgespec.errors import ModelFileError
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.store.prepared.file_records import FileRecord, hash_files, matches_record
+from edgespec.system.files import cache_folder, read_regular_file
+
+__all__ = [
+    "MANIFEST",
+    "VERSION",
+    "BuildSettings",
+    "PreparedKind",
+    "PreparedModel",
+    "absolute_path",
+    "check_prepared",
+    "find_prepared",
+    "list_prepared",
+    "model_files",
+    "read_prepared",
+    "store_folder",
+]
+
+PreparedKind: TypeAlias = Literal["layerskip", "lowbit", "quantised"]
+BuildSettings: TypeAlias = Mapping[str, str | int]
+
+MANIFEST = "edgespec.json"
+VERSION = 1
+_KINDS: tuple[PreparedKind, ...] = ("layerskip", "lowbit", "quantised")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A prepared model, as described by the manifest in its folder.
+
+    Attributes:
+        kind: Kind of preparation.
+        folder: Folder that contains the prepared model.
+        source: Path of the source model.
+        source_records: Records of the source model's files at build time.
+        settings: Build settings.
+        files: Records of the files in the folder.
+        facts: Results of the build, such as measurements.
+    """
+
+    kind: PreparedKind
+    folder: Path
+    source: Path
+    source_records: tuple[FileRecord, ...]
+    settings: BuildSettings
+    files: tuple[FileRecord, ...]
+    facts: Mapping[str, Any]
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of the prepared model's files in bytes."""
+        return sum(file.size_bytes for file in self.files)
+
+    def path(self, name: str) -> Path:
+        """Return the path of the file `name` in the prepared model's folder."""
+        return self.folder / name
+
+
+def store_folder() -> Path:
+    """Return the folder for prepared models, in `$EDGESPEC_CACHE_DIR` or the user's cache folder."""
+    return cache_folder() / "prepared"
+
+
+def find_prepared(
+    kind: PreparedKind, source: Path, settings: BuildSettings | None = None
+) -> PreparedModel | None:
+    """Find the newest model that was prepared from `source`.
+
+    This function does not check the files. Use `check_prepared` for that. Folders with an unreadable manifest
+    are ignored.
+
+    Args:
+        kind: Kind of the prepared model.
+        source: Path of the source model.
+        settings: Build settings to match. If None, any settings match.
+    """
+    source = absolute_path(source)
+    found = [
+        (changed_ns, prepared.folder, prepared)
+        for prepared, changed_ns in _prepared(kind)
+        if prepared.source == source and settings in (None, dict(prepared.settings))
+    ]
+    return max(found)[2] if found else None
+
+
+def list_prepared() -> list[PreparedModel]:
+    """Return all prepared models that have a readable manifest, sorted by kind and folder."""
+    return [prepared for kind in _KINDS for prepared, _ in _prepared(kind)]
+
+
+def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
+    for entry in sorted((store_folder() / kind).glob("*")):
+        with suppress(ModelFileError, OSError):
+            # A file with this suffix contains the path of a prepared model in another folder.
+            if entry.suffix == ".elsewhere":
+                yield read_prepared(Path(os.fsdecode(read_regular_file(entry)))), entry.stat().st_mtime_ns
+            elif not entry.suffix:
+                yield read_prepared(entry), entry.stat().st_mtime_ns
+
+
+def read_prepared(folder: Path) -> PreparedModel:
+    """Read the manifest of a prepared folder.
+
+    Raises:
+        ModelFileError: The folder has no valid manifest.
+    """
+    path = folder / MANIFEST
+    try:
+        value = json.loads(read_regular_file(path).decode("utf-8"))
+        if value["version"] != VERSION:
+            raise ModelFileError(
+                f"{folder} has format version {value['version']},"
+                f" but this version of edgespec reads version {VERSION}",
+                _rebuild_hint(folder),
+            )
+        if value["kind"] not in _KINDS:
+            raise ValueError(f"the manifest contains an unknown kind of model: {value['kind']!r}")
+        return PreparedModel(
+            value["kind"],
+            folder,
+            Path(value["source"]),
+            tuple(map(FileRecord.from_json, value["source_files"])),
+            MappingProxyType(dict(value["settings"])),
+            tuple(map(FileRecord.from_json, value["files"])),
+            MappingProxyType(dict(value["facts"])),
+        )
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelFileError(f"{path} cannot be read: {why}", _rebuild_hint(folder)) from error
+
+
+def _rebuild_hint(folder: Path) -> str:
+    return f"delete {folder} and run `edgespec prepare` again"
+
+
+def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full: bool = False) -> None:
+    """Check the files of a prepared model, and that its source has not changed.
+
+    Args:
+        prepared: The prepared model.
+        source: Source model to check for changes. If None, only the prepared files are checked.
+        full: Hash whole files. If False, compare only the size and a few blocks of each file.
+
+    Raises:
+        ModelFileError: A file is missing or damaged, or the source has changed.
+    """
+    for file in prepared.files:
+        path = prepared.path(file.name)
+        if not path.is_file():
+            raise ModelFileError(f"{path} is missing", _rebuild_hint(prepared.folder))
+        intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
+        if not intact:
+            raise ModelFileError(
+                f"{path} is damaged or was changed after it was prepared",
+                _rebuild_hint(prepared.folder),
+            )
+    if source is None:
+        return
+    parts, records = model_files(source), prepared.source_records
+    changed = len(parts) != len(records) or not all(map(matches_record, parts, records))
+    if changed or (full and [r.sha256 for r in hash_files(parts, "checking")] != [r.sha256 for r in records]):
+        raise ModelFileError(
+            f"{source} has changed since {prepared.folder} was prepared from it",
+            _rebuild_hint(prepared.folder),
+        )
+
+
+def model_files(source: Path) -> list[Path]:
+    """Return all files of a model: the parts of a GGUF model, or the files in a prepared folder.
+
+    Raises:
+        ModelFileError: The model cannot be read.
+    """
+    if not source.is_dir():
+        return gguf_files(source)
+    prepared = read_prepared(source)
+    return [prepared.path(file.name) for file in prepared.files]
+
+
+def absolute_path(path: Path) -> Path:
+    """Return the absolute path without resolving symbolic links."""
+    return Path(os.path.abspath(os.path.expanduser(path)))

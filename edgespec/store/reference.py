@@ -1,0 +1,419 @@
+"""Resolve model references to files and folders, downloading missing models."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from edgespec.errors import CancelledError, EdgespecError, ModelFileError, ModelNotFoundError
+from edgespec.model.registry import Backend, FileFormat, backend_of, format_at, format_of, is_registered
+from edgespec.store.catalogue import (
+    LATEST,
+    ModelEntry,
+    ModelFormat,
+    load_catalogue,
+    user_aliases,
+    user_aliases_path,
+)
+from edgespec.store.download import Progress, fetch
+from edgespec.store.hub_cache import cached_model
+from edgespec.store.hub_files import hub_name, is_quantisation
+from edgespec.store.ollama import ollama_model
+from edgespec.store.other_programs import (
+    are_same_size,
+    find_by_missing_path,
+    find_in_other_programs,
+    find_in_store,
+    ollama_names,
+)
+from edgespec.store.prepared.prepared_files import (
+    MANIFEST,
+    PreparedModel,
+    check_prepared,
+    find_prepared,
+    read_prepared,
+)
+from edgespec.store.prepared.quantised import find_quantised, prepare_quantised
+from edgespec.store.reference_parsing import (
+    HubReference,
+    NameReference,
+    PathReference,
+    Reference,
+    StoreReference,
+    parse_reference,
+)
+from edgespec.store.stored_models import Store, StoredModel
+from edgespec.system.installation import setup_command
+
+__all__ = [
+    "Downloader",
+    "Resolved",
+    "follow_aliases",
+    "refused_head",
+    "resolve",
+    "resolve_path",
+    "resolve_with",
+]
+
+Source = Literal["path"] | Store
+Downloader: TypeAlias = Callable[[str, str | None], Path]
+"""Return the path of a model, given its repository and quantisation. Download the model if necessary."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A model on this machine.
+
+    Attributes:
+        name: The reference that the user typed.
+        path: A GGUF file (the first part of a split model), the folder of an MLX model, or a folder created
+            by `edgespec prepare layerskip`.
+        source: Where the model was found: `path`, `embedded` (part of edgespec, or installed with it), `hub`
+            (the Hugging Face cache), `ollama` or `lmstudio`.
+        entry: The model's entry in the catalogue, if it has one.
+        note: A line that tells the user how the reference was resolved.
+        format: Name of the model's file format.
+        adapters: Adapters that are part of the model, as in some Ollama models.
+        unused: Names of the model's parts that edgespec does not use, such as Ollama's `template`.
+    """
+
+    name: str
+    path: Path
+    source: Source
+    entry: ModelEntry | None
+    note: str
+    format: ModelFormat = "gguf"
+    adapters: tuple[Path, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The model's path and its adapters, which together identify the model."""
+        return (self.path, *self.adapters)
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that runs this model."""
+        return backend_of(self.format)
+
+    @property
+    def file_format(self) -> FileFormat:
+        """The model's file format, as registered by its backend."""
+        return format_of(self.format)
+
+
+def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
+    """Return the model that a reference names.
+
+    Models on this machine take precedence, in this order: built-in models, the Hugging Face cache, LM Studio
+    and Ollama.
+
+    Args:
+        reference: The reference that the user typed.
+        allow_download: Whether to download the model if it is not on this machine.
+        progress: Called during a download. Returning False cancels it.
+
+    Raises:
+        ModelNotFoundError: No model or several models match the reference.
+        ModelFileError: The file or folder cannot be read, or is not a model.
+        DownloadError: The download failed.
+        CancelledError: `progress` returned False.
+        BackendMissingError: The model is not on this machine, and no installed backend could run it.
+    """
+    download = partial(fetch, allow_download=allow_download, progress=progress)
+    return resolve_with(reference, download, progress, prepare=allow_download)
+
+
+def resolve_with(
+    reference: str, download: Downloader, progress: Progress | None = None, *, prepare: bool = True
+) -> Resolved:
+    """Return the model that a reference names. Call `download` if the model is not on this machine.
+
+    If `prepare` is set, a model in a Python package is first copied to its default quantisation.
+    """
+    typed = reference.strip()
+    match parsed := follow_aliases(typed):
+        case PathReference(path):
+            stored = find_by_missing_path(path)
+            return _resolve_stored(typed, stored) if stored else resolve_path(path)
+        case StoreReference(store, name):
+            return _resolve_stored(typed, find_in_store(store, name))
+        case HubReference():
+            _refuse_local_name(parsed)
+            return _resolve_hub(typed, parsed, download)
+        case NameReference():
+            return _resolve_name(typed, parsed, download, progress, prepare=prepare)
+
+
+def follow_aliases(typed: str) -> Reference:
+    """Parse a reference. If it is a user alias, return the reference that the alias stands for."""
+    text, seen = typed, [typed.lower()]
+    while True:
+        reference = parse_reference(text)
+        aliases = user_aliases() if isinstance(reference, NameReference) else {}
+        alias = aliases.get(text.lower()) or aliases.get(text.lower().removesuffix(LATEST))
+        if alias is None:
+            return reference
+        text = alias.strip()
+        if text.lower() in seen:
+            raise ModelNotFoundError(
+                f"the alias {typed} refers to itself ({' -> '.join([*seen, text])})",
+                f"correct the alias in {user_aliases_path()}",
+            )
+        seen.append(text.lower())
+
+
+def _resolve_name(
+    typed: str, reference: NameReference, download: Downloader, progress: Progress | None, *, prepare: bool
+) -> Resolved:
+    catalogue, full_name = load_catalogue(), reference.full_name
+    named = catalogue.find(full_name)
+    stored = ollama_model(reference.name, reference.tag) if reference.tag or not named else None
+    if stored and stored.path:
+        return _resolve_stored(typed, stored, named[0] if named else None)
+    if named is None and reference.tag and is_quantisation(reference.tag):
+        base = catalogue.find(reference.name)
+        named = (base[0], reference.tag) if base else None
+    if named:
+        entry, quantisation = named
+        if entry.package:
+            return _resolve_packaged(typed, entry, quantisation, progress, prepare=prepare)
+        return _resolve_entry(typed, entry, quantisation, download)
+    if os.path.exists(full_name):
+        return resolve_path(Path(full_name))
+    if stored:
+        # This call raises an error, because the model is unusable.
+        return _resolve_stored(typed, stored)
+    _refuse_head(full_name)
+    nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
+    raise ModelNotFoundError(
+        f"there is no model named {full_name}",
+        (f"did you mean {' or '.join(nearest)}? " if nearest else "")
+        + "`edgespec models list` shows the models",
+    )
+
+
+def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: Downloader) -> Resolved:
+    several = entry.file_format.one_file_per_quantisation
+    only_one = entry.embedded_path is not None or not several
+    if only_one and quantisation.upper() != entry.quantisation.upper():
+        in_gguf = entry.name.removesuffix("-mlx")
+        other = f", or its GGUF version {in_gguf}:{quantisation}" if entry.repository else ""
+        raise ModelNotFoundError(
+            f"{entry.name} is available only as {entry.quantisation}, not as {quantisation}",
+            f"use {entry.name}{other}",
+        )
+    if entry.embedded_path is not None:
+        path = resolve_path(entry.embedded_path).path
+        return Resolved(typed, path, "embedded", entry, f"{typed} -> built in: {path}", entry.format)
+    reference = HubReference(entry.repository, quantisation if several else None, explicit=True)
+    return _resolve_hub(typed, reference, download)
+
+
+def _resolve_packaged(
+    typed: str, entry: ModelEntry, quantisation: str, progress: Progress | None, *, prepare: bool
+) -> Resolved:
+    """Return the model in a Python package, or its copy in the default quantisation.
+
+    If the copy cannot be made, for example because the disk is full, return the model itself.
+    """
+    if entry.embedded_path is None:
+        raise ModelNotFoundError(
+            f"{entry.name} is not installed", f"run {setup_command()}, or use the built-in model demo"
+        )
+    original = resolve_path(entry.embedded_path).path
+    is_packaged_type = quantisation.upper() == entry.packaged_quantisation.upper()
+    if not is_packaged_type and quantisation.upper() != entry.quantisation.upper():
+        raise ModelNotFoundError(
+            f"{entry.name} is available only as {entry.quantisation} and {entry.packaged_quantisation},"
+            f" not as {quantisation}",
+            f"use {entry.name}",
+        )
+    copy, problem = None, ""
+    if not is_packaged_type:
+        copy = find_quantised(original, entry.quantisation)
+        if copy is None and prepare:
+            try:
+                copy = prepare_quantised(original, entry.quantisation, progress)
+            except CancelledError:
+                raise
+            except EdgespecError as error:
+                problem = f" (there is no {entry.quantisation} copy, because {error.what})"
+    path = copy or original
+    return Resolved(typed, path, "embedded", entry, f"{typed} -> installed: {path}{problem}", entry.format)
+
+
+def _resolve_hub(typed: str, reference: HubReference, download: Downloader) -> Resolved:
+    repository, quantisation = reference.repository, reference.quantisation
+    _refuse_head(repository)
+    entry = load_catalogue().of_repository(repository)
+    cached = cached_model(repository, quantisation)
+    stored = []
+    if cached is None or not reference.explicit:
+        stored = find_in_other_programs(repository, quantisation, hub_only=reference.explicit)
+    paths = {f"hf:{repository}": cached} if cached else {}
+    paths |= {one.names[-1]: one.path for one in stored if one.path}
+    if not are_same_size(paths.values()):
+        raise ModelNotFoundError(
+            f"{typed} matches {len(paths)} different models on this machine: {', '.join(paths)}",
+            "use one of these references",
+        )
+    if cached is None and stored:
+        return _resolve_stored(typed, stored[0], entry)
+    path = cached or download(repository, quantisation)
+    note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
+    return Resolved(typed, path, "hub", entry, note, format_at(path).name)
+
+
+def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
+    """Return a model found in Ollama or LM Studio. Raises ModelFileError if it is unusable."""
+    program = "Ollama" if stored.store == "ollama" else "LM Studio"
+    if stored.path is None:
+        raise ModelFileError(
+            f"{program}'s {stored.names[0]} cannot be used: {stored.problem}", "choose another model"
+        )
+    note = f"{typed} -> {program}'s {stored.names[0]}: {stored.path}"
+    return Resolved(
+        typed, stored.path, stored.store, entry, note, stored.format, stored.adapters, stored.unused
+    )
+
+
+def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
+    """Return the error for a head that was passed as a model. `target` is the model that it drafts for."""
+    return ModelFileError(
+        f"{name} is a head, which drafts for one model and cannot run alone",
+        f"pass it with --head, for example --target {target} --head {name}",
+    )
+
+
+def _refuse_local_name(reference: HubReference) -> None:
+    """Raise ModelNotFoundError if the reference is the path of a GGUF file without its suffix."""
+    file = Path(f"{reference.repository}.gguf")
+    if not reference.explicit and file.is_file():
+        raise ModelNotFoundError(
+            f"there is no file {reference.repository}",
+            f"did you mean {file}? The repository on Hugging Face is hf:{reference.repository}",
+        )
+
+
+def _refuse_head(name: str) -> None:
+    """Raise ModelFileError if the catalogue lists a head with this name or in this repository."""
+    if head := load_catalogue().find_head(name):
+        raise refused_head(name, head.targets[0])
+
+
+def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | None = None) -> Resolved:
+    """Return the model or head at a path after checking that its file is readable or its folder is complete.
+
+    Args:
+        path: The file or folder.
+        missing_from_folder: Returns the names of the files that a folder lacks. Defaults to those of a model.
+
+    Raises:
+        ModelNotFoundError: There is no file.
+        ModelFileError: The file cannot be read, or the folder is incomplete.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            if (path / MANIFEST).exists():
+                return _resolve_prepared(read_prepared(path), path)
+            _check_folder(path, missing_from_folder or format_at(path).missing_files)
+        elif not stat.S_ISREG(mode):
+            raise ModelFileError(f"{path} is not a regular file", "use the path of a .gguf file")
+        elif path.suffix == ".safetensors":
+            raise ModelFileError(f"{path} is only part of a model", f"use its folder: {path.parent}")
+        else:
+            with path.open("rb"):
+                pass
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if prepared := find_prepared("layerskip", path):
+            return _resolve_prepared(prepared, path)
+        if path.is_symlink():
+            raise ModelNotFoundError(
+                f"{path} is a symbolic link to {os.readlink(path)}, which does not exist",
+                "fix the link or use another path",
+            ) from error
+        nearest = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
+        raise ModelNotFoundError(
+            f"there is no file {path}",
+            f"did you mean {path.parent / nearest[0]}?"
+            if nearest
+            else "check the path; `edgespec models list` shows the models known by name",
+        ) from error
+    except PermissionError as error:
+        raise ModelFileError(
+            f"no permission to read {path}", f"change its permissions, for example with chmod u+r {path}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
+    name = path.name or path.resolve().name
+    with suppress(OSError, ModelFileError):
+        # The path may refer to any part of a split model.
+        path = path if path.is_dir() else format_at(path).files(path)[0]
+    return Resolved(name, path, "path", load_catalogue().of_file(path), str(path), format_at(path).name)
+
+
+def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
+    if not is_registered(prepared.kind):
+        raise ModelFileError(
+            f"{given} contains files prepared for drafting, not a model",
+            f"use the model that they were made from: {prepared.source}",
+        )
+    check_prepared(prepared)
+    folder = prepared.folder
+    deleted = given.absolute() != folder.absolute()
+    note = f"{given} was deleted, so its prepared version is used: {folder}" if deleted else str(folder)
+    entry = load_catalogue().of_file(prepared.source)
+    return Resolved(prepared.source.name, folder, "path", entry, note, "layerskip")
+
+
+def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]) -> None:
+    missing = missing_from_folder(folder)
+    if not missing:
+        return
+    if _is_head(folder):
+        raise refused_head(str(folder))
+    if models := _models_in(folder):
+        usable = next((name for name in models if _is_model(folder / name)), models[0])
+        raise ModelFileError(
+            f"{folder} is a folder, not a model file or an MLX model",
+            f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / usable}",
+        )
+    shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    if "config.json" not in missing or any(folder.glob("*.safetensors")):
+        what = "a folder with an incomplete MLX model"
+        hint = "add the missing files, or download the model again"
+    else:
+        what = "a folder, not a model file or an MLX model"
+        hint = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
+    raise ModelFileError(f"{folder} is {what}, because it lacks {shown}", hint)
+
+
+def _is_model(file: Path) -> bool:
+    """Return whether a file is a complete model, and not a head or damaged."""
+    try:
+        return format_at(file).read_info(file).kind == "model"
+    except (ModelFileError, OSError):
+        return False
+
+
+def _is_head(folder: Path) -> bool:
+    try:
+        return format_at(folder).read_info(folder).kind == "head"
+    except ModelFileError:
+        return False
+
+
+def _models_in(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    except OSError:
+        return []

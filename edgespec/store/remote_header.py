@@ -1,0 +1,140 @@
+"""Read the metadata of a model that is not on this machine, downloading only its file headers.
+
+The headers are written to sparse files of the original size, which take up almost no disk space. Code that
+only reads metadata can treat them like the real files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from edgespec.errors import CancelledError, DownloadError
+from edgespec.model.formats.gguf_header import TruncatedHeader, parse_header
+from edgespec.store.download import (
+    HEAD,
+    MODEL,
+    Progress,
+    RepositoryContent,
+    list_repository,
+    stream_chunks,
+    translate_errors,
+)
+from edgespec.store.head_reference import resolve_head_with
+from edgespec.store.hub_files import HubFile, is_gguf_model
+from edgespec.store.reference import Resolved, resolve_with
+
+__all__ = ["resolve_head_metadata", "resolve_metadata"]
+
+# Number of bytes to download before first trying to parse a model's header.
+_FIRST_PARSE_BYTES = 1 << 20
+# Maximum size of a model file's header. The largest known headers are a few dozen megabytes.
+_MAX_HEADER_BYTES = 1 << 29
+_CHUNK_BYTES = 1 << 16
+# A safetensors file begins with the length of its header, stored in this many bytes.
+_LENGTH_BYTES = 8
+_WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
+# Extensions of PyTorch files, which list their tensors at the end.
+_WITHOUT_HEADER = (".bin", ".pt")
+
+
+def resolve_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
+    """Return the model that a reference names. If it is not on this machine, download its metadata only.
+
+    Args:
+        reference: The reference that the user typed.
+        folder: Folder for the downloaded metadata.
+        progress: Called during the download. Returning False cancels it.
+
+    Raises:
+        ModelNotFoundError, ModelFileError, DownloadError, CancelledError, BackendMissingError: As in
+            `resolve`.
+    """
+    fetch_metadata = partial(_fetch_metadata, folder, progress, MODEL)
+    return _named(folder, resolve_with(reference, fetch_metadata, progress))
+
+
+def resolve_head_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
+    """Return the head that a reference names. If it is not on this machine, download its metadata only.
+
+    Takes the same arguments and raises the same errors as `resolve_metadata`.
+    """
+    return _named(folder, resolve_head_with(reference, partial(_fetch_metadata, folder, progress, HEAD)))
+
+
+def _named(folder: Path, resolved: Resolved) -> Resolved:
+    """Replace the path in a model's note if only its metadata was downloaded to `folder`."""
+    if not resolved.path.is_relative_to(folder):
+        return resolved
+    return replace(resolved, note=resolved.note.removesuffix(f": {resolved.path}") + ", not on this machine")
+
+
+def _fetch_metadata(
+    folder: Path,
+    progress: Progress | None,
+    content: RepositoryContent,
+    repository: str,
+    quantisation: str | None,
+) -> Path:
+    with translate_errors(repository):
+        commit, listed = list_repository(repository)
+        chosen = content.choose(repository, listed, quantisation)
+        files = [one for one in chosen if one.name.endswith((*_WITH_METADATA, *_WITHOUT_HEADER))]
+        target = folder / repository.replace("/", "--")
+        for done, file in enumerate(files):
+            if progress and not progress(f"reading metadata of {repository}", done / len(files)):
+                raise CancelledError(f"reading the metadata of {repository} was cancelled")
+            _write_header(repository, commit, file, target / Path(file.name).name)
+    return target / Path(files[0].name).name if is_gguf_model(files[0]) else target
+
+
+def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:
+    """Download the header of a file and write it to a sparse file of the original size.
+
+    Files without a header, such as config.json, are downloaded completely. Of PyTorch files, only the name
+    and the size are kept.
+    """
+    from huggingface_hub import hf_hub_url
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if file.name.endswith(_WITHOUT_HEADER):
+        with path.open("wb") as stream:
+            stream.truncate(file.size_bytes)
+        return
+    url = hf_hub_url(repository, file.name, revision=commit or None)
+    data = b""
+    parse_at = _FIRST_PARSE_BYTES
+    for _, chunk in stream_chunks(url, chunk_bytes=_CHUNK_BYTES):
+        data += chunk
+        if len(data) >= min(parse_at, file.size_bytes or parse_at):
+            if _is_header_complete(file, data):
+                break
+            parse_at *= 2
+        if len(data) > _MAX_HEADER_BYTES:
+            raise DownloadError(
+                f"the header of {file.name} is longer than {_MAX_HEADER_BYTES:,} bytes",
+                "choose another model",
+            )
+    else:
+        if not _is_header_complete(file, data):
+            raise DownloadError(f"the download of the header of {file.name} was incomplete", "try again")
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.truncate(max(file.size_bytes, len(data)))
+
+
+def _is_header_complete(file: HubFile, data: bytes) -> bool:
+    """Return whether `data` contains the complete header, or the whole file if it has no header."""
+    if file.name.endswith(".safetensors"):
+        header = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        return len(data) >= _LENGTH_BYTES + header
+    if not file.name.endswith(".gguf"):
+        return len(data) >= file.size_bytes
+    try:
+        parse_header(data)
+    except TruncatedHeader:
+        return False
+    except ValueError as error:
+        raise DownloadError(f"{file.name} is not a GGUF file: {error}", "choose another model") from error
+    return True

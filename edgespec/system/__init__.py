@@ -1,0 +1,1 @@
+"""Files, processes, cores and the limits of this machine."""

@@ -1,0 +1,116 @@
+"""Determine how many processor cores this process can use, and how many other programs keep busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import ceil
+from pathlib import Path
+from threading import Lock
+
+import psutil
+
+from edgespec.system.cgroups import ControlGroup, control_groups
+
+__all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "usable_cores"]
+
+# Measured speeds count as disturbed if other programs use more cores than this.
+MAX_BUSY_CORES = 0.3
+
+_READ_INTERVAL_SECONDS = 0.25
+# The load from other programs is not measured while this process uses less than this share of a core.
+_MIN_OWN_SHARE = 0.2
+
+
+def usable_cores(root: Path = Path("/"), *, logical: bool = False) -> int:
+    """Return the number of cores that this process can use, at least 1.
+
+    The process's CPU affinity and the CPU quotas of its control groups (`docker run --cpus`) limit this
+    number.
+
+    Args:
+        root: The folder that contains `proc` and `sys`.
+        logical: Whether to count the hyper-threads of a core separately.
+    """
+    cores = psutil.cpu_count(logical=logical) or 1
+    with suppress(AttributeError, psutil.Error):  # psutil does not support cpu_affinity on macOS.
+        cores = min(cores, len(psutil.Process().cpu_affinity()))
+    quotas = [ceil(quota) for group in control_groups("cpu", root) if (quota := _cpu_quota(group))]
+    return max(1, min([cores, *quotas]))
+
+
+def _cpu_quota(group: ControlGroup) -> float | None:
+    """Return the CPU quota of a control group in cores, or None if it has no quota."""
+    if group.version_1:
+        fields = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+    else:
+        fields = group.read("cpu.max").split()
+    if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
+        return int(fields[0]) / int(fields[1])
+    return None
+
+
+def _busy_seconds() -> float:
+    """Return the CPU time that all programs have used since the system started, in seconds.
+
+    Excludes low-priority programs (`nice`), because they give way to edgespec.
+    """
+    times = psutil.cpu_times()
+    names = ("user", "system", "irq", "softirq", "steal")
+    return sum(getattr(times, name, 0.0) for name in names)
+
+
+class CpuLoad:
+    """Measures how many processor cores other programs keep busy. Thread-safe.
+
+    Args:
+        clock: Returns the time in seconds.
+        busy_seconds: Returns the CPU time used by all programs in seconds.
+        own_seconds: Returns the CPU time used by this process in seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        busy_seconds: Callable[[], float] = _busy_seconds,
+        own_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock, self._busy_seconds, self._own_seconds = clock, busy_seconds, own_seconds
+        self._lock = Lock()
+        self._reading = self._read()
+        self._busy_cores = 0.0
+        # Number of active `ignored` blocks.
+        self._ignored = 0
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Ignore other programs, as if they used no cores, until the `with` block ends.
+
+        The number of CPU threads then stays the same for every pass. Some kernels round differently with
+        another number of threads, so bit-for-bit comparisons of logits need this.
+        """
+        with self._lock:
+            self._ignored += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ignored -= 1
+
+    def _read(self) -> tuple[float, float, float]:
+        return self._clock(), self._busy_seconds(), self._own_seconds()
+
+    def busy_cores(self) -> float:
+        """Return how many cores other programs used on average during the last quarter of a second."""
+        with self._lock:
+            if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
+                before, self._reading = self._reading, self._read()
+                seconds, busy, own = (now - then for now, then in zip(self._reading, before, strict=True))
+                if own >= _MIN_OWN_SHARE * seconds:
+                    self._busy_cores = max(0.0, (busy - own) / seconds)
+            return 0.0 if self._ignored else self._busy_cores
+
+
+CPU_LOAD = CpuLoad()
+"""The load of this machine, shared by all models."""

@@ -1,0 +1,257 @@
+"""What a slash command gets, and what it returns.
+
+A command is a function that takes a `Context` and returns a `Result`. It prints nothing and draws nothing:
+`screen_commands.py` shows results in the full-screen chat, and `plain_commands.py` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from edgespec import MethodReport, Runtime, Stats
+    from edgespec.chat.store import StoredChat
+    from edgespec.chat.tool_calls.calls import ToolCall
+    from edgespec.errors import EdgespecError
+    from edgespec.tui.archive import Archive
+    from edgespec.tui.open_chat import OpenChat, RunningTurn
+    from edgespec.tui.preferences import Preferences
+    from edgespec.tui.race import StartedRace
+    from edgespec.tui.tool_access import ToolAccess
+    from edgespec.tui.worker import ModelThread
+
+__all__ = [
+    "Action",
+    "Change",
+    "Command",
+    "Context",
+    "Copy",
+    "Generate",
+    "Nothing",
+    "Open",
+    "Problem",
+    "Question",
+    "Result",
+    "RunningRace",
+    "Table",
+    "Text",
+    "all_of",
+    "unquoted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The chat in which a command was typed.
+
+    Attributes:
+        argument: The words after the command.
+        chat: The open chat.
+        new_chat: An empty chat with the system prompt and settings given on the command line.
+        runtime: The loaded models.
+        model_name: The reference to the loaded model, which presets contain.
+        model_thread: The thread that runs the model.
+        method: Drafting method of the current or last reply, or the default method.
+        stats: Statistics of that reply, or None if there is none.
+        writing: Whether a reply is being generated.
+        archive: The saved chats.
+        tools: The tools that the model can call.
+        preferences: The look of the full-screen chat.
+        list_hint: How to open the list of chats, as a sentence without its full stop.
+    """
+
+    argument: str
+    chat: OpenChat
+    new_chat: OpenChat
+    runtime: Runtime
+    model_name: str
+    model_thread: ModelThread
+    method: MethodReport
+    stats: Stats | None
+    writing: bool
+    archive: Archive
+    tools: ToolAccess
+    preferences: Preferences
+    list_hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text to show.
+
+    Attributes:
+        text: The text. If it is empty, nothing is shown.
+        title: A heading. The full-screen chat shows text with a heading in a box.
+        in_plain: The text in the plain chat, if it differs there.
+        is_hint: Whether the text comments on the answer. The plain chat prints hints to stderr.
+    """
+
+    text: str
+    title: str = ""
+    in_plain: str = ""
+    is_hint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of a label and a value, under a heading."""
+
+    title: str
+    rows: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """The command is valid, but there is nothing that it could do.
+
+    Attributes:
+        reason: Why, as a sentence without its full stop.
+        next_step: What the user can do. The full-screen chat shows only the reason, and only for a moment.
+    """
+
+    reason: str
+    next_step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error that leaves the rest of the result valid. Other errors are raised."""
+
+    error: EdgespecError
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the open chat, to be saved.
+
+    Attributes:
+        apply: Changes the chat.
+        text: Confirms the change. Empty if the full-screen chat shows the change elsewhere.
+        in_plain: The confirmation in the plain chat, if it differs there.
+        is_brief: Whether the full-screen chat shows the confirmation only for a moment, after saving.
+    """
+
+    apply: Callable[[OpenChat], None]
+    text: str
+    in_plain: str = ""
+    is_brief: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Another chat to open: a saved one, or a new one with a note that says where its messages come from."""
+
+    chat: OpenChat | StoredChat
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A reply to generate once no other reply is being generated.
+
+    Attributes:
+        start: Returns what to do in the open chat: a turn, tool calls to make first, or None for nothing.
+    """
+
+    start: Callable[[OpenChat], RunningTurn | Sequence[ToolCall] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Text to copy to the clipboard, or to print in the plain chat. `name` is what the text is called."""
+
+    text: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question to answer with yes or no.
+
+    Attributes:
+        question: The question.
+        confirm: The label of the button that means yes.
+        then: Returns the result after yes. Called outside the event loop, so it may write files.
+        declined: What the plain chat prints after no.
+    """
+
+    question: str
+    confirm: str
+    then: Callable[[], Result]
+    declined: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRace:
+    """A race that has begun in the model thread."""
+
+    method: str
+    race: StartedRace
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something that the chat itself does, such as opening a dialog or quitting.
+
+    Attributes:
+        name: The action. Each chat has a table of its actions.
+        value: The argument of the action, such as the reference to a model.
+        otherwise: Returns the result for a chat that does not have this action.
+    """
+
+    name: str
+    value: str = ""
+    otherwise: Callable[[], Result] | None = None
+
+
+_Part: TypeAlias = (
+    Text | Table | Nothing | Problem | Change | Open | Generate | Copy | Question | RunningRace | Action
+)
+Result: TypeAlias = _Part | tuple[_Part, ...]
+"""What a command returns: one or more values, which the chat shows or does one after the other."""
+
+
+def all_of(result: Result) -> tuple[_Part, ...]:
+    """Return the parts of a result."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A slash command.
+
+    Attributes:
+        name: The name without the slash.
+        arguments: The arguments, as shown in the help.
+        help: What the command does.
+        run: The function. Raises OptionError if the argument is invalid.
+        aliases: Other names for the command.
+        slow: What makes the command slow enough to run in a thread of the full-screen chat. The program can
+            end while a command reads, but waits for one that writes.
+        in_plain: What the command does in the plain chat, if that differs.
+        instead: What to do in the plain chat, which does not have this command. Empty if it has.
+    """
+
+    name: str
+    arguments: str
+    help: str
+    run: Callable[[Context], Result]
+    aliases: tuple[str, ...] = ()
+    slow: Literal["", "reads", "writes"] = ""
+    in_plain: str = ""
+    instead: str = ""
+
+    @property
+    def usage(self) -> str:
+        """The command as typed, with its arguments."""
+        return f"/{self.name} {self.arguments}".rstrip()
+
+
+def unquoted(text: str) -> str:
+    """Return the text without surrounding quotes, which some users write around values."""
+    for quotes in ('"""', '"', "'"):
+        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
+            return text[len(quotes) : -len(quotes)].strip()
+    return text

@@ -1,0 +1,254 @@
+"""Commands that choose the model, the settings, the system prompt and the tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from edgespec.chat.saved_chat import Setting
+from edgespec.errors import EdgespecError, ModelNotFoundError, NotDownloadedError, OptionError, TemplateError
+from edgespec.system.files import format_bytes
+from edgespec.tools.tool import visible
+from edgespec.tui.commands.information import show
+from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Result, Text, unquoted
+from edgespec.tui.model_texts import is_match, speed_text
+from edgespec.tui.numbers import count
+from edgespec.tui.settings import (
+    SCHEMA,
+    SETTINGS,
+    check_settings,
+    default_text,
+    parse,
+    read_schema,
+    setting_named,
+    shown,
+)
+from edgespec.tui.texts import sentences
+from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
+
+if TYPE_CHECKING:
+    from edgespec import AvailableModel, Runtime
+    from edgespec.tui.open_chat import OpenChat
+
+__all__ = ["COMMANDS", "chosen_model", "system_change"]
+
+
+def _model(context: Context) -> Result:
+    """Switch to a model. If only a part of a name is given, such as `8b`, list the models that contain it."""
+    typed = unquoted(context.argument)
+    if not typed:
+        return Action("models", otherwise=lambda: _models(context.runtime))
+    try:
+        return chosen_model(context.runtime, typed)
+    except OptionError as error:
+        if not isinstance(error.__cause__, ModelNotFoundError):
+            raise
+        import edgespec
+
+        if not any(is_match(typed, model.reference) for model in edgespec.list_models()):
+            raise
+        problem = Problem(error)
+        return Action("models", typed, otherwise=lambda: problem)
+
+
+def chosen_model(runtime: Runtime, reference: str) -> Result:
+    """Return what to do when the user has chosen a model: switch to it, or download it first.
+
+    Raises:
+        OptionError: There is no such model, or its file is unreadable.
+    """
+    # Imported only when used, because this import would delay the first prompt.
+    from edgespec.store.reference import resolve
+
+    try:
+        found = resolve(reference, allow_download=False)
+    except NotDownloadedError:
+        return Action("download", reference)
+    except EdgespecError as error:
+        raise OptionError(error.what, error.next_step) from error
+    if str(found.path) == runtime.target.path:
+        return Text(f"This chat already uses {runtime.target.name}.")
+    return Action("switch", reference)
+
+
+def _models(runtime: Runtime) -> Result:
+    """Return the models on this machine, and how to see those that can be downloaded."""
+    # Imported only when used, because this import would delay the first prompt.
+    import edgespec
+
+    plan = runtime.plan
+    models = edgespec.list_models(memory=plan.budget.total_bytes if plan else None)
+    installed = [model for model in models if model.is_installed]
+    lines = [_model_line(model, is_used=str(model.path) == runtime.target.path) for model in installed]
+    disturbed = ""
+    if any(model.speed and model.speed.is_disturbed for model in models):
+        disturbed = (
+            "A speed with a question mark was measured while other programs were busy. `edgespec recommend`"
+            " measures it again."
+        )
+    number = count(sum(not model.is_installed and model.fits for model in models), "model")
+    return (
+        Text("\n".join(["On this machine:", *lines])),
+        Text(disturbed, is_hint=True),
+        Text(f"{number} that you can download fit in memory. `edgespec models list` shows them."),
+        Text("To switch to a model or to download it, type /model and its name.", is_hint=True),
+    )
+
+
+def _model_line(model: AvailableModel, *, is_used: bool) -> str:
+    parts = (
+        "in use" if is_used else "",
+        format_bytes(model.size_bytes) if model.size_bytes else "",
+        "" if model.fits else "too large for this machine",
+        speed_text(model),
+        f"draft model {model.draft}" if model.draft else "",
+    )
+    return f"{model.reference}: {', '.join(filter(None, parts))}"
+
+
+def _set(context: Context) -> Result:
+    """Change the setting `NAME VALUE`. Without a value, describe the setting.
+
+    Ollama's syntax, such as `/set parameter temperature 0.5`, is also accepted.
+    """
+    word, _, text = context.argument.partition(" ")
+    if not word:
+        return Action("settings", otherwise=lambda: show(context))
+    if word == "system":
+        return _system_prompt(context.chat, text.strip())
+    word, _, text = context.argument.removeprefix("parameter ").replace("=", " ", 1).partition(" ")
+    name, settings, text = setting_named(word), dict(context.chat.settings), text.strip()
+    if not text:
+        default = f"{default_text(name, context.runtime, settings)} (default)"
+        value = shown(settings[name]) if name in settings else default
+        return Text(sentences(f"{name}: {value}", SETTINGS[name].hint))
+    if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
+        settings.pop(name, None)
+        note = f"{name} was reset to its default: {default_text(name, context.runtime, settings)}."
+    else:
+        settings[name] = parse(name, unquoted(text))
+        note = f"{name} is now {shown(settings[name])}."
+    return _changed(context.runtime, settings, note)
+
+
+def _schema(context: Context) -> Result:
+    settings = dict(context.chat.settings)
+    if not context.argument:
+        return Text(f"schema: {settings[SCHEMA]}" if SCHEMA in settings else "No schema is set.")
+    if context.argument.lower() in ("none", "off"):
+        settings.pop(SCHEMA, None)
+        return _changed(context.runtime, settings, "The schema was removed.")
+    settings[SCHEMA] = read_schema(unquoted(context.argument))
+    return _changed(context.runtime, settings, f"Replies now satisfy the schema in {context.argument}.")
+
+
+def _think(context: Context) -> Result:
+    settings = dict(context.chat.settings)
+    if not context.argument:
+        value = shown(settings["thinking"]) if "thinking" in settings else "auto, the model's default"
+        return Text(f"Reasoning: {value}. Type /think on or /think off to change it.")
+    value = str(parse("thinking", context.argument.lower()))
+    settings.pop("thinking", None)
+    if value == "auto":
+        note = "From your next message on, the model decides whether to reason before it answers."
+        return _changed(context.runtime, settings, note)
+    _check_thinking_switch(context.runtime)
+    settings["thinking"] = value
+    negation = "" if value == "on" else "not "
+    note = f"From your next message on, the model will be asked {negation}to reason."
+    return _changed(context.runtime, settings, note)
+
+
+def _check_thinking_switch(runtime: Runtime) -> None:
+    """Raise OptionError if the model's chat template has no option that turns reasoning on or off."""
+    template, switch = runtime.template, False
+    # Treat a broken template as one without the option. The next message reports the template's error.
+    with suppress(TemplateError):
+        switch = template is not None and template.has_thinking_switch()
+    if not switch:
+        raise OptionError(
+            f"Reasoning cannot be turned on or off for the model {runtime.target.name}",
+            "Models that support /think include Qwen 3, GLM 4.5 and SmolLM3",
+        )
+
+
+def _changed(runtime: Runtime, settings: Mapping[str, Setting], note: str) -> Change:
+    """Return the change to these settings. Raises OptionError if the models do not support them."""
+    check_settings(settings, runtime)
+
+    def apply(chat: OpenChat) -> None:
+        chat.settings = dict(settings)
+
+    return Change(apply, note)
+
+
+def _system(context: Context) -> Result:
+    return _system_prompt(context.chat, context.argument)
+
+
+def _system_prompt(chat: OpenChat, argument: str) -> Result:
+    if not argument:
+        return Action("system", otherwise=lambda: Text(f"System prompt: {chat.system or 'none'}"))
+    return system_change(chat, None if argument.lower() == "none" else unquoted(argument))
+
+
+def system_change(chat: OpenChat, system: str | None) -> Change:
+    """Return the change of the system prompt, which begins with the next message."""
+
+    def apply(chat: OpenChat) -> None:
+        chat.system = system
+
+    which = "use the new system prompt" if system else "not use a system prompt"
+    text = "" if system == chat.system else f"Your next message will {which}."
+    return Change(apply, text, in_plain=f"System prompt: {system or 'none'}")
+
+
+def _tools(context: Context) -> Result:
+    word = context.argument.lower()
+    if word not in ("", "on", "off"):
+        raise OptionError(
+            f"unknown argument {context.argument!r} for /tools", "type /tools, /tools on or /tools off"
+        )
+    if word == "off":
+        return Action("stop_tools"), Text("Tools are off.")
+    if not context.tools.read_servers():
+        return Text(no_servers_text())
+    if word == "on":
+        return Action("start_tools")
+    return Action("tools", otherwise=lambda: _servers(context.tools))
+
+
+def _servers(tools: ToolAccess) -> Result:
+    lines = []
+    for name, server in tools.toolbox.servers.items():
+        lines.append(f"Server {name}: {server_state(server)}")
+        for tool in server.tools:
+            description = " ".join(visible(tool.description).split())
+            allowed = " (called without asking)" if tools.is_always_allowed(tool) else ""
+            lines.append(f"  {visible(tool.name)}: {description}{allowed}")
+    hint = "To start all servers, type /tools on. To stop them, type /tools off."
+    return Text("\n".join(lines)), Text(hint, is_hint=True)
+
+
+COMMANDS = (
+    Command("model", "[name]", "choose or download a model", _model, ("models",), slow="reads"),
+    Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    # Starting the process of the chat template takes a while.
+    Command(
+        "think",
+        "[on|off|auto]",
+        "choose whether the model reasons before it answers",
+        _think,
+        slow="reads",
+    ),
+    Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
+    Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command(
+        "tools",
+        "[on|off]",
+        "choose the tools that the model can call (MCP servers)",
+        _tools,
+        slow="reads",
+    ),
+)

@@ -1,0 +1,325 @@
+"""`--exact`: replies equal plain decoding from an empty cache, whatever is in the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+from edgespec.api.loading import always_draft
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import OptionError
+from edgespec.loading import exact
+from edgespec.loading.bit_exactness import WidthClass
+from edgespec.model import registry
+from edgespec.model.registry import backend_of
+from edgespec.system.facts import Facts
+from tests.backends.tiny_models import write_jamba, write_llama, write_mamba
+
+TURNS = 5
+# What a text is read in where it matters.
+PIECE = 256
+
+
+def reply_to(runtime: Runtime, tokens: list[int], **options: Any) -> Reply:
+    stream = runtime.stream_tokens(tokens, max_tokens=10, **options)
+    for _ in stream:
+        pass
+    return stream.reply
+
+
+def day(
+    target: str,
+    *,
+    methods: tuple[str, ...] = ("auto",),
+    turns: int = TURNS,
+    begin_tokens: int = 2 * PIECE + 20,
+    **options: Any,
+) -> tuple[Runtime, list[Reply]]:
+    """Compare turns of three chats, two with a common prefix, with a runtime that reads every prompt."""
+    options = {"context": 1024, "draft": "none", "measure_costs": False, "exactness": "bits", **options}
+    replies = []
+    with (
+        always_draft(),
+        edgespec.load(target, prefix_cache="none", **options) as fresh,
+        edgespec.load(target, methods=methods, prefix_cache_memory="64MiB", **options) as runtime,
+    ):
+        random = np.random.default_rng(1)
+        vocab = runtime.target.vocab_size
+
+        def words(count: int) -> list[int]:
+            return [int(word) for word in random.integers(vocab // 8, vocab, count)]
+
+        begin = words(begin_tokens)
+        chats = [words(30), begin + words(20), begin + words(40)]
+        for turn in range(turns):
+            chat = chats[turn % 3]
+            chat += words(8)
+            how = {"seed": turn, "temperature": 0.8 * (turn % 2)}
+            reply = reply_to(runtime, chat, method=methods[turn % len(methods)], **how)
+            fresh.clear_cache()
+            assert reply.tokens == reply_to(fresh, chat, method="none", **how).tokens
+            replies.append(reply)
+            chat += reply.tokens
+        return runtime, replies
+
+
+def test_bit_exact_model_reuses_prefixes_and_verifies_drafts() -> None:
+    runtime, replies = day("demo", draft="auto", methods=("auto", "model", "suffix"))
+    able = runtime.target.capabilities
+    assert able.exact
+    assert able.prefix_reuse_exact
+    assert able.max_width > 8
+    assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
+    # The third chat begins as the second one does; the fourth turn goes on with all of the first.
+    assert replies[2].stats.cached_prompt_tokens >= 2 * PIECE + 20
+    assert replies[3].stats.cached_prompt_tokens >= 30 + 8 + len(replies[0].tokens) - 1
+
+
+def test_generated_tokens_that_round_differently_are_read_again() -> None:
+    """An f16 cache, which llama.cpp's attention reads by several kernels."""
+    options: dict[str, Any] = {"draft": "auto", "methods": ("auto", "model"), "kv_type": "f16"}
+    runtime, replies = day("demo", begin_tokens=PIECE + 20, **options)
+    assert runtime.target.capabilities.exact
+    assert not runtime.target.capabilities.prefix_reuse_exact
+    went_on = [reply.stats.cached_prompt_tokens for reply in replies]
+    assert went_on == [0, 0, *(PIECE if turn % 3 else 0 for turn in range(2, TURNS))]
+
+
+def test_failed_commit_does_not_affect_later_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unused cell in the KV cache changes the order of the others."""
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError
+
+    with (
+        edgespec.load("demo", "none", kv_type="f16", context=512, measure_costs=False) as runtime,
+        runtime.borrowed_target() as model,
+    ):
+        model.prefill(list(range(20, 120)))
+        model.verify(TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3))
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "export_sequence", no_memory)
+            with pytest.raises(MemoryError):
+                model.commit((2,))
+        model.truncate(0)
+        model.prefill([9] * model.free_tokens)
+        assert model.length == 512
+
+
+@pytest.mark.parametrize("write", [write_llama, write_jamba])
+def test_exact_with_other_architectures(tmp_path: Path, write: Any) -> None:
+    path = write(tmp_path / "tiny.gguf")
+    runtime, _ = day(str(path), methods=("suffix",))
+    assert runtime.target.capabilities.exact
+
+
+def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would ride in the pass of a step, or be read with what comes after them."""
+    widths: list[int] = []
+    run = LlamaCppModel.verify
+
+    def noted(model: LlamaCppModel, tree: TokenTree, first: int = 0) -> HostLogits:
+        widths.append(tree.width)
+        return run(model, tree, first)
+
+    monkeypatch.setattr(LlamaCppModel, "verify", noted)
+    path = write_mamba(tmp_path / "tiny.gguf")
+    with edgespec.load(str(path), "none", context=512, exactness="bits", measure_costs=False) as runtime:
+        widths.clear()
+        tokens = list(range(40, 70))
+        for _ in range(2):
+            reply = reply_to(runtime, tokens)
+            assert reply.stats.cached_prompt_tokens == 0
+        assert set(widths) == {1}
+
+
+def test_exact_with_mlx(tmp_path: Path) -> None:
+    tiny_checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+    path = tiny_checkpoints.write_checkpoint(tmp_path / "tiny", "llama", quantisation=("affine", 8, 32))
+    runtime, _ = day(str(path), methods=("suffix",), turns=4, begin_tokens=80, context=256)
+    assert runtime.target.capabilities.exact
+
+
+@pytest.mark.long
+def test_exact_with_a_trained_mlx_pair() -> None:
+    pytest.importorskip("mlx.core")
+    runtime, _ = day("demo-mlx", draft="auto", turns=2, begin_tokens=80)
+    assert runtime.target.capabilities.exact
+
+
+def test_bit_exactness_is_probed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+
+    def progress(what: str, _fraction: float) -> bool:
+        said.append(what)
+        return True
+
+    for times in (1, 0):
+        said.clear()
+        with edgespec.load("demo", "none", context=512, progress=progress) as runtime:
+            assert runtime.target.capabilities.exact
+        assert any("testing the model" in what for what in said) == bool(times)
+
+
+def test_the_trial_is_repeated_for_another_build_or_option(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    tried: list[str] = []
+
+    def load(name: str, **options: Any) -> None:
+        def progress(what: str, _fraction: float) -> bool:
+            if "testing the model" in what and name not in tried:
+                tried.append(name)
+            return True
+
+        with edgespec.load("demo", "none", progress=progress, measure_costs=False, **options):
+            pass
+
+    load("first", context=512)
+    load("again", context=512)
+    load("other option", context=512, kv_type="f16")
+    backend = backend_of("gguf")
+    changed = replace(backend, build_identity=lambda: "another build")
+    monkeypatch.setattr("edgespec.backends.built_in.BUILT_IN", (changed,))
+    monkeypatch.setattr(registry, "_built_in", lambda: (changed,))
+    load("other build", context=512)
+    assert tried == ["first", "other option", "other build"]
+
+
+def test_damaged_results_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        with edgespec.load("demo", "none", context=512, measure_costs=False) as runtime:
+            assert runtime.target.capabilities.max_width > 1
+        Facts().path.write_bytes(b"damaged")
+
+
+def test_exactness_off_restricts_nothing() -> None:
+    with edgespec.load("demo", "none", context=256, exactness="off") as runtime:
+        assert not runtime.target.capabilities.exact
+        found = runtime.target.exactness
+        assert found is not None
+        assert (found.requested, found.bits, found.widths) == ("off", False, ())
+        assert "rounding" not in runtime.target.notice
+
+
+def test_exact_is_short_for_bits_and_contradicts_off() -> None:
+    with edgespec.load("demo", "none", context=256, exact=True, measure_costs=False) as runtime:
+        assert runtime.target.exactness is not None
+        assert runtime.target.exactness.requested == "bits"
+    with pytest.raises(OptionError):
+        edgespec.load("demo", "none", exact=True, exactness="off")
+
+
+def test_parallel_replies_say_that_they_can_differ() -> None:
+    with edgespec.load("demo", "none", context=256, parallel=2, measure_costs=False) as runtime:
+        assert runtime.target.exactness is not None
+        assert not runtime.target.exactness.bits
+        assert runtime.target.exactness.reason in runtime.target.notice
+
+
+def _curve(*seconds: float) -> Callable[[int], float]:
+    return lambda width: seconds[width - 1] if width <= len(seconds) else seconds[-1] * width
+
+
+_SINGLE, _PAIRS = WidthClass((1,)), WidthClass(tuple(range(2, 18)))
+
+
+@pytest.mark.parametrize(
+    ("requested", "seconds", "chosen"),
+    [
+        # Padding plain decoding costs 1 %, and drafting pays.
+        ("auto", (1.0, 1.01, 1.02, 1.03), _PAIRS),
+        # Padding costs too much, and single tokens give up too much: no restriction.
+        ("auto", (1.0, 1.4, 1.45, 1.5, 1.55), None),
+        # No width pays, so nothing is lost.
+        ("auto", (1.0, 2.0, 3.0, 4.0), _SINGLE),
+        ("bits", (1.0, 1.4, 1.45, 1.5, 1.55), _PAIRS),
+    ],
+)
+def test_the_class_is_chosen_by_its_expected_speed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    requested: str,
+    seconds: tuple[float, ...],
+    chosen: WidthClass | None,
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "find_width_classes", lambda *_: [_SINGLE, _PAIRS])
+    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_: _curve(*seconds))
+    with edgespec.load("demo", "none", context=256, exactness=requested, measure_costs=False) as runtime:
+        found = runtime.target.exactness
+    assert found is not None
+    assert found.widths == (chosen.widths if chosen else ())
+    assert found.bits == (chosen is not None)
+
+
+def test_speeds_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trials = []
+
+    def find(*_: Any) -> list[WidthClass]:
+        trials.append(1)
+        return [_SINGLE, _PAIRS]
+
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "find_width_classes", find)
+    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_: _curve(1.0, 1.0, 1.0))
+    counts = []
+    for is_busy in (True, True, False, False):
+        monkeypatch.setattr(exact, "_machine_is_busy", lambda is_busy=is_busy: is_busy)
+        edgespec.load("demo", "none", context=512, measure_costs=False).close()
+        counts.append(len(trials))
+    # The demo is tried repacked and as it is in the file.
+    each = counts[0]
+    assert counts == [each, each, 2 * each, 2 * each]
+
+
+def test_the_first_real_model_keeps_its_tokens_by_default(smollm2: Path) -> None:
+    """See `test_exact_real.py` for its other quantisations."""
+    with (
+        always_draft(),
+        edgespec.load(str(smollm2), "none", context=512, threads=1, measure_costs=False) as runtime,
+    ):
+        assert runtime.target.capabilities.exact
+        for seed, prompt in enumerate(("What is the capital of France?", "Repeat: one two one two one two")):
+            options: dict[str, Any] = {"max_tokens": 32, "seed": seed, "temperature": 0.8 * seed}
+            plain = runtime.generate(prompt, method="none", **options)
+            drafted = runtime.generate(prompt, method="suffix+ngram", **options)
+            assert drafted.tokens == plain.tokens
+            assert drafted.stats.drafted_tokens
+
+
+def test_a_reply_is_read_again_in_idle_time(tmp_path: Path) -> None:
+    """An f16 cache is read by several kernels, so cells from decoding are not those of a prompt."""
+    options: dict[str, Any] = {"context": 1024, "kv_type": "f16", "exactness": "bits", "measure_costs": False}
+    chat = list(range(300, 300 + PIECE - 4))
+    with (
+        edgespec.load("demo", "none", method="none", **options) as runtime,
+        edgespec.load("demo", "none", method="none", prefix_cache="none", **options) as fresh,
+    ):
+        assert runtime.target.capabilities.reuse_block_tokens > 1
+        chat += reply_to(runtime, chat).tokens
+        deadline = monotonic() + 20.0
+        while runtime._session._target_cache.has_reply_to_read and monotonic() < deadline:
+            sleep(0.05)
+        chat += [5, 6, 7]
+        reply = reply_to(runtime, chat, seed=1)
+        assert reply.stats.cached_prompt_tokens == PIECE
+        assert reply.tokens == reply_to(fresh, chat, seed=1).tokens

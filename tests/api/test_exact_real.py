@@ -1,0 +1,86 @@
+"""Replies of real models equal plain decoding by default, in every quantisation and with every method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.api.loading import always_draft
+
+pytestmark = pytest.mark.real
+
+_PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that reverses a linked list.",
+    "Copy this exactly, twice: Pack my box with five dozen liquor jugs.",
+    "Wie funktioniert ein Fahrrad?",
+)
+# Files in the folder of real models, with the widths that must agree at least, and the methods to compare.
+_TEXT = ("suffix", "ngram", "lookahead", "auto")
+_CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smollm2-q4_1.gguf": ("smollm2-q4_0.gguf", (*_TEXT, "model")),
+    "smollm2-q8_0.gguf": ("smollm2-q4_0.gguf", (*_TEXT, "model")),
+    "smollm2-q4_0.gguf": ("none", _TEXT),
+    "smollm2-q4_k_m.gguf": ("smollm2-q4_0.gguf", (*_TEXT, "model", "model+suffix")),
+    "gemma3-270m-q4_k_m.gguf": ("none", _TEXT),
+    "smollm2-mlx-8bit": ("none", ("suffix", "lowbit", "layerskip")),
+    "smollm2-mlx-4bit": ("none", ("suffix",)),
+}
+
+
+@pytest.mark.parametrize("branches", [(), "auto"])
+@pytest.mark.parametrize("name", _CASES)
+def test_replies_equal_plain_decoding_by_default(real_models: Path, name: str, branches: Any) -> None:
+    draft, methods = _CASES[name]
+    tokens = 16 if "mlx" in name else 48
+    options: dict[str, Any] = {"context": 1024, "threads": None if "mlx" in name else 1, "exit_layer": None}
+    if "layerskip" in methods:
+        options["exit_layer"] = 6
+    found = draft if draft == "none" else str(real_models / draft)
+    if branches:
+        methods = tuple(method for method in methods if method in ("model", "lookahead", "lowbit")) or (
+            "suffix",
+        )
+    with (
+        always_draft(),
+        edgespec.load(
+            str(real_models / name), found, methods=methods, draft_branches=branches, **options
+        ) as runtime,
+    ):
+        assert runtime.target.exactness is not None
+        assert runtime.target.exactness.bits
+        drafted = 0
+        for seed, prompt in enumerate(_PROMPTS[: 2 if "mlx" in name else None]):
+            how: dict[str, Any] = {
+                "max_tokens": tokens,
+                "seed": seed,
+                "temperature": (0.0, 0.8, 1.2)[seed % 3],
+            }
+            plain = runtime.generate(prompt, method="none", **how)
+            for method in methods:
+                reply = runtime.generate(prompt, method=method, **how)
+                assert reply.tokens == plain.tokens, (method, prompt)
+                drafted += reply.stats.drafted_tokens
+        assert drafted
+
+
+def test_f16_says_that_it_can_differ_or_keeps_its_tokens(real_models: Path) -> None:
+    with edgespec.load(str(real_models / "smollm2-f16.gguf"), "none", context=1024, threads=1) as runtime:
+        found = runtime.target.exactness
+        assert found is not None
+        assert found.bits or found.reason in runtime.target.notice
+    with (
+        always_draft(),
+        edgespec.load(
+            str(real_models / "smollm2-f16.gguf"), "none", context=1024, threads=1, exactness="bits"
+        ) as runtime,
+    ):
+        assert runtime.target.capabilities.exact
+        for seed, prompt in enumerate(_PROMPTS):
+            how: dict[str, Any] = {"max_tokens": 48, "seed": seed, "temperature": 0.8}
+            plain = runtime.generate(prompt, method="none", **how)
+            reply = runtime.generate(prompt, method="suffix", **how)
+            assert reply.tokens == plain.tokens

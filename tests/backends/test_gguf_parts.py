@@ -1,0 +1,139 @@
+"""Split GGUF models: the headers say which part a file is, whatever browsers, people or links call it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.store.reference import resolve
+from tests.backends.split_gguf import COUNT, write_parts
+from tests.backends.tiny_models import write_llama
+
+
+def copied(first: Path) -> Path:
+    return Path(shutil.copyfile(first, first.with_name("mine.gguf")))
+
+
+def downloaded_twice(first: Path) -> Path:
+    return first.rename(first.with_name(f"{first.stem} (1).gguf"))
+
+
+def all_downloaded_twice(first: Path) -> Path:
+    parts = sorted(first.parent.iterdir())
+    renamed = [part.rename(part.with_name(f"{part.stem}(1).gguf")) for part in parts]
+    return renamed[0]
+
+
+def linked(first: Path) -> Path:
+    link = first.parents[1] / "link.gguf"
+    link.symlink_to(first)
+    return link
+
+
+def linked_within_the_folder(first: Path) -> Path:
+    link = first.with_name("link.gguf")
+    link.symlink_to(first.name)
+    return link
+
+
+def blobs(first: Path) -> Path:
+    """Name the parts by their hash, as the Hugging Face cache does."""
+    parts = sorted(first.parent.iterdir())
+    renamed = [part.rename(part.with_name(f"{i}9f86d081884c7")) for i, part in enumerate(parts)]
+    return renamed[0]
+
+
+def second_part(first: Path) -> Path:
+    return first.with_name(first.name.replace("00001-of", "00002-of"))
+
+
+def renamed_second_part(first: Path) -> Path:
+    return second_part(first).rename(first.with_name("zwei.gguf"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda first: first,
+        copied,
+        downloaded_twice,
+        all_downloaded_twice,
+        linked,
+        linked_within_the_folder,
+        blobs,
+        second_part,
+        renamed_second_part,
+    ],
+)
+def test_the_parts_are_found_whatever_they_are_called(change: Callable[[Path], Path], tmp_path: Path) -> None:
+    first = write_parts(tmp_path / "folder")[0]
+    parameters = read_gguf_info(first).parameters
+    path = change(first)
+    files = gguf_files(path)
+    assert len(files) == COUNT
+    assert read_gguf_info(path).parameters == parameters
+    assert resolve(str(path)).path == files[0]
+    with edgespec.load(str(path), None, context=256, measure_costs=False, trust=True) as runtime:
+        assert runtime.target.parameters == parameters
+
+
+def test_two_models_in_one_folder_keep_their_own_parts(tmp_path: Path) -> None:
+    first, other = write_parts(tmp_path, "one"), write_parts(tmp_path, "two", seed=1)
+    assert gguf_files(first[1]) == first
+    assert gguf_files(other[2]) == other
+    moved = first[0].rename(tmp_path / "mine.gguf")
+    with pytest.raises(ModelFileError, match="one-00002-of-00003.gguf and two-00002-of-00003.gguf could be"):
+        gguf_files(moved)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    first, second, third = write_parts(tmp_path)
+    third.unlink()
+    with pytest.raises(
+        ModelFileError, match="1 of the 3 parts .* are missing, such as d-00003-of-00003.gguf"
+    ):
+        gguf_files(first)
+    second.unlink()
+    with pytest.raises(
+        ModelFileError, match="2 of the 3 parts of .*mine.gguf, which is part 1, are missing, such as part 2"
+    ):
+        gguf_files(first.rename(tmp_path / "mine.gguf"))
+
+
+def test_a_part_in_place_of_another_is_named(tmp_path: Path) -> None:
+    first, second, _ = write_parts(tmp_path)
+    shutil.copyfile(first, second)
+    with pytest.raises(ModelFileError, match="d-00002-of-00003.gguf does not contain part 2 of 3"):
+        gguf_files(first)
+
+
+@pytest.mark.parametrize("name", ["whole-00001-of-00002.gguf", "whole-00002-of-00002.gguf"])
+def test_a_whole_file_named_like_a_part_is_a_model(name: str, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / name)
+    assert gguf_files(path) == [path]
+    with edgespec.load(str(path), None, context=256, measure_costs=False, trust=True) as runtime:
+        assert runtime.target.parameters
+
+
+@pytest.mark.parametrize("name", ["d-00001-of-00003.gguf", "joined.gguf"])
+def test_parts_joined_with_cat_are_refused_with_the_right_tool(name: str, tmp_path: Path) -> None:
+    data = b"".join(part.read_bytes() for part in write_parts(tmp_path / "parts"))
+    path = tmp_path / name
+    path.write_bytes(data)
+    for use in (gguf_files, read_gguf_info, lambda path: edgespec.load(str(path), None, trust=True)):
+        with pytest.raises(EdgespecError, match="joined .*llama-gguf-split --merge"):
+            use(path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ModelFileError, match="is a Git LFS pointer, .*; run `git lfs pull`"):
+        gguf_files(path)

@@ -1,0 +1,282 @@
+"""Drafters are created from options, and errors for missing ones tell how to get them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+import edgespec.methods.model.vocabularies.comparison as comparison
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.store.reference import resolve
+from tests.backends.tiny_models import write_lfm2
+
+PROMPT = "How do I list files by size?"
+LENGTH = 24
+
+
+def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: Any) -> list[edgespec.Reply]:
+    """Return the replies of these methods, after checking that they equal plain decoding."""
+    how: dict[str, Any] = {"max_tokens": LENGTH, "seed": 3, "temperature": 0.8} | options
+    plain = runtime.generate(PROMPT, method="none", **how)
+    replies = [runtime.generate(PROMPT, method=method, **how) for method in methods]
+    for reply in replies:
+        assert reply.tokens == plain.tokens, reply.method
+    return replies
+
+
+class TestAsked:
+    def test_lookup_drafters_are_always_created(self) -> None:
+        with edgespec.load("demo", context=512) as runtime:
+            assert runtime.drafters == ("model", "suffix", "ngram")
+            same_as_plain(runtime, ["suffix", "model+suffix", "model+suffix+ngram"])
+
+    @pytest.mark.parametrize("name", ["lookahead", "layerskip", "lowbit"])
+    def test_the_error_for_an_unloaded_drafter_tells_how_to_load_it(self, name: str) -> None:
+        with (
+            edgespec.load("demo", "none", context=512) as runtime,
+            pytest.raises(
+                OptionError, match=f"{name} was not requested .*; load the model with --method {name}"
+            ),
+        ):
+            runtime.generate(PROMPT, method=name)
+
+    @pytest.mark.parametrize(
+        ("name", "step"),
+        [
+            ("layerskip", "run `edgespec prepare layerskip demo` once"),
+            ("lowbit", "run `edgespec prepare lowbit demo` once"),
+        ],
+    )
+    def test_the_error_for_a_missing_drafter_tells_what_to_do(
+        self, name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+        with pytest.raises(OptionError, match=step):
+            edgespec.load("demo", "none", context=512, method=name)
+
+    def test_recurrent_models_get_no_hint_for_a_low_bit_copy(self, tmp_path: Path) -> None:
+        model = str(write_lfm2(tmp_path / "model.gguf"))
+        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent layers support chains"):
+            edgespec.load(model, "none", context=256, method="lowbit")
+
+    @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
+    def test_hints_quote_the_path_of_the_target(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+        model = tmp_path / "my model.gguf"
+        shutil.copyfile(resolve("demo").path, model)
+        with pytest.raises(OptionError, match=f"`edgespec prepare {name} '{model}'` once"):
+            edgespec.load(str(model), "none", context=256, method=name)
+
+    def test_a_combination_is_created_once(self) -> None:
+        with edgespec.load("demo", context=512, methods=("model+ngram",)) as runtime:
+            drafters = runtime._session.drafters
+            assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
+
+    def test_two_self_drafts_are_rejected(self) -> None:
+        with pytest.raises(
+            OptionError,
+            match="2 drafters that need the target's own cache; use only one of layerskip",
+        ):
+            edgespec.load("demo", method="layerskip+lowbit")
+
+    def test_lookahead_reports_its_statistics(self) -> None:
+        with edgespec.load("demo", "none", context=512, method="lookahead") as runtime:
+            (reply,) = same_as_plain(runtime, ["lookahead"], draft_length=8)
+        assert "lookahead" in reply.method.note
+
+    def test_adaptive_trees(self) -> None:
+        with edgespec.load("demo", context=512, draft_branches="auto") as runtime:
+            same_as_plain(runtime, ["model", "auto"], draft_length=8)
+
+
+class TestPrepared:
+    def test_early_exit(self, demo_target: Path) -> None:
+        prepared = prepare_layerskip(demo_target, 4)
+        with edgespec.load("demo", "none", context=512, method="layerskip") as runtime:
+            alone, together = same_as_plain(runtime, ["layerskip", "layerskip+suffix"])
+            assert runtime.target.path == str(prepared.folder)
+        both = ("layerskip", "lowbit")
+        with pytest.raises(OptionError, match="run `edgespec prepare lowbit demo` once"):
+            edgespec.load("demo", "none", context=512, methods=both)
+        copy = prepare_lowbit(demo_target, "Q4_0")
+        with edgespec.load("demo", "none", context=512, methods=both) as runtime:
+            _, low = same_as_plain(runtime, [*both])
+            assert low.stats.draft_weight_bytes == pytest.approx(copy.facts["weight_bytes"], rel=1e-3)
+            assert low.stats.accepted_tokens
+        assert alone.stats.accepted_tokens
+        assert alone.stats.draft_weight_bytes == alone.stats.draft_kv_bytes == 0
+        assert together.stats.accepted_tokens
+        with edgespec.load(str(prepared.folder), context=512, methods=("layerskip",)) as runtime:
+            same_as_plain(runtime, ["layerskip", "ngram"], temperature=0.0)
+        (prepared.folder / "lower.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ModelFileError, match="damaged"):
+            edgespec.load("demo", "none", method="layerskip")
+        with edgespec.load("demo", "none", context=512, method="ngram") as runtime:
+            same_as_plain(runtime, ["ngram"])
+
+    def test_lowbit(self, demo_target: Path) -> None:
+        prepared = prepare_lowbit(demo_target, "Q4_0")
+        with edgespec.load("demo", "none", context=512, method="lowbit", draft_window=64) as runtime:
+            alone, together = same_as_plain(runtime, ["lowbit", "lowbit+suffix"])
+        assert alone.stats.draft_weight_bytes == pytest.approx(prepared.facts["weight_bytes"], rel=1e-3)
+        assert alone.stats.accepted_tokens
+        assert together.stats.accepted_tokens
+
+    @pytest.mark.long
+    def test_lowbit_without_a_prepared_copy(self, demo_target: Path, tmp_path: Path) -> None:
+        model = Path(shutil.copy(demo_target, tmp_path / "model.gguf"))
+        folder = prepare_layerskip(model, 4).folder
+        with edgespec.load(str(model), "none", context=512, method="none") as runtime:
+            plain = runtime.generate(PROMPT, max_tokens=LENGTH, seed=3, temperature=0.8)
+        model.unlink()
+        for name in (model, folder):
+            with pytest.raises(OptionError, match=f"run `edgespec prepare lowbit {folder}` once"):
+                edgespec.load(str(name), "none", context=512, method="lowbit")
+        prepare_lowbit(folder)
+        for name in (model, folder):
+            with edgespec.load(str(name), "none", context=512, method="lowbit", draft_window=64) as runtime:
+                alone, _ = same_as_plain(runtime, ["lowbit", "lowbit+suffix"])
+                assert alone.tokens == plain.tokens
+                assert alone.stats.accepted_tokens
+
+    def test_a_copy_of_another_model_is_rejected(self, demo_target: Path, tmp_path: Path) -> None:
+        model = tmp_path / "model.gguf"
+        data = demo_target.read_bytes()
+        model.write_bytes(data)
+        prepare_lowbit(model, "Q4_0")
+        model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(ModelFileError, match="has changed since"):
+            edgespec.load(str(model), "none", method="lowbit")
+
+
+class TestMlx:
+    SHORT = 12  # tokens: MLX is slow on a CPU
+
+    def test_every_self_draft(self) -> None:
+        pytest.importorskip("mlx.core")
+        with edgespec.load("demo-mlx-draft", "none", context=256, method="lowbit") as runtime:
+            same_as_plain(runtime, ["lowbit"], max_tokens=self.SHORT)
+        with edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=4) as runtime:
+            (early,) = same_as_plain(runtime, ["layerskip"], max_tokens=self.SHORT)
+        assert early.stats.accepted_tokens
+        assert early.stats.draft_weight_bytes == 0
+
+    def test_a_missing_exit_layer_is_rejected(self) -> None:
+        pytest.importorskip("mlx.core")
+        with pytest.raises(OptionError, match="12"):
+            edgespec.load("demo-mlx-draft", "none", context=256, method="layerskip", exit_layer=12)
+
+    @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
+    def test_the_error_for_a_recurrent_model_gives_the_reason(self, name: str, tmp_path: Path) -> None:
+        checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+        model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
+        with pytest.raises(
+            OptionError, match="cannot draft for itself: the model's recurrent state supports only chains"
+        ):
+            edgespec.load(model, "none", context=256, method=name)
+
+    def test_learn_needs_an_mlx_draft(self) -> None:
+        with pytest.raises(OptionError, match="demo-draft cannot be trained: --learn works only"):
+            edgespec.load("demo", "demo-draft", context=256, learn=True)
+        with pytest.raises(OptionError, match="--learn trains the draft model"):
+            edgespec.load("demo", "none", context=256, learn=True)
+
+    def test_learn_with_a_low_bit_target(self) -> None:
+        pytest.importorskip("mlx.core")
+        with edgespec.load(
+            "demo-mlx-draft", "demo-mlx-draft", context=256, learn=True, method="lowbit+model"
+        ) as runtime:
+            same_as_plain(runtime, ["model", "lowbit+model"], max_tokens=self.SHORT)
+
+    def test_learn_rejects_a_draft_with_another_vocabulary(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+        draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
+        with pytest.raises(
+            OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
+        ):
+            edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
+        monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
+        with pytest.raises(
+            OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
+        ):
+            edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
+
+    def test_learn_rejects_a_draft_with_a_window(self) -> None:
+        pytest.importorskip("mlx.core")
+        with pytest.raises(OptionError, match="cannot be trained: it reads only the end.*--draft-window 0"):
+            edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=512, learn=True, draft_window=24)
+
+    def test_learn_rejects_a_recurrent_draft(self, tmp_path: Path) -> None:
+        checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+        model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
+        with pytest.raises(OptionError, match="cannot be trained: it has a recurrent state"):
+            edgespec.load(model, model, context=256, learn=True)
+
+    def test_learn_with_an_mlx_draft(self) -> None:
+        pytest.importorskip("mlx.core")
+        with edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=256, learn=True) as runtime:
+            same_as_plain(runtime, ["model", "model+ngram"], max_tokens=self.SHORT)
+
+
+class TestTexts:
+    def test_suffix_drafts_from_a_corpus(self, tmp_path: Path) -> None:
+        with edgespec.load("demo", "none", context=512) as runtime:
+            said = runtime.generate(PROMPT, temperature=0.0, max_tokens=60)
+            (without,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
+        (tmp_path / "notes.txt").write_text(said.text, encoding="utf-8")
+        with edgespec.load("demo", "none", context=512, corpus=str(tmp_path)) as runtime:
+            (found,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
+        assert found.stats.target_passes < without.stats.target_passes
+        assert "tokens of files" in found.method.note
+
+    def test_a_missing_corpus_is_rejected(self, tmp_path: Path) -> None:
+        with pytest.raises(OptionError, match="missing"):
+            edgespec.load("demo", "none", corpus=str(tmp_path / "missing"))
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"draft_branches": "some"},
+            {"draft_window": -1},
+            {"draft_sinks": -1},
+            {"exit_layer": 0},
+            {"draft_confidence": 1.0},
+            {"methods": ("modle",)},
+            {"exit_layer": 2},
+            {"corpus": "README.md", "method": "model"},
+            {"learn": True, "method": "suffix"},
+        ],
+    )
+    def test_invalid_options_are_rejected(self, options: dict[str, Any]) -> None:
+        with pytest.raises(OptionError):
+            edgespec.load("demo", **options)
+
+    def test_draft_window(self) -> None:
+        with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
+            assert "reads only the first 2 and the last 24 tokens of a longer text" in runtime.target.notice
+            same_as_plain(runtime, ["model"], max_tokens=60)
+
+    @pytest.mark.parametrize("window", [24, None])
+    def test_the_draft_context_is_only_as_large_as_its_window(self, window: int | None) -> None:
+        """A KV cache for the whole context would not fit, so it must not be allocated at any time."""
+        options: dict[str, Any] = {"context": 16384, "draft_window": window}
+        with edgespec.load("demo", **options) as runtime:
+            assert runtime.draft is not None
+            assert runtime.plan is not None
+            needed = runtime.plan.total_bytes
+        with edgespec.load("demo", **options, memory=needed) as runtime:
+            assert "reads only the first 4 and the last" in runtime.target.notice
+            same_as_plain(runtime, ["model"])

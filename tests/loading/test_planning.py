@@ -1,0 +1,271 @@
+"""Models are loaded as planned: drafts, low-bit copies, draft windows, and options that the user named."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
+from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.loading.drafting_options import DraftingOptions
+from edgespec.loading.pairing import ModelPair, find_pair
+from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
+from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.memory import Budget
+from edgespec.model.base import LoadOptions
+from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.model_facts import Adapter
+from edgespec.store.catalogue import models_folder
+from edgespec.store.reference import resolve
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.store.conftest import own_home as own_home
+from tests.store.fake_stores import add_to_lmstudio
+
+_OPTIONS = LoadOptions(context_tokens=1024)
+
+
+def _planned(
+    budget_bytes: int,
+    drafting: DraftingOptions | None = None,
+    options: LoadOptions = _OPTIONS,
+    draft: str | None = "demo-draft",
+    fixed: PlanRequest | None = None,
+) -> LoadPlan:
+    drafting = drafting or DraftingOptions.of()
+    pair: ModelPair = find_pair("demo", draft, drafting, None)
+    return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), fixed)
+
+
+def _roles(planned: LoadPlan) -> set[str]:
+    return {item.role for item in planned.plan.items}
+
+
+def _total(**how: object) -> int:
+    return _planned(1 << 40, **how).plan.total_bytes  # type: ignore[arg-type]
+
+
+def test_the_draft_is_dropped_before_the_chat_fails() -> None:
+    alone = _total(draft=None)
+    planned = _planned(alone, fixed=PlanRequest(frozenset({"context", "kv_type"})))
+    assert planned.plan.fits
+    assert planned.pair.draft is None
+    assert "does not fit in memory" in planned.pair.why_no_draft
+    assert "no draft model" in planned.notice
+
+
+def test_a_draft_that_the_user_named_is_not_dropped() -> None:
+    fixed = PlanRequest(frozenset({"context", "kv_type", "draft"}))
+    planned = _planned(_total(draft=None), fixed=fixed)
+    assert not planned.plan.fits
+    with pytest.raises(MemoryBudgetError, match=r"tokens needs .*use --draft none"):
+        check_fits(planned)
+    with pytest.raises(MemoryBudgetError, match="512 tokens, the smallest that edgespec chooses, needs"):
+        check_fits(_planned(2**20))
+    by_method = _planned(
+        _total(draft=None), DraftingOptions.of(method="model"), fixed=PlanRequest(frozenset({"kv_type"}))
+    )
+    assert by_method.pair.draft is not None
+
+
+def test_a_draft_window_is_chosen_where_it_saves_enough_memory() -> None:
+    options = replace(_OPTIONS, context_tokens=1 << 16)
+    whole = DraftingOptions.of(method="auto", draft_window=0)
+    windowed = DraftingOptions.of(method="auto", draft_window=1024)
+    assert _total(drafting=whole, options=options) > _total(drafting=windowed, options=options)
+    assert _total(options=options) < _total(drafting=whole, options=options)  # it was trained for 1,024
+
+
+class TestCopies:
+    @pytest.fixture
+    def copied(self) -> Iterator[None]:
+        prepared = prepare_lowbit(resolve("demo").path, "Q4_0")
+        yield
+        shutil.rmtree(prepared.folder)
+
+    @pytest.mark.usefixtures("copied")
+    def test_auto_uses_a_copy_that_fits(self) -> None:
+        assert "low-bit copy" in _roles(_planned(1 << 40, draft=None))
+        without = _total(draft=None) - sum(
+            item.bytes for item in _planned(1 << 40, draft=None).plan.items if item.role == "low-bit copy"
+        )
+        fixed = PlanRequest(frozenset({"context", "kv_type"}))
+        planned = _planned(without, draft=None, fixed=fixed)
+        assert planned.plan.fits
+        assert not planned.drafting.has_room_for_copy
+        assert "low-bit copy" not in _roles(planned)
+        named = _planned(without, DraftingOptions.of(method="lowbit"), draft=None, fixed=fixed)
+        assert not named.plan.fits
+
+    @pytest.mark.usefixtures("copied")
+    def test_a_copy_does_not_replace_a_dropped_draft(self) -> None:
+        fixed = PlanRequest(frozenset({"context", "kv_type"}))
+        planned = _planned(_total(draft=None, drafting=DraftingOptions.of(method="none")), fixed=fixed)
+        assert planned.plan.fits
+        assert planned.pair.draft is None
+        assert not planned.drafting.has_room_for_copy
+
+    @pytest.mark.usefixtures("copied")
+    def test_a_copy_is_estimated_without_the_adapter(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        adapter = Adapter(str(tmp_path / "a.gguf"))
+        Path(adapter.path).touch()
+        estimate = GgufMemoryEstimator.estimate
+        adapters: dict[str, tuple[Adapter, ...]] = {}
+
+        def recorded(self: GgufMemoryEstimator, options: LoadOptions) -> MemoryEstimate:
+            adapters[self.name] = options.adapters
+            return estimate(self, options)
+
+        monkeypatch.setattr(GgufMemoryEstimator, "estimate", recorded)
+        _planned(1 << 40, draft=None, options=replace(_OPTIONS, adapters=(adapter,)))
+        assert adapters == {"demo": (adapter,), "demo at low bits": ()}
+
+
+def test_the_draft_kv_cache_is_quantised_first() -> None:
+    options = {"context": 4096, "draft_window": 0, "threads": 1, "prefix_cache": "none", "method": "model"}
+    prompt = {"prompt": "How do I list files?", "max_tokens": 16, "seed": 3}
+    replies, bytes_ = [], []
+    memory = None
+    for _ in range(2):
+        with edgespec.load("demo", "auto", **options, memory=memory) as runtime:  # type: ignore[arg-type]
+            assert runtime.draft is not None
+            assert runtime.plan is not None
+            reply = runtime.generate(**prompt)  # type: ignore[arg-type]
+            assert reply.stats.drafted_tokens > 0
+            replies.append(reply.tokens)
+            bytes_.append((runtime.target.kv_bytes, runtime.draft.kv_bytes))
+            memory = runtime.plan.total_bytes - 2**18
+            last = runtime.plan
+    assert replies[0] == replies[1]
+    (decision,) = last.decisions
+    assert decision.what == "a draft KV cache of type q8_0"
+    assert decision.why == "drafts are verified, so replies stay the same"
+    assert decision.bytes >= 2**18
+    assert last.fits
+    assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow
+    assert bytes_[1][1] < 2 * bytes_[0][1]
+
+
+class TestInstalledModels:
+    """LM Studio has the demo's models with fewer bits installed, and the hub cannot be reached."""
+
+    @pytest.fixture(autouse=True)
+    def shelf(self, own_home: Path, tmp_path: Path) -> None:
+        folder = own_home / ".lmstudio" / "models" / "maker"
+        for name, files in (("Large", "target"), ("Small", "draft")):
+            path = models_folder() / f"demo-{files}-q8_0.gguf"
+            copy = tmp_path / f"{name}.gguf"
+            quantise(path, copy, "Q4_0")
+            add_to_lmstudio(folder, f"{name}-GGUF/{name}-Q4_0.gguf", copy)
+
+    def test_an_installed_draft_with_fewer_bits_replaces_one_that_does_not_fit(self) -> None:
+        fixed = PlanRequest(frozenset({"context", "kv_type", "draft_window"}))
+        total = _total(fixed=fixed)
+        assert _planned(total, fixed=fixed).plan.decisions == ()
+        planned = _planned(total - 1, fixed=fixed)
+        assert planned.plan.fits
+        assert planned.pair.draft is not None
+        assert planned.pair.draft.path.name == "Small-Q4_0.gguf"
+        (decision,) = planned.plan.decisions
+        assert decision.what == "maker/Small-GGUF as the draft model"
+        assert "same model at a lower bit width" in decision.why
+        assert decision.bytes > 2**18
+        named = _planned(total - 1, fixed=PlanRequest(fixed.fixed | {"draft"}))
+        assert not named.plan.fits
+        memory, found = None, []
+        for _ in range(2):
+            how = {"context": 1024, "kv_type": "f16", "threads": 1, "method": "model", "prefix_cache": "none"}
+            with edgespec.load("demo", "auto", **how, memory=memory) as runtime:  # type: ignore[arg-type]
+                assert runtime.draft is not None
+                assert runtime.plan is not None
+                reply = runtime.generate("How do I list files?", max_tokens=16, seed=3)
+                found.append((runtime.draft.name, reply.tokens))
+                memory = runtime.plan.total_bytes - 1
+        assert [name for name, _ in found] == ["demo-draft", "maker/Small-GGUF"]
+        assert found[0][1] == found[1][1]
+
+    def test_the_error_suggests_installed_models_first(self) -> None:
+        target = resolve("maker/Large-GGUF", allow_download=False)
+        fixed = PlanRequest(frozenset({"kv_type", "draft_window"}))
+        quarter = LoadOptions(context_tokens=512)
+        smaller = plan_pair(
+            ModelPair(target, None, ""), DraftingOptions.of(), quarter, Budget(1 << 40, "here"), fixed
+        )
+        planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
+        assert not planned.plan.fits
+        with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*which fits and is on this"):
+            check_fits(planned)
+        other = _planned(smaller.plan.total_bytes - 1, options=quarter, draft=None, fixed=fixed)
+        assert "choose maker/Small-GGUF (" in other.advice
+        none = _planned(2**20, options=quarter, draft=None, fixed=fixed)
+        assert "on this machine" not in none.advice
+
+
+def test_loading_follows_the_plan() -> None:
+    with edgespec.load("demo", "none", context=4096, kv_type="q8_0", threads=1) as runtime:
+        assert runtime.plan is not None
+        assert runtime.plan.kv_type == "q8_0"
+        kept = runtime.memory().prefix_cache.memory_limit_bytes
+        assert 0 < kept == runtime.plan.prefix_cache_bytes
+        total = runtime.plan.total_bytes
+    with edgespec.load("demo", "none", context=4096, memory=total - 1, threads=1) as runtime:
+        assert runtime.plan is not None
+        assert "a KV cache of type q4_0" in runtime.target.notice
+        assert runtime.memory().plan is runtime.plan
+        assert runtime.memory().prefix_cache.memory_limit_bytes == runtime.plan.prefix_cache_bytes
+        assert runtime.plan.total_bytes <= total - 1
+    with pytest.raises(MemoryBudgetError, match="use --context 3840 or less"):
+        edgespec.load("demo", "none", context=4096, kv_type="q8_0", memory=total - 1, threads=1)
+
+
+def test_an_unknown_preference_is_rejected() -> None:
+    with pytest.raises(OptionError, match="prefer must be one of speed, context, not 'beauty'"):
+        edgespec.load("demo", prefer="beauty")
+
+
+def test_plan_in_the_python_api(tmp_path: Path) -> None:
+    preview = edgespec.plan("demo", memory="1GiB", context=2048)
+    assert preview.plan.fits
+    assert (preview.target, preview.draft) == ("demo", "demo-draft")
+    with pytest.raises(edgespec.EdgespecError):
+        edgespec.plan(str(tmp_path / "none.gguf"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address spaces are limited there")
+@pytest.mark.parametrize("memory", [None, "8GiB"])
+def test_plan_and_load_agree_under_an_address_limit(memory: str | None) -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (480 << 20, 480 << 20));"
+        "import edgespec; asked = {'draft': 'none', 'method': 'none', 'memory': %r};"
+        "budget = edgespec.%s.plan.budget; print(budget.bytes, budget.source)"
+    )
+    said = set()
+    for made in ("plan('demo', **asked)", "load('demo', **asked)"):
+        command = [sys.executable, "-c", program % (memory, made)]
+        said.add(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (budget,) = said
+    assert "ulimit -v" in budget
+
+
+def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> None:
+    pytest.importorskip("mlx.core")
+    path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")
+    options: dict[str, Any] = {"draft": "none", "method": "none", "context": 512}
+    with edgespec.load(str(path), **options) as runtime:
+        assert runtime.plan is not None
+        needed = runtime.plan.total_bytes
+        widened = runtime.target.weight_bytes
+    with edgespec.load(str(path), **options, memory=needed - 1) as runtime:
+        assert runtime.plan is not None
+        assert [each.what for each in runtime.plan.decisions] == ["16-bit weights, not converted to float32"]
+        assert runtime.target.weight_bytes < 0.6 * widened

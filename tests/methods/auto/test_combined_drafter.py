@@ -1,0 +1,248 @@
+"""Several drafters at once: the same tokens, exact laws, and hardly ever slower than the better of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.loop import decode
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.base import Drafter
+from edgespec.methods.costs.curve import CostFunction, assumed_cost
+from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.ngram.drafter import NgramDrafter
+from tests.cases import covering, first
+from tests.engine.exact import ExactModel, Path, assert_law, random_table
+from tests.engine.test_acceptance_exact import ROOT, RULES, FixedGuess, Rule, one_round, proposal
+from tests.tables import VOCAB, Saying, near, table, with_drafter
+
+WORDS = 50
+
+
+class Simulation:
+    """A target that generates a given text with passes of v(width) seconds, and drafters of parts of it."""
+
+    def __init__(self, text: list[int], curve: CostFunction) -> None:
+        self.text = text
+        self.curve = curve
+        self.seconds = 0.0
+        self._length = 0
+
+    free_tokens = 1 << 20
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def verify(self, tree: TokenTree) -> HostLogits:
+        self.seconds += self.curve(tree.width)
+        rows = np.zeros((tree.width, WORDS), np.float32)
+        for node, depth in enumerate(tree.depths):
+            rows[node, self.text[(self._length + depth + 1) % len(self.text)]] = 1.0
+        return HostLogits(rows)
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        self._length += 1 + len(path)
+
+    def drafter(self, right: list[bool], cost: float = 0.0) -> Saying:
+        """Return a drafter that is right where `right` is true; a `cost` of 0 seconds a level is a lookup."""
+
+        def say(tokens: list[int], draft_length: int) -> list[int]:
+            self.seconds += cost * draft_length
+            places = range(len(tokens), len(tokens) + draft_length)
+            known = [at % len(self.text) for at in places]
+            return [self.text[at] if right[at] else (self.text[at] + 1) % WORDS for at in known]
+
+        drafter = Saying(say)
+        drafter.is_lookup = cost == 0.0
+        return drafter
+
+    def run(self, drafter: Drafter, draft_length: int, max_tokens: int) -> float:
+        """Return the duration of the text."""
+        started, self._length = self.seconds, 0
+        drafter.begin(self.text[:1])
+        sampler = Sampler(SamplingParams(temperature=0.0), 0, self.text[:1])
+        steps = decode(
+            self,
+            drafter,
+            Invariant(),
+            sampler,
+            self.text[0],
+            vocab_size=WORDS,
+            draft_length=draft_length,
+            max_tokens=max_tokens,
+            is_stop=lambda token: False,
+            is_cancelled=lambda: False,
+            stats=Stats(),
+        )
+        emitted = [token for step in steps for token in step.tokens]
+        assert emitted == self.text[1 : max_tokens + 1]
+        return self.seconds - started
+
+
+def mixed(random: np.random.Generator, rates: list[float], length: int) -> list[bool]:
+    """Return stretches of text with a drafter's acceptance rate in each."""
+    return [bool(random.random() < rates[at * len(rates) // length]) for at in range(length)]
+
+
+LENGTH = 400
+TEXTS = {
+    "a copy": ([0.98], [0.8]),
+    "a copy the model knows better": ([0.85], [0.97]),
+    "nothing to look up": ([0.02], [0.75]),
+    "nothing the model knows": ([0.7], [0.05]),
+    "by turns": ([0.97, 0.05, 0.97, 0.05], [0.7, 0.7, 0.7, 0.7]),
+    "both half": ([0.5], [0.6]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "costs"),
+    covering(list(TEXTS), (PassLimits(), PassLimits(max_branches=1)), ((0.05, 0.15), (0.3, 0.05))),
+)
+def test_combination_is_about_as_fast_as_the_better_drafter(
+    kind: str, limits: PassLimits, costs: tuple[float, float]
+) -> None:
+    """Within 3 % after one reply, for any text and any cost of drafts and rows."""
+    cost, rise = costs
+    ratios = []
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        text = random.integers(0, WORDS, LENGTH + 20).tolist()
+        looked_up, known = (mixed(random, rates, len(text)) for rates in TEXTS[kind])
+        simulation = Simulation(text, lambda rows: 1.0 + rise * (rows - 1))
+        lookup, model = simulation.drafter(looked_up), simulation.drafter(known, cost)
+        both = CombinedDrafter([model, lookup], limits=limits, v=simulation.curve, clock=simulation.clock)
+        better_half = min(simulation.run(drafter, 5, LENGTH) for drafter in (lookup, model))
+        simulation.run(both, 5, LENGTH)
+        ratios.append(simulation.run(both, 5, LENGTH) / better_half)
+    assert np.exp(np.mean(np.log(ratios))) < 1.03, ratios
+
+
+def test_model_is_not_asked_where_the_lookup_is_reliable() -> None:
+    text = list(range(WORDS)) * 8
+    simulation = Simulation(text, assumed_cost)
+    asked: list[int] = []
+
+    def model(tokens: list[int], draft_length: int) -> list[int]:
+        asked.append(len(tokens))
+        simulation.seconds += 0.3 * draft_length
+        return [text[at % len(text)] for at in range(len(tokens), len(tokens) + draft_length)]
+
+    lookup = simulation.drafter([at > 100 for at in range(len(text))])
+    both = CombinedDrafter([Saying(model), lookup], clock=simulation.clock)
+    simulation.run(both, 6, 390)
+    assert len([at for at in asked if at < 100]) > 10
+    # Sparse tries apart.
+    assert len([at for at in asked if at > 130]) <= 2
+
+
+def test_drafts_of_all_drafters_are_verified_in_one_pass() -> None:
+    """Where rows are cheap and both drafters are new."""
+    drafters = [Saying(lambda tokens, length: [1, 2]), lookup_of([1, 3])]
+    both = CombinedDrafter(drafters, v=lambda rows: 1.0 + 0.001 * rows)
+    both.begin([0])
+    tree = both.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 2)
+    assert tree.tokens == (0, 1, 2, 3)
+    assert tree.parents == (-1, 0, 1, 1)
+
+
+def test_a_model_that_drafted_nothing_is_asked_again_for_a_longer_draft() -> None:
+    """A new model may find that one token does not pay, but three do."""
+    model = Saying(lambda tokens, length: [1, 2, 3] if length >= 3 else [])
+    model.is_lookup, model.chooses_length = False, True
+    alone = CombinedDrafter([model])
+    alone.begin([0])
+
+    def drafted(length: int) -> int:
+        return alone.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), length).drafted
+
+    assert [drafted(1), drafted(1), drafted(3)] == [0, 0, 3]
+
+
+def lookup_of(guess: list[int]) -> Saying:
+    drafter = Saying(lambda tokens, length: guess[:length])
+    drafter.is_lookup = True
+    return drafter
+
+
+class TestSameTokens:
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    @pytest.mark.parametrize("tree", [True, False])
+    def test_combinations_emit_the_tokens_of_plain_decoding(self, temperature: float, tree: bool) -> None:
+        for seed in range(4):
+            target = table(seed, tree=tree)
+            limits = PassLimits(9, 3 if tree else 1)
+            growth = AdaptiveTreeGrowth(limits, lambda rows: 1.0 + 0.01 * rows)
+            drafters: list[Drafter] = [
+                ModelDrafter(near(target, seed, 0.3), VOCAB, branches=growth),
+                Saying(lambda tokens, length: [tokens[-1] % 7, 1, 2][:length]),
+                lookup_of([3, 4]),
+                NgramDrafter(),
+            ]
+            with with_drafter(target, CombinedDrafter(drafters, limits=limits)) as pair:
+                options: dict[str, Any] = {"seed": seed, "max_tokens": 60, "temperature": temperature}
+                plain = pair.generate("abcab", method="none", **options)
+                reply = pair.generate("abcab", method="ngram", draft_length=5, **options)
+                assert reply.tokens == plain.tokens
+                assert reply.stats.drafted_tokens > 0
+
+
+class Lookup(FixedGuess):
+    """A lookup, whose tokens are optional."""
+
+    is_lookup = True
+
+
+class TestExactDistributions:
+    """Whether a draft is asked for or pruned must not depend on the tokens that were drawn."""
+
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
+    @pytest.mark.parametrize("can_branch", [True, False])
+    @pytest.mark.parametrize("seed", first(range(2)))
+    def test_a_growing_tree_and_a_lookup(self, rule: Rule, guess: Path, can_branch: bool, seed: int) -> None:
+        target, law = random_table(seed, 3), random_table(seed + 100, 3)
+
+        def both() -> CombinedDrafter:
+            model: Any = ExactModel(law, 3)
+            limits = PassLimits(5, 3 if can_branch else 1)
+            growth = AdaptiveTreeGrowth(limits, lambda rows: 1.0 + 0.02 * (rows - 1), 2, lambda: 0.0)
+            drafters = [ModelDrafter(model, 3, branches=growth), Lookup(guess)]
+            return CombinedDrafter(drafters, limits=limits, clock=lambda: 0.0)
+
+        assert_law(one_round(rule, target, proposal(both, 2)), target, ROOT, 3)
+
+    @pytest.mark.parametrize("right", [True, False])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_with_statistics_about_the_lookup(self, right: bool, seed: int) -> None:
+        target, law = random_table(seed, 3), random_table(seed + 100, 3)
+
+        def both() -> CombinedDrafter:
+            model: Any = ExactModel(law, 3)
+            drafters = [ModelDrafter(model, 3, branches=(2,)), Lookup((1, 2))]
+            combined = CombinedDrafter(drafters, v=lambda rows: 0.9 + 0.1 * rows, clock=lambda: 0.0)
+            for _ in range(30):
+                combined._stats[1].acceptance.record_outcome(
+                    TokenTree.chain(0, [1, 2]), (1, 2) if right else (0,)
+                )
+            return combined
+
+        shapes = set()
+
+        def propose(sampler: Any, acceptance: Any) -> TokenTree:
+            tree = proposal(both, 2)(sampler, acceptance)
+            shapes.add(tree.width)
+            return tree
+
+        assert_law(one_round(RULES[1].values[0], target, propose), target, ROOT, 3)  # type: ignore[arg-type]
+        assert (max(shapes) > 5) == right, "a lookup that is never right takes no rows"

@@ -1,0 +1,92 @@
+"""Reasons that are shown to the user."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.methods.auto.explanation import DraftingStatus
+
+# A large target in the middle of a reply, and nothing guessed yet.
+START = DraftingStatus(
+    name="model+suffix",
+    is_drafting=False,
+    is_faster=False,
+    tokens=20,
+    has_drafted=False,
+    asked_rounds=0,
+    unaffordable_rounds=0,
+    draft_cost_steps=1.5,
+    allowance_steps=2.4,
+    round_gain_steps=0.0,
+    target_step_seconds=0.05,
+)
+GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, round_gain_steps=-0.2)
+
+
+@pytest.mark.parametrize(
+    ("standing", "reason"),
+    [
+        (replace(GUESSED, is_faster=True), "drafting saves time here"),
+        (replace(GUESSED, is_faster=True, replies=3), "drafting saves time here (with 3 replies at once)"),
+        (GUESSED, "drafting is being tried and has not saved time so far"),
+        (
+            replace(GUESSED, is_drafting=False),
+            "drafting does not save time: the last drafts lost 20% of a token's time each",
+        ),
+        (
+            replace(GUESSED, is_drafting=False, is_faster=True, round_gain_steps=-1.3),
+            "drafting no longer saves time: the last drafts lost 1.3 tokens' time each",
+        ),
+        (replace(START, tokens=0), "measuring how long one token takes without drafting"),
+        (replace(START, tokens=1), "measuring how long one token takes without drafting"),
+        (
+            replace(START, round_gain_steps=-0.2),
+            "drafting has not saved time lately; model+suffix is retried occasionally",
+        ),
+        (
+            replace(START, asked_rounds=4),
+            "model+suffix found no draft likely to save time, in 4 tries",
+        ),
+        (
+            replace(START, asked_rounds=1),
+            "model+suffix found no draft likely to save time, in 1 try",
+        ),
+        (
+            replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
+            "a wrong draft could cost 3.2 tokens' time, but --max-loss allows only 2.4 tokens' time",
+        ),
+        (
+            replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
+            "drafting has lost all the time that it may lose in a reply (--max-loss sets how much)",
+        ),
+        (
+            replace(GUESSED, target_step_seconds=0.00061),
+            "this model is so fast that drafting would cost more time than it saves",
+        ),
+        (replace(GUESSED, target_step_seconds=0.00061, is_faster=True), "drafting saves time here"),
+    ],
+)
+def test_reason(standing: DraftingStatus, reason: str) -> None:
+    assert standing.reason == reason
+
+
+@given(
+    st.builds(
+        DraftingStatus,
+        name=st.just("suffix"),
+        tokens=st.integers(0, 100),
+        asked_rounds=st.integers(0, 20),
+        unaffordable_rounds=st.integers(0, 20),
+        draft_cost_steps=st.floats(0, 1e3),
+        allowance_steps=st.floats(-1e3, 1e3),
+        round_gain_steps=st.floats(-1e3, 1e3),
+        target_step_seconds=st.floats(1e-6, 10),
+    )
+)
+def test_reason_is_never_empty_and_fits_a_line(standing: DraftingStatus) -> None:
+    assert 0 < len(standing.reason) < 100
+    assert "\n" not in standing.reason

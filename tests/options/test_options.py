@@ -1,0 +1,184 @@
+"""The declarations of options: complete, with valid defaults, and the same everywhere they are used."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import SamplingParams
+from edgespec.errors import OptionError
+from edgespec.options.settings import (
+    LOAD_OPTIONS,
+    MODEL_OPTIONS,
+    REPLY_OPTIONS,
+    SETTINGS,
+    LoadArguments,
+    ReplyArguments,
+    check_load_arguments,
+    documentation,
+    options_table,
+    unread_options,
+)
+from edgespec.store.reference_parsing import PathReference, parse_reference
+
+ALL = {**MODEL_OPTIONS, **LOAD_OPTIONS, **REPLY_OPTIONS, **SETTINGS}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_declaration_is_complete(name: str) -> None:
+    option = ALL[name]
+    assert option.help.endswith(".")
+    assert not option.default_text.endswith(".")
+    if option.default is not None:
+        assert option.check(name, option.default) == option.default
+
+
+def test_every_argument_is_declared() -> None:
+    assert LoadArguments.__annotations__.keys() == LOAD_OPTIONS.keys()
+    assert ReplyArguments.__annotations__.keys() == REPLY_OPTIONS.keys()
+
+
+def test_every_load_option_is_read() -> None:
+    """An option that nothing reads would be accepted and silently do nothing."""
+    folder = Path(edgespec.__file__).parent
+    text = "".join(
+        path.read_text("utf-8") for path in folder.rglob("*.py") if folder / "cli" not in path.parents
+    )
+    unread = [name for name in LOAD_OPTIONS if f'["{name}"]' not in text]
+    assert not unread, f"nothing outside the command line reads the load options {unread}"
+
+
+def test_every_field_of_sampling_params_is_an_option() -> None:
+    missing = {*SamplingParams.names()} - REPLY_OPTIONS.keys()
+    assert not missing, f"declare {missing} in ReplyArguments (options/reply_options.py), with a help text"
+
+
+def test_sampling_arguments_have_the_types_of_sampling_params() -> None:
+    declared, used = get_type_hints(ReplyArguments), get_type_hints(SamplingParams)
+    assert {name: declared[name] for name in SamplingParams.names()} == {
+        name: used[name] for name in SamplingParams.names()
+    }
+
+
+@pytest.mark.parametrize("function", [edgespec.load, edgespec.plan])
+def test_load_and_plan_repeat_no_option(function: Any) -> None:
+    assert list(inspect.signature(function).parameters) == ["target", "draft", "progress", "options"]
+
+
+def test_defaults_are_filled_in() -> None:
+    arguments = check_load_arguments({"context": 512})
+    assert arguments["context"] == 512
+    assert {**arguments, "context": None} == {name: each.default for name, each in LOAD_OPTIONS.items()}
+
+
+@pytest.mark.parametrize("function", [edgespec.load, edgespec.plan])
+def test_an_unknown_option_names_the_nearest(function: Any) -> None:
+    with pytest.raises(OptionError, match="unknown option 'contxt'; did you mean 'context'"):
+        function(contxt=512)
+
+
+@pytest.mark.parametrize("method", ["swift", "swift+suffix"])
+def test_the_error_for_a_removed_method_names_its_replacements(method: str) -> None:
+    with pytest.raises(OptionError, match=r"method 'swift' was removed; use `layerskip` .* or `ngram`"):
+        check_load_arguments({"method": method})
+
+
+def test_one_number_of_branches_is_a_tree_of_depth_one() -> None:
+    assert check_load_arguments({"draft_branches": 3})["draft_branches"] == (3,)
+
+
+@pytest.mark.parametrize("value", [np.int64(5), np.uint8(5), np.int32(5)])
+def test_integers_of_numpy_are_integers(value: Any) -> None:
+    for name in ("max_tokens", "seed", "top_k", "draft_length"):
+        checked = REPLY_OPTIONS[name].check(name, value)
+        assert checked == 5
+        assert type(checked) is int
+    assert check_load_arguments({"context": np.int64(512)})["context"] == 512
+    assert check_load_arguments({"draft_branches": value})["draft_branches"] == (5,)
+    assert check_load_arguments({"memory": np.int64(8 << 30)})["memory"] == 8 << 30
+    biases = REPLY_OPTIONS["logit_bias"].check("logit_bias", {value: np.float32(0.5)})
+    assert json.dumps(biases) == '{"5": 0.5}'
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float16(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_numbers_of_numpy_are_numbers(value: Any) -> None:
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        checked = REPLY_OPTIONS[name].check(name, value)
+        assert checked == 0.5
+        assert isinstance(checked, float)
+    assert check_load_arguments({"max_loss": value})["max_loss"] == 0.5
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float64(5), np.array([5, 6]), "5", np.int64(-7)])
+def test_other_values_of_numpy_are_no_integers(value: Any) -> None:
+    for name in ("max_tokens", "seed", "top_k"):
+        with pytest.raises(OptionError, match=f"{name} must be"):
+            REPLY_OPTIONS[name].check(name, value)
+
+
+def test_a_model_can_be_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("target", "draft"):
+        check = MODEL_OPTIONS[name].check
+        assert check(name, tmp_path / "demo") == str(tmp_path / "demo")
+        assert isinstance(parse_reference(check(name, Path("demo"))), PathReference)
+        assert check(name, Path("demo-draft")) == "demo-draft"
+        with pytest.raises(OptionError, match="must be a string"):
+            check(name, b"demo")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"context": 0}, "context must be an integer from 256 to 16777216"),
+        ({"context": 10}, "context must be an integer from 256 to 16777216, not 10"),
+        ({"context": 999999999}, "context must be an integer from 256 to 16777216, not 999999999"),
+        ({"threads": 5000}, "threads must be an integer from 1 to 1024, not 5000"),
+        ({"memory": "lots"}, "memory must be a number of bytes, not 'lots'; use a size such as 8GiB"),
+        ({"prefer": "both"}, "prefer must be one of speed, context, not 'both'"),
+        ({"mmap": "no"}, "mmap must be True or False, not 'no'"),
+        ({"method": "modl"}, "did you mean 'model'"),
+        ({"methods": "suffix"}, "methods must be a list, not 'suffix'; "),
+        (
+            {"draft_branches": (9, 9)},
+            "draft_branches can create at most 64 branches, but \\(9, 9\\) would",
+        ),
+        ({"max_loss": 2}, "max_loss must be a fraction from 0 to 1, not 2; "),
+        (
+            {"method": "suffix", "draft_window": 9},
+            "draft_window has no effect with method suffix; remove it, or choose a method that uses it",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(OptionError, match=error):
+        check_load_arguments(options)
+
+
+def test_options_that_no_drafter_reads() -> None:
+    assert "corpus" not in unread_options(["suffix"])
+    assert "corpus" in unread_options(["model"])
+    assert unread_options(["auto", "layerskip"]) == []
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    """To write the page, run this test with WRITE_DOCS=1."""
+    page = Path(edgespec.__file__).parent.parent / "docs" / "options.md"
+    if os.environ.get("WRITE_DOCS"):
+        page.write_text(documentation(), encoding="utf-8", newline="\n")
+    assert page.read_text(encoding="utf-8") == documentation()
+
+
+def test_the_table_has_a_row_for_each_option() -> None:
+    rows = options_table(LOAD_OPTIONS).splitlines()
+    assert len(rows) == 2 + len(LOAD_OPTIONS)
+    assert rows[2].startswith("| `memory` | available memory minus --reserve | Total memory")

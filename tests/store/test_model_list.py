@@ -1,0 +1,103 @@
+"""Tests of the public functions that list, find and download models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import edgespec
+from edgespec.errors import DownloadError, OptionError
+from edgespec.loading import model_list
+from edgespec.methods.costs.curve import CostCurve
+from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
+from edgespec.store.catalogue import models_folder
+from tests.store.stand_in_hub import REPOSITORY, StandInHub
+
+GIB = 1 << 30
+
+
+def by_name(models: list[edgespec.AvailableModel]) -> dict[str, edgespec.AvailableModel]:
+    return {model.reference: model for model in models}
+
+
+def test_models_on_this_machine_come_before_those_of_the_catalogue() -> None:
+    models = edgespec.list_models(memory="12GiB")
+    places = [model.is_installed for model in models]
+    assert places == sorted(places, reverse=True)
+    for is_installed in (True, False):
+        sizes = [model.size_bytes for model in models if model.is_installed == is_installed]
+        assert sizes == sorted(sizes)
+    named = by_name(models)
+    assert named["demo"].place == "embedded"
+    assert (named["demo"].draft, named["demo"].download_bytes) == ("demo-draft", 0)
+    assert "demo-draft" not in named
+    assert named["8b-q4"].draft == "1b-q4"
+    assert named["8b-q4"].download_bytes == named["8b-q4"].size_bytes + named["1b-q4"].size_bytes
+    assert (named["8b-q4"].fits, named["70b-q4"].fits) == (True, False)
+    assert by_name(edgespec.list_models(memory="5GiB"))["8b-q4"].fits is False
+    with pytest.raises(OptionError, match="memory"):
+        edgespec.list_models(memory="lots")
+
+
+def test_a_downloaded_model_is_listed_once_with_its_own_size(hub: StandInHub) -> None:
+    hub.files = {"tiny-Q8_0.gguf": (models_folder() / "demo-target-q8_0.gguf").read_bytes()}
+    path = edgespec.download_model(f"hf:{REPOSITORY}")
+    (found,) = [model for model in edgespec.list_models() if model.reference.startswith(REPOSITORY)]
+    assert (found.place, found.size_bytes) == ("hub", path.stat().st_size)
+    assert found.draft == ""  # `--draft auto` chooses none
+
+
+def test_speeds_are_expected_once_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(model.speed is None for model in edgespec.list_models())
+    per_byte = CostCurve((1, 2, 4, 8), (1e-10, 1.1e-10, 1.2e-10, 1.4e-10))
+    machine = MachineSpeed({"Q4_K": TypeSpeed(per_byte, 1e-11)}, 1e-5)
+    monkeypatch.setattr(
+        model_list, "saved_machine_speed", lambda form: machine if form.name == "gguf" else None
+    )
+    named = by_name(edgespec.list_models())
+    small, large = named["1b-q4"].speed, named["8b-q4"].speed
+    assert small is not None
+    assert large is not None
+    assert small.tokens_per_second > 4 * large.tokens_per_second
+    assert large.speedup > 1.0
+
+
+def test_models_are_found_on_the_hub(hub: StandInHub) -> None:
+    hub.found = [
+        {
+            "id": "someone/Big-GGUF",
+            "gguf": {"total": 70_000_000_000, "architecture": "llama"},
+            "gated": "auto",
+        },
+        {"id": "bartowski/Llama-3.2-1B-Instruct-GGUF", "gguf": {"total": 1_235_814_432}},
+        {"id": "someone/unknown-GGUF"},
+        {"id": "someone/other"},
+    ]
+    big, known, unknown = edgespec.search_models("gguf", memory="8GiB")
+    assert (big.reference, big.place, big.fits) == ("hf:someone/Big-GGUF", "search", False)
+    assert 35 * 1e9 < big.size_bytes < 50 * 1e9
+    assert "licence must be accepted" in big.notice
+    assert (known.reference, known.fits) == ("1b-q4", True)
+    assert (unknown.size_bytes, unknown.fits) == (0, True)
+    assert edgespec.search_models("nothing like it") == []
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_search_without_a_network_fails_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    expected = "offline mode is on" if is_offline else "cannot be reached"
+    with pytest.raises(DownloadError, match=expected) as caught:
+        edgespec.search_models("qwen")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_download_can_be_cancelled_and_resumed(hub: StandInHub, cache: Path) -> None:
+    with pytest.raises(edgespec.EdgespecError, match="was cancelled at"):
+        edgespec.download_model(f"hf:{REPOSITORY}", lambda _, fraction: fraction < 0.5)
+    kept = next(cache.rglob("*.edgespec")).stat().st_size
+    assert edgespec.download_model(f"hf:{REPOSITORY}").read_bytes() == hub.files["tiny-Q4_K_M.gguf"]
+    assert hub.ranges == [f"bytes={kept}-"]

@@ -1,0 +1,66 @@
+"""Checks of option values."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.errors import OptionError
+from edgespec.options.settings import REPLY_OPTIONS
+from edgespec.system.checks import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        (1234, 1234),
+        ("1234", 1234),
+        ("8GiB", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("8g", 8 * 10**9),
+        ("8 gib", 8 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("800M", 800 * 10**6),
+        ("800MiB", 800 * 2**20),
+        ("64K", 64_000),
+        ("2TiB", 2 * 2**40),
+        (" 10 B ", 10),
+    ],
+)
+def test_parse_size(text: str | int, size: int) -> None:
+    assert parse_size("memory", text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "lots",
+        "-1",
+        "-1GB",
+        "8XB",
+        "GiB",
+        "8iB",
+        "1,5GB",
+        "1e9",
+        "8 G B",
+        "nan",
+        "٣GiB",
+        "9" * 400,
+        10**400,
+        8,
+        "8",
+        " 1023 ",
+        "0.5",
+    ],
+)
+def test_invalid_sizes_are_refused(text: str | int) -> None:
+    with pytest.raises(OptionError, match="^memory "):
+        parse_size("memory", text)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_integers_larger_than_any_float_are_refused(number: int) -> None:
+    for name, value in (("temperature", number), ("adapter_scales", {"style": number})):
+        with pytest.raises(OptionError, match="must be a number from"):
+            REPLY_OPTIONS[name].check(name, value)
