@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar
 
 from edgespec.api.embedding import Embedding
+from edgespec.api.requests import Prompt, Replies, ReplyRequest
 from edgespec.api.runtime import Runtime
 from edgespec.api.stream import ReplyStream
-from edgespec.chat.message import Message, as_messages
-from edgespec.chat.prompt import ContextFull, check_context_full
-from edgespec.chat.tool_calls.tool_set import ToolChoice, as_tool_set
 from edgespec.decode.reply import Reply, TextChunk
 from edgespec.decode.request import StreamArguments
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
@@ -28,12 +27,13 @@ __all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
 _Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings")
 
 
-class RequestQueue:
+class RequestQueue(Replies["QueuedReply"]):
     """Runs requests on one runtime in the order they arrive, up to `Runtime.parallel` at a time.
 
     Replies are generated in the queue's own threads, so a caller that reads its reply slowly does not delay
     the others. All methods can be called from any thread. Closing the queue does not close the runtime. Call
-    `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in one of the queue's
+    `cancel` on a reply that nobody will read. Invalid options, messages and tools raise OptionError at once.
+    Other errors are raised by the queued reply. The `on_end` callback of a reply runs in one of the queue's
     threads and must not wait for another queued reply.
 
     Args:
@@ -61,76 +61,16 @@ class RequestQueue:
         """Number of requests that have not started yet."""
         return len(self._waiting)
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        system: str | None = None,
-        raw: bool = False,
-        on_end: Callable[[Reply | None], None] | None = None,
-        **options: Unpack[StreamArguments],
-    ) -> QueuedReply:
-        """Queue a request for a reply to a prompt. See `Runtime.stream` for the arguments.
+    def _request(
+        self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
+    ) -> ReplyRequest:
+        """Check a request. Constraints are compiled now, because the request may wait for a long time."""
+        request = self._runtime._request(prompt, options, on_end)
+        self._runtime.check_request(request)
+        return request
 
-        Raises:
-            BusyError: Too many requests are waiting.
-            ClosedError: The queue was closed.
-            OptionError: An option is unknown, or its value is invalid.
-        """
-        self._runtime.check_options(**options)
-
-        def start() -> ReplyStream:
-            return self._runtime.stream(prompt, system=system, raw=raw, on_end=on_end, **options)
-
-        return self._submit(QueuedReply(start, self._remove))
-
-    def stream_tokens(
-        self,
-        tokens: Sequence[int],
-        *,
-        on_end: Callable[[Reply | None], None] | None = None,
-        **options: Unpack[StreamArguments],
-    ) -> QueuedReply:
-        """Queue a request for a reply to a prompt given as token ids. Raises the same errors as `stream`."""
-        self._runtime.check_options(**options)
-
-        def start() -> ReplyStream:
-            return self._runtime.stream_tokens(tokens, on_end=on_end, **options)
-
-        return self._submit(QueuedReply(start, self._remove))
-
-    def stream_messages(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice = "auto",
-        reply_start: str = "",
-        context_full: ContextFull = "slide",
-        on_end: Callable[[Reply | None], None] | None = None,
-        **options: Unpack[StreamArguments],
-    ) -> QueuedReply:
-        """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
-
-        Invalid messages and tools raise OptionError immediately. Other errors are the same as for `stream`.
-        """
-        self._runtime.check_options(**options)
-        check_context_full(context_full)
-        checked = as_messages(messages)
-        as_tool_set(tools, tool_choice)
-
-        def start() -> ReplyStream:
-            return self._runtime.stream_messages(
-                checked,
-                tools=tools,
-                tool_choice=tool_choice,
-                reply_start=reply_start,
-                context_full=context_full,
-                on_end=on_end,
-                **options,
-            )
-
-        return self._submit(QueuedReply(start, self._remove))
+    def _submit(self, request: ReplyRequest) -> QueuedReply:
+        return self._enqueue(QueuedReply(partial(self._runtime._submit, request), self._remove))
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> QueuedEmbeddings:
         """Queue a request to embed texts. See `Runtime.embed` for the arguments.
@@ -143,9 +83,9 @@ class RequestQueue:
         def work(progress: Progress) -> list[Embedding]:
             return self._runtime.embed(texts, truncate=truncate, progress=progress)
 
-        return self._submit(QueuedEmbeddings(work, self._remove))
+        return self._enqueue(QueuedEmbeddings(work, self._remove))
 
-    def _submit(self, queued: _Queued) -> _Queued:
+    def _enqueue(self, queued: _Queued) -> _Queued:
         # A forked child process has a copy of the queue, but not its threads.
         check_process(self._process_id)
         with self._changed:

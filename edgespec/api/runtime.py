@@ -13,8 +13,9 @@ from typing import Any, NoReturn, Unpack
 
 from edgespec.api.conversation import Chat
 from edgespec.api.embedding import Embedding, tokenize_texts
+from edgespec.api.requests import MessagesPrompt, Prompt, Replies, ReplyRequest, TextPrompt, TokensPrompt
 from edgespec.api.stream import ReplyStream
-from edgespec.chat.message import Message, as_message, as_messages
+from edgespec.chat.message import Message, as_message
 from edgespec.chat.message_prompts import MessagePrompts
 from edgespec.chat.prompt import ContextFull, build_single_prompt, check_context_full
 from edgespec.chat.reasoning import opening_marker
@@ -24,12 +25,18 @@ from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.grammar import AnswerRule, arguments_grammar
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
-from edgespec.constraints import Constraint, ConstraintCompiler, constraint_from
+from edgespec.constraints import Constraint, ConstraintCompiler
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.decode.reply import MethodReport, Reply, exactness_for
-from edgespec.decode.request import StreamArguments, build_request, check_options, defaults_for
+from edgespec.decode.request import (
+    ReplySettings,
+    Request,
+    StreamArguments,
+    checked_prompt,
+    defaults_for,
+)
 from edgespec.decode.session import Session, SessionModels, SessionPool
-from edgespec.engine.processors import LogitsProcessor, MinTokens
+from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
@@ -41,21 +48,18 @@ from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
 from edgespec.model.mapped_files import MappedFiles
 from edgespec.model.model_facts import Exactness, ModelFacts
-from edgespec.options.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS
+from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.acceptance_history import AcceptanceRecorder
 
 __all__ = ["Runtime"]
-
-_NO_TOOLS = ToolSet()
-
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"method": "auto", "draft_length": None, "acceptance": "invariant"}
 )
 
 
-class Runtime:
+class Runtime(Replies[ReplyStream]):
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
     A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting more raises
@@ -183,25 +187,18 @@ class Runtime:
         """Names of the available drafters. A method can combine several of them, such as `model+suffix`."""
         return self._session.drafters.names
 
-    def check_options(
-        self,
-        *,
-        progress: Progress | None = None,  # noqa: ARG002
-        processors: Sequence[LogitsProcessor] = (),  # noqa: ARG002
-        prompt_logprobs: int | None = None,
-        **options: Unpack[ReplyArguments],
-    ) -> None:
+    def check_options(self, **options: Unpack[StreamArguments]) -> None:
         """Check the options of a reply without starting it. See `stream_tokens` for the arguments.
 
         Raises:
             OptionError: An option is unknown, or its value is invalid.
         """
-        self._sessions.check_process()
-        facts = self._session.target.facts
-        _, values = check_options(facts, self._with_defaults(options), prompt_logprobs)
-        self._session.drafters.check(values["method"], limited=values["max_loss"] is not None)
-        if values["constraint"]:
-            self._constraints.check(values["constraint"])
+        self.check_request(self._request(TokensPrompt((), ""), options))
+
+    def check_request(self, request: ReplyRequest) -> None:
+        """Compile the constraint of a reply. Raises OptionError if it is invalid or no text satisfies it."""
+        if request.settings.constraint:
+            self._constraints.check(request.settings.constraint)
 
     def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
@@ -247,150 +244,87 @@ class Runtime:
         adapts = drafter.chooses_length if drafter else None
         return defaults_for(values, adapts, self.context_tokens)
 
-    def generate(
-        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[StreamArguments]
-    ) -> Reply:
-        """Generate the reply to one prompt.
-
-        Args:
-            prompt: The user's message, formatted with the chat template unless `raw` is set or the model has
-                none.
-            system: Instructions for the model.
-            raw: Whether to continue the prompt verbatim, without the chat template.
-            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
-                `stream_tokens`.
-
-        Raises:
-            BusyError: Another reply is running.
-            ContextFullError: The prompt is longer than the context.
-            OptionError: An option is unknown or its value is invalid.
-            TemplateError: The chat template is broken, or there is a system prompt but no chat template.
-        """
-        return self.stream(prompt, system=system, raw=raw, **options).wait()
-
-    def stream(
-        self,
-        prompt: str,
-        *,
-        system: str | None = None,
-        raw: bool = False,
-        on_end: Callable[[Reply | None], None] | None = None,
-        **options: Unpack[StreamArguments],
-    ) -> ReplyStream:
-        """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
+    def _request(
+        self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
+    ) -> ReplyRequest:
         self._sessions.check_process()
+        values: dict[str, Any] = {**options}
+        progress, processors = values.pop("progress", None), values.pop("processors", ())
+        prompt_logprobs = values.pop("prompt_logprobs", None)
+        facts = self._session.target.facts
+        settings = ReplySettings.of(
+            self._with_defaults(values), facts, self.context_tokens, prompt_logprobs=prompt_logprobs
+        )
+        self._session.drafters.check(settings.method, limited=settings.max_loss is not None)
+        return ReplyRequest(prompt, settings, progress, tuple(processors), on_end)
+
+    def _submit(self, request: ReplyRequest) -> ReplyStream:
+        match request.prompt:
+            case TextPrompt() as prompt:
+                return self._stream_text(request, prompt)
+            case MessagesPrompt() as prompt:
+                return self._stream_messages(request, prompt)
+            case TokensPrompt() as prompt:
+                return self._stream(request, prompt.tokens, prompt.reply_start, whole_text=True)
+
+    def _stream_text(self, request: ReplyRequest, prompt: TextPrompt) -> ReplyStream:
         built = build_single_prompt(
             self.vocabulary,
-            None if raw else self.template,
-            prompt,
-            system,
+            None if prompt.raw else self.template,
+            prompt.text,
+            prompt.system,
             self.context_tokens,
-            options.get("progress"),
-            _template_settings(options),
+            request.progress,
+            TemplateSettings(thinking=request.settings.thinking),
         )
-        return self._stream(built.tokens, opening_marker(built.text), on_end, None, whole_text=raw, **options)
+        return self._stream(request, built.tokens, opening_marker(built.text), whole_text=prompt.raw)
 
-    def reply(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice = "auto",
-        context_full: ContextFull = "slide",
-        **options: Unpack[StreamArguments],
-    ) -> Reply:
-        """Generate the reply to a list of messages. See `stream_messages` for the arguments."""
-        return self.stream_messages(
-            messages, tools=tools, tool_choice=tool_choice, context_full=context_full, **options
-        ).wait()
-
-    def stream_messages(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: ToolChoice = "auto",
-        reply_start: str = "",
-        context_full: ContextFull = "slide",
-        on_end: Callable[[Reply | None], None] | None = None,
-        **options: Unpack[StreamArguments],
-    ) -> ReplyStream:
-        """Stream the reply to a list of messages, which contains the whole conversation.
-
-        Reuses the KV cache of an earlier reply in the same conversation.
-
-        Args:
-            messages: `Message` objects, or dictionaries with `role` (`system`, `user`, `assistant` or `tool`)
-                and `content`. The last message must be from the user or a tool, unless all are from the
-                system.
-            tools: The tools that the model can call, as in OpenAI's API. If the chat template does not
-                mention tools, the system prompt describes them.
-            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` makes the reply
-                one call. `{"type": "function", "function": {"name": NAME}}` makes it a call to that tool.
-                The tools and the choice can also be in the formats of other APIs. With `auto` and a
-                constraint such as `schema`, the reply is either calls or an answer that satisfies it.
-            reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
-                stream yields only what the model writes after it. Text without a reasoning marker such as
-                `<think>` is part of the answer, so pass `stream.reply_start + reply.text` of an interrupted
-                reply. An incomplete character at the end is omitted.
-            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
-                turns, `refuse` raises ContextFullError.
-            on_end: Called once with the reply, or with None if it failed.
-            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
-                `stream_tokens`.
-
-        Raises:
-            ContextFullError: The conversation does not fit the context.
-            OptionError: A message or an option is invalid.
-            TemplateError: The model has no chat template, or the template rejects the messages.
-        """
-        self._sessions.check_process()
-        checked, tool_set = as_messages(messages), as_tool_set(tools, tool_choice)
+    def _stream_messages(self, request: ReplyRequest, prompt: MessagesPrompt) -> ReplyStream:
+        settings, tools, on_end = request.settings, prompt.tools, request.on_end
 
         def remember(reply: Reply | None) -> None:
             if reply and not self._session.closed:
-                self._prompts.remember(prompt, reply.tokens)
+                self._prompts.remember(built, reply.tokens)
             if on_end:
                 on_end(reply)
 
-        answer = self._answer_rule(tool_set, options)
-        with self._naming_the_tool(tool_set, answer):
-            prompt, syntax, grammar = self._prompts.build(
-                checked,
+        answer = self._answer_rule(tools, settings.constraint)
+        with self._naming_the_tool(tools, answer):
+            built, syntax, grammar = self._prompts.build(
+                prompt.messages,
                 self.context_tokens,
-                context_full,
-                tool_set,
-                _template_settings(options, tool_set),
-                reply_start,
-                options.get("progress"),
+                prompt.context_full,
+                tools,
+                TemplateSettings(tools.definitions, settings.thinking),
+                prompt.reply_start,
+                request.progress,
                 answer,
             )
             if grammar:
-                options = {**options, "schema": None, "regex": None, "choice": (), "grammar": grammar}
-            written = prompt.reply_start or opening_marker(prompt.text)
+                settings = replace(settings, constraint=Constraint("grammar", grammar))
             stream = self._stream(
-                prompt.tokens, written, remember, syntax, calls_tool=bool(grammar and not answer), **options
+                replace(request, settings=settings, on_end=remember),
+                built.tokens,
+                built.reply_start or opening_marker(built.text),
+                syntax,
+                calls_tool=bool(grammar and not answer),
             )
-        stream.dropped_messages = prompt.dropped_messages
+        stream.dropped_messages = built.dropped_messages
         return stream
 
-    def _answer_rule(self, tools: ToolSet, options: StreamArguments) -> AnswerRule | None:
+    def _answer_rule(self, tools: ToolSet, constraint: Constraint | None) -> AnswerRule | None:
         """Return the constraint on the answer of a reply that can also call tools, or None.
 
         Raises OptionError if the constraint is invalid, or if the reply must be a call and has no answer.
         """
-        if not tools.definitions:
+        if not tools.definitions or not constraint:
             return None
-        kinds = {name: REPLY_OPTIONS[name] for name in CONSTRAINT_NAMES}
-        constraint = constraint_from(
-            {name: kind.check(name, options.get(name, kind.default)) for name, kind in kinds.items()}
-        )
-        if constraint and tools.required:
+        if tools.required:
             raise OptionError(
                 f"{constraint.option} cannot be used together with a tool_choice that requires a call",
                 f"remove {constraint.option}, or use tool_choice auto or none",
             )
-        return self._constraints.answer_rule(constraint) if constraint else None
+        return self._constraints.answer_rule(constraint)
 
     @contextmanager
     def _naming_the_tool(self, tools: ToolSet, answer: AnswerRule | None) -> Iterator[None]:
@@ -435,7 +369,10 @@ class Runtime:
         """
         self._sessions.check_process()
         checked = [as_message(number, message) for number, message in enumerate(messages, 1)]
-        settings = _template_settings({"thinking": thinking}, as_tool_set(tools, tool_choice))
+        settings = TemplateSettings(
+            as_tool_set(tools, tool_choice).definitions,
+            REPLY_OPTIONS["thinking"].check("thinking", thinking),
+        )
         return self._prompts.count_tokens(checked, self.context_tokens, settings)
 
     def chat(
@@ -458,67 +395,22 @@ class Runtime:
         self._prompts.check_template()
         return Chat(self, system, messages, context_full)
 
-    def stream_tokens(
-        self,
-        tokens: Sequence[int],
-        *,
-        reply_start: str = "",
-        on_end: Callable[[Reply | None], None] | None = None,
-        progress: Progress | None = None,
-        processors: Sequence[LogitsProcessor] = (),
-        prompt_logprobs: int | None = None,
-        **options: Unpack[ReplyArguments],
-    ) -> ReplyStream:
-        """Stream the reply to a prompt given as token ids.
-
-        Args:
-            tokens: The prompt.
-            reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
-                determines whether the reply starts with reasoning. Stop strings apply to the whole text, as
-                with `raw`, unless the reply has a constraint.
-            on_end: Called once with the reply, or with None if it failed.
-            progress: Called during prefill. Returning False cancels the reply.
-            processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
-                applied before all others. Create new ones for every reply, because they are stateful.
-            prompt_logprobs: If set, `Reply.prompt_logprobs` holds the log-probability of each token of the
-                prompt, and of this many of the most likely tokens at its position. The whole prompt is then
-                processed, even if its start is cached. `max_tokens` can be 0 to generate nothing.
-            **options: See `edgespec.ReplyArguments`.
-
-        Raises:
-            ClosedError: The runtime was closed.
-            ContextFullError: The prompt is longer than the context.
-            OptionError: An option is unknown or its value is invalid.
-        """
-        return self._stream(
-            tokens,
-            reply_start,
-            on_end,
-            None,
-            progress,
-            processors,
-            prompt_logprobs,
-            whole_text=True,
-            **options,
-        )
-
     def _stream(
         self,
+        request: ReplyRequest,
         tokens: Sequence[int],
         reply_start: str,
-        on_end: Callable[[Reply | None], None] | None,
-        syntax: CallSyntax | None,
-        progress: Progress | None = None,
-        processors: Sequence[LogitsProcessor] = (),
-        prompt_logprobs: int | None = None,
+        syntax: CallSyntax | None = None,
         *,
         whole_text: bool = False,
         calls_tool: bool = False,
-        **options: Unpack[ReplyArguments],
     ) -> ReplyStream:
-        """Stream a reply. See `stream_tokens` for the other arguments.
+        """Stream the reply to a prompt.
 
         Args:
+            request: The request.
+            tokens: Its prompt.
+            reply_start: Text at the end of the prompt that belongs to the reply.
             syntax: The format in which the model writes tool calls. None without tools.
             whole_text: Whether stop strings apply to the whole text, not only to the answer.
             calls_tool: Whether the constraint is the grammar of tool calls.
@@ -528,24 +420,21 @@ class Runtime:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
-        values = self._with_defaults(options)
-        facts = self._session.target.facts
-        request = build_request(tokens, facts, self.context_tokens, values, processors, prompt_logprobs)
-        if request.min_tokens:
-            delay = MinTokens(self._end_tokens, request.min_tokens)
-            request = replace(request, processors=(*request.processors, delay))
-        self._session.drafters.check(request.method, limited=request.max_loss is not None)
+        settings, processors = request.settings, request.processors
+        prompt = checked_prompt(tokens, self._session.target.facts, self.context_tokens)
+        if settings.min_tokens:
+            processors = (*processors, MinTokens(self._end_tokens, settings.min_tokens))
         constraint = None
-        if request.constraint:
+        if settings.constraint:
             constraint = self._constraints.processor(
-                request.constraint, request.tokens, reply_start, text_may_precede=calls_tool
+                settings.constraint, prompt, reply_start, text_may_precede=calls_tool
             )
-            request = replace(request, processors=(constraint, *request.processors))
+            processors = (constraint, *processors)
         # A constraint applies only to the answer, so stop strings that it restricts apply only to the answer,
         # too.
         splits = constraint is not None or not whole_text
         searches = stop_searches(
-            request.stop,
+            settings.stop,
             partial(ReplySplitter, reply_start, syntax) if splits else None,
             constraint.may_end if constraint else None,
         )
@@ -555,10 +444,18 @@ class Runtime:
             if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
                 stats = reply.stats
                 self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
-            if on_end:
-                on_end(reply)
+            if request.on_end:
+                request.on_end(reply)
 
-        return ReplyStream(self._sessions, request, record, progress, reply_start, syntax, searches)
+        return ReplyStream(
+            self._sessions,
+            Request(prompt, settings, processors),
+            record,
+            request.progress,
+            reply_start,
+            syntax,
+            searches,
+        )
 
     def cancel(self) -> None:
         """Stop all replies in progress after the current target pass."""
@@ -717,10 +614,3 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _template_settings(options: Mapping[str, Any], tools: ToolSet = _NO_TOOLS) -> TemplateSettings:
-    thinking = REPLY_OPTIONS["thinking"]
-    return TemplateSettings(
-        tools.definitions, thinking.check("thinking", options.get("thinking", thinking.default))
-    )

@@ -61,12 +61,12 @@ class ReplyStream:
         self.dropped_messages = 0
         self.reply_start = reply_start
         self._reply_kind: dict[str, bool] = {
-            "constrained": request.constraint is not None,
-            "limited": request.max_loss is not None,
+            "constrained": request.is_constrained,
+            "limited": request.is_limited,
         }
         # The first session may be generating another reply, so this must not run its drafters.
-        self._method = session.drafters.report(request.method, constrained=request.constraint is not None)
-        self._request = request
+        self._request, self._settings = request, request.settings
+        self._method = session.drafters.report(self._settings.method, constrained=request.is_constrained)
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
@@ -103,14 +103,14 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.generated_tokens:
             return self._method
-        report = self._session.report(self._request.method, **self._reply_kind)
+        report = self._session.report(self._settings.method, **self._reply_kind)
         notes = self._adapter_note(report), report.note
         return replace(report, note=" · ".join(filter(None, notes)))
 
     def _adapter_note(self, report: MethodReport) -> str:
         """Return a note on the acceptance rate of a draft model that runs without the target's adapters."""
         drafted = self.stats.drafted_per_position
-        if not any(self._request.adapter_scales) or report.effective != "model" or not drafted:
+        if not any(self._settings.adapter_scales) or report.effective != "model" or not drafted:
             return ""
         rate, usual = self.stats.accepted_per_position[0] / drafted[0], self._session.unadapted_acceptance
         compared = "" if usual is None else f", compared with {usual:.0%} without an adapter"
@@ -240,7 +240,7 @@ class ReplyStream:
                 text=text,
                 tokens=tuple(self._tokens),
                 finish_reason=self._finish_reason,
-                seed=self._request.seed,
+                seed=self._settings.seed,
                 target=self._session.target.facts.name,
                 draft=self._session.draft.facts.name if self._session.draft else None,
                 method=self._method,
@@ -250,13 +250,14 @@ class ReplyStream:
                 tool_calls=split.tool_calls,
                 logprobs=tuple(self._logprobs),
                 prompt_logprobs=self.prompt_logprobs,
-                context_full=self._finish_reason == "length" and len(self._tokens) < self._request.max_tokens,
+                context_full=self._finish_reason == "length"
+                and len(self._tokens) < self._settings.max_tokens,
                 heads=tuple(head.name for head in self._session.drafters.heads),
                 stop_string=self._text.stop_string,
                 exactness=exactness_for(
                     self._session.target.facts.exactness,
-                    acceptance=self._request.acceptance,
-                    temperature=self._request.params.temperature,
+                    acceptance=self._settings.acceptance,
+                    temperature=self._settings.params.temperature,
                 ),
             )
         self._on_end(self._reply)

@@ -33,6 +33,9 @@ _CONNECT_SECONDS = 5.0
 # A worker reports its status when its RPC server is ready, which takes a few seconds after another target has
 # used it. It sends a space every second until then.
 _STATUS_SECONDS = 20.0
+# A worker takes a moment to notice that the last model was closed, so a busy one is asked again.
+_BUSY_SECONDS = 5.0
+_ASK_AGAIN_SECONDS = 0.25
 # A worker that sends nothing for this long is lost. It sends a byte every second.
 SILENCE_SECONDS = 8.0
 _SIZE = struct.Struct("<Q")
@@ -136,9 +139,8 @@ class Link:
     def __init__(self, address: WorkerAddress, library: Library) -> None:
         self.address = address
         self._is_closed = False
-        self._connection = _connect(address)
+        self._connection, self.status = _reserve(address)
         try:
-            self.status = _status(self._connection, address, LEAD)
             self.memory_bytes = usable_bytes(address, self.status, library)
         except BaseException:
             self._connection.close()
@@ -171,6 +173,22 @@ class Link:
             # Wake the thread that waits for data.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
+    """Return a connection to a worker and its status. It is reserved unless the status says it is busy."""
+    end = time.monotonic() + _BUSY_SECONDS
+    while True:
+        connection = _connect(address)
+        try:
+            status = _status(connection, address, LEAD)
+        except BaseException:
+            connection.close()
+            raise
+        if not status.busy or time.monotonic() > end:
+            return connection, status
+        connection.close()
+        time.sleep(_ASK_AGAIN_SECONDS)
 
 
 def _connect(address: WorkerAddress) -> socket.socket:

@@ -18,10 +18,11 @@ from edgespec.options.reply_options import CONSTRAINT_NAMES
 from edgespec.options.settings import REPLY_OPTIONS, ReplyArguments, check_names
 
 __all__ = [
+    "ReplySettings",
     "Request",
     "StreamArguments",
-    "build_request",
-    "check_options",
+    "check_vocabulary",
+    "checked_prompt",
     "default_max_tokens",
     "defaults_for",
 ]
@@ -48,61 +49,117 @@ class StreamArguments(ReplyArguments, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request for one reply: its prompt and options. `edgespec.ReplyArguments` describes most fields.
+class ReplySettings:
+    """The checked options of one reply. `edgespec.ReplyArguments` describes most fields.
 
     Attributes:
-        constraint: The constraint that the reply must satisfy, or None. A processor implements it.
-        processors: The logits processors of the constraint and of the caller.
+        constraint: The constraint that the answer must satisfy, or None.
         prompt_logprobs: See `StreamArguments`.
     """
 
-    tokens: tuple[int, ...]
     params: SamplingParams
     seed: int
     max_tokens: int
     stop: tuple[str, ...]
+    thinking: str
     method: str
     draft_length: int | None
     acceptance: str
     adapter_scales: tuple[float, ...]
-    min_tokens: int = 0
-    max_loss: float | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
-    processors: tuple[LogitsProcessor, ...] = ()
+    min_tokens: int
+    max_loss: float | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    constraint: Constraint | None
+
+    @classmethod
+    def of(
+        cls,
+        options: Mapping[str, Any],
+        facts: ModelFacts,
+        context_tokens: int,
+        prompt_logprobs: int | None = None,
+    ) -> ReplySettings:
+        """Check the options of a reply, and fill in the defaults of those not given.
+
+        Args:
+            options: The options, as in `edgespec.ReplyArguments`.
+            facts: The target model.
+            context_tokens: Size of the context, which limits the reply's length.
+            prompt_logprobs: See `StreamArguments`. Unless it is None, `max_tokens` can be 0.
+
+        Raises:
+            OptionError: An option is unknown or its value is invalid.
+        """
+        check_names(options, REPLY_OPTIONS)
+        generates_nothing = prompt_logprobs is not None and options.get("max_tokens") == 0
+        if generates_nothing:
+            options = {**options, "max_tokens": None}
+        sampling = SamplingParams.names()
+        params = SamplingParams(**{name: value for name, value in options.items() if name in sampling})
+        values = {
+            name: option.check(name, options.get(name, option.default))
+            for name, option in REPLY_OPTIONS.items()
+            if name not in sampling
+        }
+        values["prompt_logprobs"] = REPLY_OPTIONS["logprobs"].check("prompt_logprobs", prompt_logprobs)
+        values["constraint"] = constraint_from(values)
+        for name in CONSTRAINT_NAMES:
+            del values[name]
+        check_vocabulary("logit_bias", params.logit_bias, facts)
+        if values["seed"] is None:
+            values["seed"] = secrets.randbits(32)
+        if generates_nothing:
+            values["max_tokens"] = 0
+        elif values["max_tokens"] is None:
+            values["max_tokens"] = default_max_tokens(context_tokens)
+        values["adapter_scales"] = _adapter_scales(values["adapter_scales"], facts)
+        return cls(params, **values)
 
     def max_draft_length(self, adapts: bool) -> int:
         """Return the maximum draft length in tokens. The default is larger for an adaptive drafter."""
         return self.draft_length or _default_draft_length(adapts)
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a session generates a reply from.
+
+    Attributes:
+        tokens: The prompt.
+        settings: The reply's options.
+        processors: The logits processors of the constraint and of the caller.
+    """
+
+    tokens: tuple[int, ...]
+    settings: ReplySettings
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.settings.constraint is not None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the user limited the slowdown that drafting may cause."""
+        return self.settings.max_loss is not None
+
+
 def _default_draft_length(adapts: bool) -> int:
     return _MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH
 
 
-def build_request(
-    tokens: Sequence[int],
-    facts: ModelFacts,
-    context_tokens: int,
-    options: Mapping[str, Any],
-    processors: Sequence[LogitsProcessor] = (),
-    prompt_logprobs: int | None = None,
-) -> Request:
-    """Check the options of a reply and return them as a `Request`.
+def checked_prompt(tokens: Sequence[int], facts: ModelFacts, context_tokens: int) -> tuple[int, ...]:
+    """Return the tokens of a prompt.
 
     Args:
         tokens: The prompt.
         facts: The target model, whose vocabulary must contain all tokens.
         context_tokens: Size of the context, which must be large enough for the prompt.
-        options: The options, as in `ReplyArguments`. Missing options have their declared defaults.
-        processors: Custom logits processors.
-        prompt_logprobs: See `StreamArguments`.
 
     Raises:
         ContextFullError: The prompt is longer than the context.
-        OptionError: An option is unknown or its value is invalid.
+        OptionError: The prompt is empty, or is not a list of tokens of the model.
     """
     try:
         tokens = tuple(tokens)
@@ -119,16 +176,8 @@ def build_request(
             prompt_tokens=len(tokens),
             context_tokens=context_tokens,
         )
-    params, values = check_options(facts, options, prompt_logprobs)
     check_vocabulary("prompt", tokens, facts)
-    if values["seed"] is None:
-        values["seed"] = secrets.randbits(32)
-    if values["max_tokens"] is None:
-        values["max_tokens"] = default_max_tokens(context_tokens)
-    # Drop `thinking`, which only affects how the prompt is rendered.
-    del values["thinking"]
-    values["adapter_scales"] = _adapter_scales(values["adapter_scales"], facts)
-    return Request(tokens, params, processors=tuple(processors), **values)
+    return tokens
 
 
 def _adapter_scales(given: Mapping[str, float] | None, facts: ModelFacts) -> tuple[float, ...]:
@@ -167,42 +216,6 @@ def defaults_for(values: Mapping[str, Any], adapts: bool | None, context_tokens:
         max_tokens=default_max_tokens(context_tokens),
         draft_length=0 if adapts is None else values["draft_length"] or _default_draft_length(adapts),
     )
-
-
-def check_options(
-    facts: ModelFacts, options: Mapping[str, Any], prompt_logprobs: int | None = None
-) -> tuple[SamplingParams, dict[str, Any]]:
-    """Check the options of a reply. Return its sampling settings, and the values of the other options.
-
-    The options that describe a constraint become a single value, `constraint`.
-
-    Args:
-        facts: The target model.
-        options: The options, as in `ReplyArguments`.
-        prompt_logprobs: See `StreamArguments`. Unless it is None, `max_tokens` can be 0.
-
-    Raises:
-        OptionError: An option is unknown or its value is invalid.
-    """
-    check_names(options, REPLY_OPTIONS)
-    generates_nothing = prompt_logprobs is not None and options.get("max_tokens") == 0
-    if generates_nothing:
-        options = {**options, "max_tokens": None}
-    sampling = SamplingParams.names()
-    params = SamplingParams(**{name: value for name, value in options.items() if name in sampling})
-    values = {
-        name: option.check(name, options.get(name, option.default))
-        for name, option in REPLY_OPTIONS.items()
-        if name not in sampling
-    }
-    values["prompt_logprobs"] = REPLY_OPTIONS["logprobs"].check("prompt_logprobs", prompt_logprobs)
-    if generates_nothing:
-        values["max_tokens"] = 0
-    values["constraint"] = constraint_from(values)
-    for name in CONSTRAINT_NAMES:
-        del values[name]
-    check_vocabulary("logit_bias", params.logit_bias, facts)
-    return params, values
 
 
 def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:

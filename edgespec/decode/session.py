@@ -585,7 +585,7 @@ class ReplyDecoder:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Yield the steps of a reply. See `Session.steps`."""
-        drafter = self._choose_drafter(request)
+        settings, drafter = request.settings, self._choose_drafter(request)
         # The target cache keeps this list, so the tokens of the reply must be appended to it.
         tokens = list(request.tokens)
         self.idle_drafters = ()
@@ -596,9 +596,9 @@ class ReplyDecoder:
         try:
             if not must_stop():
                 self._use_adapters(request)
-                if request.prompt_logprobs is not None:
-                    scores = self._target_cache.score(tokens, request.prompt_logprobs, stats, progress)
-                if request.max_tokens:
+                if settings.prompt_logprobs is not None:
+                    scores = self._target_cache.score(tokens, settings.prompt_logprobs, stats, progress)
+                if settings.max_tokens:
                     first_logits = self._prefill(request, tokens, drafter, stats, progress)
         except CancelledError:
             yield Step((), 0, "cancelled")
@@ -609,7 +609,7 @@ class ReplyDecoder:
             # The scored tokens may be in the cache now, but not from an earlier prompt.
             stats.cached_prompt_tokens = 0
             yield Step((), 0, None, prompt_logprobs=scores)
-        if not request.max_tokens:
+        if not settings.max_tokens:
             yield Step((), 0, "cancelled" if must_stop() else "length")
             return
         drafted_tokens, decode_seconds = 0, 0.0
@@ -630,16 +630,16 @@ class ReplyDecoder:
 
     def _choose_drafter(self, request: Request) -> Drafter | None:
         drafter, _ = self._drafters.choose(
-            request.method,
-            constrained=request.constraint is not None,
-            limited=request.max_loss is not None,
+            request.settings.method,
+            constrained=request.is_constrained,
+            limited=request.is_limited,
         )
         if isinstance(drafter, AutoController):
-            drafter.limit_loss(request.max_loss)
+            drafter.limit_loss(request.settings.max_loss)
         return drafter
 
     def _use_adapters(self, request: Request) -> None:
-        if self._target_cache.use_adapters(request.adapter_scales):
+        if self._target_cache.use_adapters(request.settings.adapter_scales):
             # Reset the drafters, because heads cache values that they computed from the target's hidden
             # states with other adapter scales.
             self._drafters.reset()
@@ -653,15 +653,15 @@ class ReplyDecoder:
         progress: Progress | None,
     ) -> Logits | None:
         """Run the prompt through the target and the drafter, and return the logits for the first token."""
-        room = min(request.max_tokens, MIN_ROOM_TOKENS)
+        room = min(request.settings.max_tokens, MIN_ROOM_TOKENS)
         first_logits = self._target_cache.prepare(tokens, room, stats, progress)
         self._target.run_ahead(drafter is None)
         if drafter:
             drafter.begin(tokens)
             _count_draft_memory(stats, drafter)
             self.idle_drafters = drafters_with_idle_work(drafter)
-        limited = request.max_loss is not None
-        self._target.pipeline_with(self._drafters.chain_model(request.method, limited=limited))
+        chained = self._drafters.chain_model(request.settings.method, limited=request.is_limited)
+        self._target.pipeline_with(chained)
         return first_logits
 
     def _decode(
@@ -674,24 +674,25 @@ class ReplyDecoder:
         must_stop: Callable[[], bool],
         stats: Stats,
     ) -> Iterator[Step]:
+        settings = request.settings
         facts, capabilities = self._target.facts, self._target.facts.capabilities
-        is_rejection = request.acceptance == "rejection"
+        is_rejection = settings.acceptance == "rejection"
         return decode(
             self._target,
             drafter,
-            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
-            Sampler(request.params, request.seed, tokens, request.processors),
+            Rejection(RandomDraws(settings.seed)) if is_rejection else Invariant(),
+            Sampler(settings.params, settings.seed, tokens, request.processors),
             tokens[-1],
             first_logits,
             vocab_size=facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
-            max_tokens=request.max_tokens,
+            draft_length=settings.max_draft_length(drafter.chooses_length) if drafter else 0,
+            max_tokens=settings.max_tokens,
             is_stop=is_stop,
             is_cancelled=must_stop,
             stats=stats,
-            logprobs=request.logprobs,
+            logprobs=settings.logprobs,
         )
 
     def _record(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:

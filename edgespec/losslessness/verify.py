@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.api.runtime import Runtime
 from edgespec.constraints import ConstraintCompiler
 from edgespec.decode.reply import Reply
-from edgespec.decode.request import check_options
+from edgespec.decode.request import ReplySettings
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import LogitsProcessor
@@ -483,14 +483,17 @@ class _Verification:
             }
 
     def _params(self, **changes: Any) -> SamplingParams:
-        return check_options(self.runtime.target, self.options | changes)[0]
+        return self._settings(self.options | changes).params
+
+    def _settings(self, options: Mapping[str, Any]) -> ReplySettings:
+        return ReplySettings.of(options, self.runtime.target, self.runtime.context_tokens)
 
     def _options(self, prompt: Prompt) -> dict[str, Any]:
         return self.options | ({"schema": prompt.schema} if prompt.schema else {})
 
     def _constraint(self, prompt: Prompt, reply: Sequence[int]) -> list[LogitsProcessor]:
         """Return the processor of the constraint after the first tokens of a reply, if there is one."""
-        constraint = check_options(self.runtime.target, self._options(prompt))[1]["constraint"]
+        constraint = self._settings(self._options(prompt)).constraint
         if constraint is None:
             return []
         processor = self.constraints.processor(constraint, self._prompt_tokens(prompt))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.decode.request import build_request
+from edgespec.decode.request import ReplySettings
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, plan_pair
@@ -154,7 +154,7 @@ def test_replies_without_a_limit_end_at_the_default_context_length(target: Path)
         facts = runtime.target
 
     def reply_limit(context_tokens: int, max_tokens: int | None) -> int:
-        return build_request([1], facts, context_tokens, {"max_tokens": max_tokens}).max_tokens
+        return ReplySettings.of({"max_tokens": max_tokens}, facts, context_tokens).max_tokens
 
     assert reply_limit(LONG, None) == DEFAULT
     assert reply_limit(1024, None) == 1024
