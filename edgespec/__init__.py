@@ -1,4 +1,4 @@
-"""edgespec runs the largest model that fits your machine, as fast as possible, with unchanged output.
+"""Run the largest model that fits your machine, as fast as possible and without changing its output.
 
 import edgespec
 

@@ -1,4 +1,4 @@
-"""Run the `edgespec` command for `python -m edgespec`."""
+"""Entry point for `python -m edgespec`."""
 
 from edgespec.cli import main
 

@@ -1,4 +1,4 @@
-"""The exceptions that edgespec raises. Each message says what failed, the value, and what to do."""
+"""The exceptions that edgespec raises. Each message says what failed and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a program imports: runtimes, chats, streams, and queues of requests. `edgespec` exports all of it."""
+"""The public Python API: runtimes, chats, streams and request queues. `edgespec` re-exports all of it."""

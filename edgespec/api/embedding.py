@@ -1,4 +1,4 @@
-"""Embeddings: vectors that represent the meaning of texts."""
+"""Compute embeddings, vectors that represent the meaning of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implement `edgespec.load`, which loads models and returns a Runtime."""
+"""`edgespec.load`, which loads models and returns a `Runtime`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the files that a path, a folder or a pattern such as `src/**/*.py` refers to."""
+"""Resolve a path, a folder or a glob pattern such as `src/**/*.py` to a list of files."""
 
 from __future__ import annotations
 

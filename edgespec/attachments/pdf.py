@@ -1,4 +1,4 @@
-"""Extract the text of PDF files in a child process, because hostile files can exhaust time and memory."""
+"""Extract text from PDF files in a child process, because a malicious file can hang or exhaust memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Script that extracts the text of one PDF file in a child process.
+"""Child-process script that extracts the text of one PDF file.
 
-The script reads the file from stdin. It writes a JSON array to stdout: the text, and an error message. One of
-the two is empty.
+Reads the file from stdin and writes a JSON array `[text, error]` to stdout. One of the two is always empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the text of files. Reject files that contain no text."""
+"""Read attached files as text, and reject binary files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Backends that run models. Each is a package that implements the protocol in `base.py`."""
+"""Inference backends. Each one is a package that implements the protocols in `edgespec/model/base.py`."""

@@ -1,4 +1,4 @@
-"""Run a newly loaded head, to check its logits and to find out which hidden states it reads."""
+"""Run a newly loaded head once, to check its logits and to find out which hidden states it reads."""
 
 from __future__ import annotations
 

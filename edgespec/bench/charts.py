@@ -1,4 +1,4 @@
-"""Draw the bar charts of a benchmark report as text."""
+"""Draw the bar charts of a benchmark report with text characters."""
 
 from __future__ import annotations
 

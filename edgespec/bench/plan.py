@@ -1,4 +1,4 @@
-"""Plan a benchmark: its prompts, methods and their order."""
+"""Plan a benchmark: which prompts and methods to run, and in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lay a race out on a grid of character cells, to show it in a terminal or to save it as an SVG picture."""
+"""Lay out a race on a grid of character cells, which can be shown in a terminal or saved as an SVG image."""
 
 from __future__ import annotations
 

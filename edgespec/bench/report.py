@@ -1,4 +1,4 @@
-"""Combine benchmark results and the settings used to measure them into a report."""
+"""Combine benchmark results and the settings that produced them into a report."""
 
 from __future__ import annotations
 

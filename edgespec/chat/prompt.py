@@ -1,4 +1,4 @@
-"""Build prompt tokens from chat messages, and shorten conversations that exceed the context."""
+"""Build prompt tokens from chat messages, and truncate conversations that exceed the context."""
 
 from __future__ import annotations
 

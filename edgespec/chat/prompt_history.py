@@ -1,4 +1,4 @@
-"""The file with the prompts that the user has sent in the chat. Later chats can recall them."""
+"""The history file of sent prompts, from which later chats can recall them."""
 
 from __future__ import annotations
 

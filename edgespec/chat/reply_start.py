@@ -1,4 +1,4 @@
-"""Prepare the start of a reply for the model to continue, in the model's own format."""
+"""Format a partial reply in the model's own chat format, so that the model continues it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search and find saved chats by their titles, messages and IDs."""
+"""Search saved chats by title, message text and ID."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search a reply for stop strings while its text arrives."""
+"""Detect stop strings in a reply as its text streams in."""
 
 from __future__ import annotations
 

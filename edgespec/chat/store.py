@@ -1,4 +1,4 @@
-"""The folder of saved chats. Each is a JSON file that is written atomically and validated when read.
+"""Store saved chats as JSON files, which are written atomically and validated when read.
 
 A file that cannot be read is reported and left unchanged.
 """

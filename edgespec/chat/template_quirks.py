@@ -1,7 +1,7 @@
-"""Differences between chat templates, and changes that make conversations suit them.
+"""Quirks of chat templates, and changes that adapt conversations to them.
 
-A model's publisher can write any chat template, and templates differ in the conversations they accept. This
-module contains all that edgespec knows about such differences:
+Publishers write chat templates freely, so templates differ in the conversations that they accept. All
+handling of such differences is in this module:
 
 - `CONTENT_FORMS`: the formats in which templates expect the text of a message. A probe finds out which one a
   template needs for each kind of message, because some templates omit the text without an error.

@@ -1,4 +1,4 @@
-"""Streaming token-to-text decoding, which emits only whole characters and detects stop strings."""
+"""Streaming detokenization that emits only whole characters and stops at stop strings."""
 
 from __future__ import annotations
 

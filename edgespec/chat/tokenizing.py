@@ -1,4 +1,4 @@
-"""Tokenize texts so that Ctrl-C can interrupt long calls, and reject texts that cannot fit in the context."""
+"""Tokenize text so that Ctrl-C can interrupt long calls, and reject text that cannot fit in the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, with one module per command. Uses only edgespec's public API."""
+"""The command line interface, with one module per command. It uses only edgespec's public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the memory plan in the terminal, as one bar per memory pool and a table of its contents."""
+"""Draw the memory plan in the terminal, with a bar and a table for each memory pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the report of `edgespec bench`: tables, an explanation of their columns, and a conclusion."""
+"""Print the report of `edgespec bench`: tables, an explanation of the columns, and a conclusion."""
 
 from __future__ import annotations
 

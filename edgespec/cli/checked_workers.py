@@ -1,4 +1,4 @@
-"""Check the workers in `--workers`, for `edgespec doctor` and `edgespec models list`."""
+"""Check the workers given with `--workers`, for `edgespec doctor` and `edgespec models list`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of all commands. A command's module is imported when the command is first used."""
+"""The names of all commands. Each command's module is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and progress reports shared by `bench`, `verify` and `tune`."""
+"""Options and progress reporting shared by `bench`, `verify` and `tune`."""
 
 from __future__ import annotations
 

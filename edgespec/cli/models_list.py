@@ -1,4 +1,4 @@
-"""`edgespec models list`: list known models and those on this machine."""
+"""`edgespec models list`: list the models in the catalogue and on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn the declarations in `edgespec.options.settings` into command line options."""
+"""Generate the command line options from the declarations in `edgespec.options.settings`."""
 
 from __future__ import annotations
 

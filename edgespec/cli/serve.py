@@ -1,4 +1,4 @@
-"""`edgespec serve`: let other programs use models over HTTP."""
+"""`edgespec serve`: serve models to other programs over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read settings from the settings file and the environment. The command line overrides both."""
+"""Read settings from the settings file and the environment, both of which the command line overrides."""
 
 from __future__ import annotations
 

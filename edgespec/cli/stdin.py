@@ -1,4 +1,4 @@
-"""Read text from stdin without waiting forever for a pipe that nobody writes to."""
+"""Read text from stdin without hanging on a pipe that nobody writes to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec train`: train a head or a draft model for the user's own model."""
+"""`edgespec train`: train a head or a draft model for a model of the user's choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec tune`: measure how fast this machine checks drafted tokens, and recommend a method."""
+"""`edgespec tune`: measure how fast this machine verifies drafts, and recommend a method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec verify`: check that drafting does not change replies, using the user's own models."""
+"""`edgespec verify`: check on the user's models that drafting does not change replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec worker`: lend this machine to a model on another one."""
+"""`edgespec worker`: let a model on another machine use this machine's memory and processors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Run a model on several machines, with a server on each worker and connections from the model to them."""
+"""Run a model across several machines: the server on each worker, and the connections to the workers."""

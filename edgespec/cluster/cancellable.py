@@ -1,4 +1,4 @@
-"""Wait for connections to other machines until they are ready or the user cancels the wait."""
+"""Wait for network connections in a way that the user can cancel."""
 
 from __future__ import annotations
 

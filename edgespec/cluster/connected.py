@@ -1,4 +1,4 @@
-"""The workers that a target is loaded on, and the calls that use them."""
+"""The connected workers of a target, and the calls that run on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The 64-bit FNV-1a hash, which names the files in llama.cpp's weight cache, computed with NumPy."""
+"""Compute the 64-bit FNV-1a hash, which names the files in llama.cpp's weight cache, with NumPy."""
 
 from __future__ import annotations
 

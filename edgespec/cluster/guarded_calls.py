@@ -1,4 +1,4 @@
-"""Run calls that may never return in a thread, so that their caller can go on when a worker is lost."""
+"""Run calls that may hang in a separate thread, so that the caller can continue if a worker is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run layers of an MLX target in a child process of the worker, which uses a connection to the target."""
+"""Run layers of an MLX target in a child process of the worker."""
 
 from __future__ import annotations
 

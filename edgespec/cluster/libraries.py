@@ -1,4 +1,4 @@
-"""The versions of the libraries that run a target's layers, which must be the same on all of its machines."""
+"""Versions of the libraries that run a target's layers. They must be the same on all of its machines."""
 
 from __future__ import annotations
 

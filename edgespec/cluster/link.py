@@ -1,4 +1,4 @@
-"""The connection that reserves a worker for a target and shows that it is still running, and its speed."""
+"""The connection that reserves a worker for a target, detects its loss, and measures its network speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse `--workers`, the list of machines that hold the layers of a target."""
+"""Parse `--workers`, the list of machines that share the layers of a target."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages between an MLX target and the process on a worker that runs some of its layers.
 
-A message consists of the size of its header (4 bytes, little-endian), the size of its data (8 bytes), the
-header, which is a JSON object, and the data. An empty message shows that the sender is still running.
+A message consists of the header size (4 bytes, little-endian), the data size (8 bytes), the header as a JSON
+object, and the data. An empty message serves as a keepalive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run llama.cpp's RPC server in a child process, so that an abort in llama.cpp does not end the worker."""
+"""Run llama.cpp's RPC server in a child process, so that an abort there does not take down the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask an RPC server of llama.cpp for its version, its devices and their memory, without loading llama.cpp.
+"""Query a llama.cpp RPC server for its version, devices and memory, without loading llama.cpp.
 
 A request is a command (1 byte), the size of its data (8 bytes, little-endian) and the data. A response is the
 size of its data and the data.

@@ -1,8 +1,8 @@
-"""A bounded folder of weights that a worker received, so that loading a model again sends less data.
+"""A worker's size-limited cache of received weights, which makes loading the same model again faster.
 
-llama.cpp reads and writes its files itself. It does not notice that a file is incomplete, for example because
-the disk was full, and would then compute with wrong weights. So it must not see a file before edgespec has
-compared the file's hash with its name. New files are in the subfolder `unverified` until then.
+llama.cpp reads and writes the cache files itself, and does not notice if a file is incomplete, for example
+because the disk was full. It would then compute with wrong weights. New files therefore stay in the subfolder
+`unverified` until edgespec has checked that their hash matches their name.
 """
 
 from __future__ import annotations

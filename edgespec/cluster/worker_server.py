@@ -1,4 +1,4 @@
-"""The server of `edgespec worker`, which lets models on other machines use this machine's memory."""
+"""The server behind `edgespec worker`, which lets models on other machines use this machine's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the start of a reply's answer. Constraints do not apply to the reasoning before it."""
+"""Find where a reply's answer starts. Constraints do not apply to the reasoning before it."""
 
 from __future__ import annotations
 

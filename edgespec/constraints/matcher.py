@@ -1,4 +1,4 @@
-"""Create llguidance's matchers, which decide which tokens a constraint allows."""
+"""Create llguidance matchers, which decide which tokens a constraint allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's vocabulary in the form that llguidance needs."""
+"""Wrap a model's vocabulary as an llguidance tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Try to compile each new constraint in a child process, because some crash llguidance or take minutes."""
+"""Compile each new constraint in a child process first, because some crash llguidance or take minutes."""
 
 from __future__ import annotations
 

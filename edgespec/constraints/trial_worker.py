@@ -1,8 +1,8 @@
-"""Script for a child process that compiles constraints to find those that crash it or take too long.
+"""Child-process script that compiles constraints, to find those that crash llguidance or take too long.
 
-The script reads one JSON array per line from stdin: the constraint's option, its text, and the maximum CPU
-time in seconds. After compiling a constraint, it prints the approximate memory of the result in bytes. It
-exits when stdin is closed.
+Reads one JSON array per line from stdin: the constraint's option, its text, and the CPU time limit in
+seconds. For each constraint that compiles, prints the approximate size of the result in bytes. Exits when
+stdin is closed.
 """
 
 from __future__ import annotations

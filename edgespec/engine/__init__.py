@@ -1,1 +1,1 @@
-"""The decoding algorithm in pure Python and numpy: loop, token trees, sampling, acceptance."""
+"""Speculative decoding in pure Python and NumPy: the loop, token trees, sampling and acceptance."""

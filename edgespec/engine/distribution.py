@@ -1,4 +1,4 @@
-"""A probability distribution over the few tokens that remain after the sampling filters."""
+"""A sparse probability distribution over the tokens that pass the sampling filters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of one pass, in host memory or on a device, and functions that select tokens from them."""
+"""The logits of one pass, in host or device memory, and functions that select tokens from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts and timings for one reply. Rates are computed from them on demand."""
+"""Counters and timings for one reply, from which rates are derived on demand."""
 
 from __future__ import annotations
 

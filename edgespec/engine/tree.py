@@ -1,4 +1,4 @@
-"""The token tree: a draft to be checked in one verify pass."""
+"""Token trees, the drafts that one verify pass checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write GGUF models with random weights, to measure how fast llama.cpp runs each quantisation type here."""
+"""Write GGUF models with random weights, used to benchmark llama.cpp's quantisation types on this machine."""
 
 from __future__ import annotations
 

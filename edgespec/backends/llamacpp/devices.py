@@ -1,4 +1,4 @@
-"""List the graphics cards that llama.cpp can use, and compute how much of a model they hold."""
+"""List the GPUs that llama.cpp can use, and compute how much of a model fits on them."""
 
 from __future__ import annotations
 

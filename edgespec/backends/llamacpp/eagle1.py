@@ -1,6 +1,6 @@
 """Draft with EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and 2406.16858), which llama.cpp cannot run.
 
-NumPy runs the head's only layer, and ggml multiplies by its matrices and by the target's LM head.
+NumPy runs the head's single layer. Its matrix products, and those with the target's LM head, run in ggml.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read matrices directly from GGUF files, because llama.cpp has no function that returns weights."""
+"""Read weight matrices directly from GGUF files, because llama.cpp's API does not expose them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Recognise Gemma 4 assistants in GGUF files, and check that they fit their target.
+"""Recognise Gemma 4 assistants in GGUF files, and check that they match their target.
 
 A Gemma 4 assistant is a head for multi-token prediction (MTP) that reads the target's KV cache instead of
-having its own. If their shapes differ, llama.cpp ends the process instead of reporting an error.
+having its own. If the shapes do not match, llama.cpp aborts the process instead of returning an error.
 """
 
 from __future__ import annotations

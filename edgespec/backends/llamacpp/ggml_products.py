@@ -1,8 +1,8 @@
-"""Multiply by matrices with ggml, the library that llama.cpp computes with.
+"""Compute matrix products with ggml, llama.cpp's tensor library.
 
-ggml computes with 16-bit and quantised weights. NumPy would need them in float32, which takes two to eight
-times as much memory, and about as much more time, because reading the weights takes most of the time of a
-product (see `scripts/bench_head_products.py`).
+ggml computes directly on 16-bit and quantised weights. NumPy would need them in float32, which takes two to
+eight times the memory. It would also be slower by about the same factor, because these products are limited
+by memory bandwidth (see `scripts/bench_head_products.py`).
 """
 
 from __future__ import annotations

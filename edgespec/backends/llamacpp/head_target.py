@@ -1,4 +1,4 @@
-"""The base class for GGUF models that heads can draft for."""
+"""Base class for GGUF targets whose hidden states can feed a draft head."""
 
 from __future__ import annotations
 

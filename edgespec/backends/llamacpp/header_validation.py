@@ -1,7 +1,7 @@
 """Validate GGUF headers, because some invalid values make llama.cpp abort the process.
 
-Each check corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp. The checks
-return a description of the first problem, or an empty string.
+Each check corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp. Each check
+returns a description of the first problem that it finds, or an empty string.
 """
 
 from __future__ import annotations

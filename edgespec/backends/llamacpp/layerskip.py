@@ -1,4 +1,4 @@
-"""Load and run GGUF models that were split into lower and upper layers, and draft with the lower layers.
+"""Load and run GGUF models that were split into lower and upper layers, and draft with the lower ones.
 
 The method is LayerSkip (arXiv 2404.16710).
 """

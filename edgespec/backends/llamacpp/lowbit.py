@@ -1,8 +1,8 @@
 """Draft with a low-bit copy of the target model that reuses the target's KV cells.
 
-The method is QSpec (arXiv 2410.11305). The verified cells of the target overwrite those of the draft model,
-so the draft model never has to prefill. With a sparse attention window, the draft model attends only to the
-first and the last tokens, and its memory does not grow with the context (MagicDec, arXiv 2408.11049).
+The method is QSpec (arXiv 2410.11305). The target's verified cells overwrite the draft model's, so the draft
+model never needs a prefill. With a sparse attention window, the draft model attends only to the first and
+last tokens, so its memory does not grow with the context (MagicDec, arXiv 2408.11049).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find multi-token prediction (MTP) layers in GGUF files, and check that llama.cpp can run them.
 
-If MTP layers are missing or incomplete, llama.cpp ends the process instead of reporting an error.
+If MTP layers are missing or incomplete, llama.cpp aborts the process instead of returning an error.
 """
 
 from __future__ import annotations

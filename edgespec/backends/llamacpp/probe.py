@@ -1,4 +1,4 @@
-"""Test the capabilities of a loaded model, because its metadata does not describe them."""
+"""Probe a loaded model for its capabilities, which its metadata does not describe."""
 
 from __future__ import annotations
 

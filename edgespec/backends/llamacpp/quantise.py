@@ -1,7 +1,7 @@
 """Quantise GGUF files with llama.cpp in a child process.
 
-llama.cpp's quantiser cannot be cancelled and may crash, so it runs in a child process. This module is also
-the main module of the child process.
+llama.cpp's quantiser cannot be cancelled and may crash, so it runs in a child process. The child process
+executes this module as its main module.
 """
 
 from __future__ import annotations

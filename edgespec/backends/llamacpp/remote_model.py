@@ -1,4 +1,4 @@
-"""Load and run GGUF models whose layers are on workers, by llama.cpp's RPC backend."""
+"""Load and run GGUF models whose layers are on workers, through llama.cpp's RPC backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load Medusa and Hydra heads for GGUF models."""
+"""Load Medusa and Hydra heads for GGUF targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load llama.cpp's RPC backend, with which llama.cpp uses the devices of other machines."""
+"""Load llama.cpp's RPC backend, which runs computations on the devices of other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child process of `edgespec worker`: llama.cpp's RPC server."""
+"""Child process of `edgespec worker` that runs llama.cpp's RPC server."""
 
 from __future__ import annotations
 

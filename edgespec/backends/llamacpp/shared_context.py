@@ -1,4 +1,4 @@
-"""Share one llama.cpp context between several replies, whose forward passes run together."""
+"""Share one llama.cpp context between concurrent replies and batch their forward passes."""
 
 from __future__ import annotations
 

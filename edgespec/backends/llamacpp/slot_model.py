@@ -1,4 +1,4 @@
-"""Load a GGUF model for concurrent replies, which share its weights and forward passes."""
+"""Load a GGUF model for concurrent replies that share its weights and forward passes."""
 
 from __future__ import annotations
 

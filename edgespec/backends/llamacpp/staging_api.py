@@ -1,4 +1,4 @@
-"""C++ functions of libllama that give access to hidden states, and that llama-cpp-python does not declare.
+"""Bindings for libllama functions that expose hidden states and that llama-cpp-python does not declare.
 
 The functions are declared in llama.cpp's staging header `llama-ext.h`, which can change with every release.
 If a function is missing, the drafting methods that need it are unavailable.

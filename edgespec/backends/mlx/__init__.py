@@ -1,4 +1,4 @@
-"""MLX backend, which runs safetensors models with mlx-lm. Only this package imports `mlx`."""
+"""Run safetensors models with MLX and mlx-lm. No other package imports `mlx`."""
 
 from edgespec.backends.mlx.loading import load
 

@@ -1,7 +1,7 @@
-"""Run a model some of whose layers are on other machines.
+"""Run models whose layers are partly on other machines.
 
-All machines build the same model. Each one replaces the layers that it does not have, so that mlx-lm's own
-code computes masks and positions everywhere.
+Every machine builds the whole model and replaces the layers that it does not hold with stand-ins. Masks and
+positions are therefore computed by mlx-lm's own code on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base class for heads that MLX runs."""
+"""Base class for MLX draft heads that have their own KV cache."""
 
 from __future__ import annotations
 

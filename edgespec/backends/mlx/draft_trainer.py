@@ -1,6 +1,6 @@
-"""Distil a draft model: train it to predict the target's tokens, partly after text of its own.
+"""Distil a draft model from its target, partly on text that the draft model itself generates.
 
-Based on on-policy distillation (GKD, arXiv 2306.13649) and on DistillSpec (arXiv 2310.08461).
+Based on on-policy distillation (GKD, arXiv 2306.13649) and DistillSpec (arXiv 2310.08461).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layer of an EAGLE head, which reads the target's hidden states (arXiv 2401.15077 and 2503.01840)."""
+"""The decoder layer of an EAGLE head (arXiv 2401.15077 and 2503.01840)."""
 
 from __future__ import annotations
 

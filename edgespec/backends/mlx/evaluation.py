@@ -1,4 +1,4 @@
-"""Evaluate MLX arrays, translate MLX exceptions, limit MLX's buffer cache, and free its per-thread state."""
+"""Helpers around MLX evaluation: error translation, a buffer-cache limit, and per-thread cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block of a model's layers on a worker. The other layers are on other machines."""
+"""A block of consecutive layers that a worker runs, while the other layers are on other machines."""
 
 from __future__ import annotations
 

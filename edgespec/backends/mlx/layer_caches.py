@@ -1,4 +1,4 @@
-"""Manage the KV caches and recurrent states of all layers in a model as a unit."""
+"""Manage the KV caches and recurrent states of all of a model's layers as one unit."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""The messages with which an MLX target loads and runs a block of its layers on a worker.
+"""The messages that an MLX target and a worker exchange to load and run a block of layers.
 
 The target sends
 
 1. the model's JSON files and the headers of its weight files. The worker builds the same model, and answers
-   whether it has a cache for weights. If each worker has a part of every layer, the workers form a ring, and
-   each one also answers where it will listen for the worker before it.
+   whether it has a weight cache. If every layer is split across the workers, they form a ring, and each
+   worker also answers with the address where it will listen for its predecessor.
 2. the addresses of all workers of a ring. The worker answers when it has joined the ring.
-3. a message for each weight of the block. If the worker has a cache, the target first sends the digest of a
-   large weight, and the worker answers whether it has this weight. It also answers when it has stored one.
-4. a message without an array, which the worker answers when it is ready.
-5. the block's input in each pass, with the number of cached tokens before it. The worker first drops the
-   cached tokens from there on, so that a rollback needs no message. It answers with the block's output. In
-   a ring, all workers compute the same output, so only the first one sends it.
+3. a message for each weight of the block. If the worker has a cache, the target sends the digest of a large
+   weight first, and the worker answers whether it has that weight. It also confirms each weight that it
+   stores.
+4. a message without an array. The worker answers it when it is ready.
+5. the block's input for each pass, with the number of cached tokens before it. The worker first drops all
+   cached tokens after that number, so a rollback needs no message of its own. It answers with the block's
+   output. In a ring, all workers compute the same output, so only the first one sends it.
 
 If a worker cannot do what a message asks, it answers with an error. Arrays are sent as raw bytes.
 """

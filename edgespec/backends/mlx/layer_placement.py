@@ -1,4 +1,4 @@
-"""Decide which layers of an MLX model are on which worker."""
+"""Decide which layers of an MLX model run on which worker."""
 
 from __future__ import annotations
 

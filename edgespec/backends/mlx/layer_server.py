@@ -1,4 +1,4 @@
-"""The child process of `edgespec worker` that runs a block of an MLX target's layers."""
+"""Child process of `edgespec worker` that runs a block of an MLX target's layers."""
 
 from __future__ import annotations
 

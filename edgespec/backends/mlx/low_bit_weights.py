@@ -1,4 +1,4 @@
-"""Weights that can be read at lower precision, which makes draft passes faster.
+"""Weights that draft passes can read at lower precision, and therefore faster.
 
 We split each 8-bit weight into its four high and four low bits. Draft passes read only the high bits, which
 form a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517). Other passes read both halves, which together

@@ -1,4 +1,4 @@
-"""`LanguageModel` implementation for MLX, including self-drafting with the model's own weights."""
+"""The MLX implementation of `LanguageModel`, including self-drafting."""
 
 from __future__ import annotations
 

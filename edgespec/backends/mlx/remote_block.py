@@ -1,9 +1,9 @@
-"""The target's side of a block of layers on a worker: send the weights, then the hidden states of each pass.
+"""Run a block of layers on a worker: send it the weights once, then the hidden states of each pass.
 
-Each worker has its own connection to the target, so the loss of a worker is an error of one connection.
-Hidden states go from worker to worker through the target, so a pass takes one round trip to each worker. In a
-process group of `mlx.distributed`, the target would need a process of its own, because the processes that are
-left after a loss cannot join a new group.
+Each worker has its own connection to the target, so a lost worker shows up as an error on one connection.
+Hidden states travel between workers through the target, so a pass takes one round trip per worker. We do not
+use an `mlx.distributed` process group here, because the remaining processes cannot join a new group after one
+is lost, and the target would have to run in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The target's side of layers that are divided among workers.
+"""Run layers that are split across workers (tensor parallelism), as seen from the target.
 
-Each worker has a part of every layer. A pass takes one round trip from the target to the workers, and two
-sums over the ring of workers for each layer.
+Each worker holds a shard of every layer. A pass takes one round trip between the target and the workers, plus
+two all-reduce operations over the ring of workers per layer.
 """
 
 from __future__ import annotations

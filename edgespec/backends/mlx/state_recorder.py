@@ -1,4 +1,4 @@
-"""Record a model's hidden states in each pass, and log those of committed tokens for heads to read."""
+"""Record a model's hidden states in each pass, and keep those of committed tokens for heads to read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Free MLX's state for a thread when the thread ends, and reuse the thread's CPU stream.
 
-By default, MLX creates a CPU stream for each thread that computes anything. Every CPU stream has its own
-system thread, which MLX never ends. A server that loads and unloads models for days would accumulate
-thousands of them.
+By default, MLX creates a CPU stream for each thread that computes anything, and each CPU stream starts a
+system thread that never exits. A server that loads and unloads models for days would accumulate thousands of
+them.
 """
 
 from __future__ import annotations

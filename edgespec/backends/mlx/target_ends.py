@@ -1,4 +1,4 @@
-"""A target for heads: its sizes, and the token embedding, LM head and vocabulary that heads share with it."""
+"""The parts of a target that heads share: its token embedding, LM head, vocabulary and sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target for training heads and draft models. It writes text, and provides hidden states and logits."""
+"""The teacher in distillation: a target that generates text and provides hidden states and logits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Divide each layer of an MLX model among workers (tensor parallelism).
+"""Shard every layer of an MLX model across workers (tensor parallelism).
 
-mlx-lm's models divide their attention heads and their feed-forward layers as described in Megatron-LM
-(Shoeybi et al., 2019, section 3). Each layer then runs two all-reduce operations over the workers.
+mlx-lm's models shard their attention heads and feed-forward layers as in Megatron-LM (Shoeybi et al., 2019,
+section 3). Each layer then needs two all-reduce operations over the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base class for the kinds of heads that can be trained."""
+"""Base class for trainable heads."""
 
 from __future__ import annotations
 

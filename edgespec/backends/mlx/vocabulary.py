@@ -1,4 +1,4 @@
-"""MLX vocabularies, with the same token bytes, control tokens and end tokens as in llama.cpp.
+"""MLX vocabularies with the same token bytes, control tokens and end-of-sequence tokens as llama.cpp's.
 
 MLX and GGUF models can draft for each other only if their vocabularies match. This module therefore
 reproduces the vocabulary that llama.cpp would use if the MLX model were converted to GGUF.

@@ -1,4 +1,4 @@
-"""A ring of worker processes in which MLX adds up the results of all workers."""
+"""The ring of worker processes over which MLX runs its all-reduce operations."""
 
 from __future__ import annotations
 

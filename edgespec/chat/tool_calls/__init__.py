@@ -1,1 +1,1 @@
-"""Tool calls: how models write them, parsing them from a streamed reply, and grammars that enforce them."""
+"""Tool calling: the formats that models use, a streaming parser, and grammars that enforce valid calls."""

@@ -1,4 +1,4 @@
-"""Write tools and tool calls as text, for chat templates that do not support them."""
+"""Render tools and tool calls as plain text, for chat templates without tool support."""
 
 from __future__ import annotations
 

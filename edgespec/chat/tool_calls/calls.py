@@ -1,4 +1,4 @@
-"""The types of tool calls: `ToolCall` for complete calls, and `ToolCallDelta` for parts of streamed calls."""
+"""Tool-call types: `ToolCall` for complete calls, and `ToolCallDelta` for parts of streamed calls."""
 
 from __future__ import annotations
 

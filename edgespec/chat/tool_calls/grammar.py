@@ -1,4 +1,4 @@
-"""Grammars that make a reply call a tool, make its calls valid, or make it either calls or a valid answer.
+"""Grammars that force a tool call, keep calls valid, or allow either valid calls or a valid answer.
 
 The grammars are in llguidance's Lark format, which the reply option `grammar` accepts.
 """

@@ -1,4 +1,4 @@
-"""Tool calls written as the tool's name, followed by the arguments as a JSON object."""
+"""Tool calls written as the tool's name followed by a JSON object with the arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls written in tags, with one tag per argument. The values are plain text or JSON."""
+"""Tool calls written as tags, with one tag per argument and values in plain text or JSON."""
 
 from __future__ import annotations
 
