@@ -32,7 +32,7 @@ class Chat:
     Attributes:
         system: Instructions for the model. A change takes effect with the next turn.
         messages: The user and assistant messages, in order. Do not modify the list during a reply.
-        dropped_messages: Number of oldest messages left out of the last turn's prompt because the context was
+        dropped_messages: Number of old messages left out of the last turn's prompt because the context was
             full.
     """
 
@@ -53,10 +53,10 @@ class Chat:
 
     @property
     def context_used_tokens(self) -> int:
-        """Number of context tokens used by the prompt and reply of the last turn.
+        """Number of context tokens that the last turn's prompt and reply take up.
 
-        Before the first turn, this is the length of the initial messages, which can exceed the context, or 0
-        if the chat template rejects them.
+        Before the first turn, this is the token count of the initial messages, which can exceed the context,
+        or 0 if the chat template rejects them.
         """
         if self._used_tokens is None:
             with suppress(TemplateError):
@@ -98,7 +98,8 @@ class Chat:
 
         The stream yields only the new text, which is appended to the last message when it ends. Use this for
         a reply that was interrupted or reached its maximum length. With the same settings and seed, the
-        continued reply is the same as an uninterrupted one if its text converts back to the same tokens.
+        result is the same as an uninterrupted reply, provided that the text so far tokenizes back to the same
+        tokens.
 
         Args:
             **options: See `stream`.
@@ -153,9 +154,9 @@ class Chat:
 
 
 def _reply_message(written_before: str, reply: Reply) -> Message:
-    """Return the message for a reply that continues the text `written_before`.
+    """Return the message for a reply that continues the text in `written_before`.
 
-    The tool calls of a reply that ended early may be incomplete. They are kept as text, so that the model can
+    If the reply ended early, its tool calls may be incomplete. They are kept as text so that the model can
     continue them.
     """
     message = reply_message(written_before + reply.text)

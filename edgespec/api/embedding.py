@@ -23,7 +23,7 @@ class Embedding:
     """A vector that represents the meaning of text. Similar texts have vectors with a large dot product.
 
     Attributes:
-        vector: The vector, float32 [size]. Its length is 1.
+        vector: The unit vector, float32 [size].
         tokens: Number of tokens in the text.
     """
 
@@ -32,12 +32,13 @@ class Embedding:
 
     @classmethod
     def of(cls, vector: NDArray[np.float32], tokens: int) -> Embedding:
-        """Return an embedding. `vector` can have any length, and is scaled to length 1."""
+        """Create an embedding from a vector of any length by normalising it to length 1."""
         length = float(np.linalg.norm(vector))
         return cls(vector / np.float32(length or 1.0), tokens)
 
     def shortened(self, size: int) -> Embedding:
-        """Keep only the first dimensions, for models that were trained for this (Matryoshka embeddings).
+        """Keep the first `size` dimensions, renormalised, for models trained for this (Matryoshka
+        embeddings).
 
         Raises:
             OptionError: The vector has fewer dimensions.
@@ -58,14 +59,14 @@ def tokenize_texts(
     truncate: bool,
     progress: Progress | None,
 ) -> list[Sequence[int]]:
-    """Return the tokens of each text.
+    """Tokenize each text for an embedding model.
 
     Args:
         texts: The texts, each as a string or as token ids.
         vocabulary: The model's tokenizer.
         facts: Properties of the model.
-        context_tokens: Size of the context. One of its tokens is left for the EOS token, which some models
-            need after the text.
+        context_tokens: Size of the context. One token is reserved for the EOS token, which some models
+            require after the text.
         truncate: Whether to drop the end of texts that do not fit in the context.
         progress: Called as texts are tokenized. Returning False cancels tokenization.
 

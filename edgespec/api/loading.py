@@ -48,7 +48,7 @@ _ignores_costs = ContextVar("ignores_costs", default=False)
 
 @contextmanager
 def always_draft() -> Iterator[None]:
-    """Make models that are loaded in this `with` block always draft, even if that does not save time.
+    """Make models loaded in this `with` block always draft, even if that saves no time.
 
     Tests and `edgespec verify` compare replies with and without drafting, so drafting must not be skipped.
     """
@@ -203,7 +203,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
 
 
 def _unsaved_notice() -> str:
-    """Return a notice if results cannot be saved, in which case every start takes as long as the first."""
+    """Return a notice if measurements cannot be saved, which makes every start as slow as the first."""
     reason = unwritable_cache() or Facts().notice
     if not reason:
         return ""
@@ -214,7 +214,7 @@ def _unsaved_notice() -> str:
 
 
 def _unused_notice(target: Resolved) -> str:
-    """Return a notice about settings of an Ollama model that edgespec does not use."""
+    """Return a notice about an Ollama model's settings that edgespec ignores."""
     names = [name for name in target.unused if name != "template"]
     if not names:
         return ""
@@ -249,7 +249,7 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
 def _acceptance_recorder(
     pair: ModelPair, drafting: DraftingOptions, options: LoadOptions
 ) -> AcceptanceRecorder | None:
-    """Return a recorder for the draft model's acceptance rate, or None if the options distort the rate."""
+    """Return a recorder for the draft model's acceptance rate, or None if the options would skew it."""
     arguments = drafting.arguments
     distorts = (
         options.adapters or arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]

@@ -49,7 +49,7 @@ class MlxInfo:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Paths of the folders and files that edgespec uses, which may not exist yet."""
+    """Paths of the folders and files that edgespec uses. They may not exist yet."""
 
     models: Path
     chats: Path

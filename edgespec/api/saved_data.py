@@ -34,10 +34,10 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
     An open runtime keeps its copy in memory and may save it again.
 
     Args:
-        kind: `replies` are earlier replies and prompts, which the suffix method searches. `learned` is
-            everything trained or measured: draft models, pass costs and acceptance rates.
-            `prefix-cache` contains the KV caches of earlier prompts. `history` contains the prompts that can
-            be recalled in the terminal chat. `all` means all four.
+        kind: `replies` means the earlier replies and prompts that the suffix method searches. `learned` means
+            everything trained or measured: draft models, pass costs and acceptance rates. `prefix-cache`
+            means the KV caches of earlier prompts. `history` means the prompts that can be recalled in the
+            terminal chat. `all` means all four.
 
     Returns:
         Number of bytes freed.
@@ -58,7 +58,7 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
 
 
 def delete_chat(store: ChatStore, chat_id: str) -> None:
-    """Delete a saved chat, and the saved replies, cached prefixes and history of prompts of all chats.
+    """Delete a saved chat, together with the saved replies, cached prefixes and prompt history of all chats.
 
     This cached data does not record which chat its text comes from, so all of it is deleted.
 

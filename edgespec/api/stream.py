@@ -27,7 +27,7 @@ __all__ = ["ReplyStream"]
 
 
 class ReplyStream:
-    """Iterator over the text chunks of a reply.
+    """Iterator over a reply's text, in chunks.
 
     Generation starts with iteration and runs in the iterating thread. Iterate in one thread only. `cancel`
     and `close` can be called from any thread. A stream that is no longer referenced closes itself.
@@ -35,7 +35,7 @@ class ReplyStream:
     Attributes:
         stats: Statistics of the reply, updated after every target pass.
         prompt_tokens: Number of tokens in the prompt.
-        dropped_messages: Number of oldest messages left out of the prompt because the context is full.
+        dropped_messages: Number of old messages left out of the prompt because the context is full.
         reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
         prompt_logprobs: See `Reply.prompt_logprobs`. Complete before the stream yields text.
     """
@@ -129,7 +129,7 @@ class ReplyStream:
         return self._finish_reason == "length"
 
     def wait(self) -> Reply:
-        """Generate the rest of the reply and return the finished reply."""
+        """Generate the rest of the reply and return it."""
         for _ in self:
             pass
         return self.reply
@@ -203,7 +203,7 @@ class ReplyStream:
             self._chunks.extend(_text_chunks(texts[part], split, is_draft, 1, logprobs[part]))
 
     def _certain_logprobs(self, released: ReleasedText) -> list[TokenLogprobs]:
-        """Return the log-probabilities of the tokens that have become part of the text."""
+        """Return the log-probabilities of the tokens whose text has been released."""
         count = min(released.tokens, len(self._undecided_logprobs))
         logprobs = [self._undecided_logprobs.popleft() for _ in range(count)]
         if logprobs and released.cut_bytes:

@@ -11,7 +11,7 @@ __all__ = ["ReadFiles", "attach", "read_files"]
 
 
 def attach(prompt: str, *paths: str | Path) -> str:
-    """Return a prompt that begins with the text of files. Each file is a code block preceded by its name.
+    """Prepend the text of files to a prompt, each as a code block with the file's name above it.
 
     Args:
         prompt: The instructions for the model.

@@ -74,7 +74,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether a path matches a pattern. Both are given as the parts between slashes."""
+    """Return whether a path matches a pattern, both split at slashes."""
     # The numbers of parts of the pattern that can match the parts of the path so far. Trying each number of
     # folders for each `**` would take exponential time.
     matched = _skip_stars({0}, pattern)
@@ -90,7 +90,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _skip_stars(matched: set[int], pattern: Sequence[str]) -> set[int]:
-    """Add the numbers of matched parts for which `**` matches no folder."""
+    """Add the states that are reachable by letting `**` match no folder."""
     for number, part in enumerate(pattern):
         if part == "**" and number in matched:
             matched.add(number + 1)

@@ -26,7 +26,7 @@ def pdf_text(name: str, data: bytes, max_seconds: float) -> str:
     Args:
         name: The name of the file, for error messages.
         data: The contents of the file.
-        max_seconds: Maximum time to extract the text. A page of text takes about 20 ms.
+        max_seconds: Time limit for the extraction. A page of text takes about 20 ms.
 
     Raises:
         AttachmentError: The file is damaged, encrypted or too large, or contains no text.

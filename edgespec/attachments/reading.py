@@ -36,7 +36,7 @@ class ReadFiles(NamedTuple):
     """The files that a path, a folder or a pattern refers to.
 
     Attributes:
-        files: The files with their texts.
+        files: The files and their text.
         skipped: Number of files that were skipped because they contain no text.
     """
 
@@ -50,8 +50,8 @@ def read_files(path: str) -> ReadFiles:
     In a folder or with a pattern, files that cannot be attached are skipped.
 
     Raises:
-        AttachmentError: The file does not exist, is unreadable or too large, or contains no text, or none of
-            several files can be attached, or reading them takes too long.
+        AttachmentError: The file is missing, unreadable, too large, or contains no text; or none of several
+            files can be attached, or reading them takes too long.
     """
     paths = find_files(path)
     if len(paths) == 1:

@@ -31,7 +31,7 @@ _TRIAL_TOKENS, _STEP_TOKENS = 64, 8
 
 
 def check_finite(head: LanguageModel, path: Path) -> None:
-    """Run one token, and raise ModelFileError if its logits are not finite."""
+    """Run one token, and raise ModelFileError if the logits are not finite."""
     logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
     head.truncate(0)
     check_finite_logits(logits, path)
@@ -48,16 +48,16 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
 
 
 def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: Path) -> H:
-    """Return the head that most often predicts the target's most likely token. On a tie, return the first.
+    """Return the head that most often predicts the target's top token. On a tie, return the first.
 
-    The configuration of a head does not say unambiguously which hidden states it reads and in which order it
-    reads its inputs. A wrong choice raises no error, but lowers the acceptance rate. We therefore load a head
-    for each possibility, and compare the heads on a short text. The comparison ends as soon as one head is
-    clearly better than the others.
+    A head's configuration is ambiguous about which hidden states it reads and about the order of its inputs.
+    A wrong choice raises no error, but lowers the acceptance rate. We therefore load the head once per
+    possibility and compare the variants on a short text. The comparison stops as soon as one is clearly
+    better than the others.
 
     Args:
         target: The target. Its cache must be empty.
-        choices: The head, loaded in each possible way, most likely first. All but the best are closed.
+        choices: The variants of the head, most likely first. All but the best are closed.
         folder: Folder of the head, for error messages.
 
     Raises:
@@ -106,12 +106,12 @@ def _most_accurate(target: HiddenStateSource, heads: Sequence[H]) -> H:
 
 
 def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[int]]) -> int:
-    """Return how many of the target's most likely tokens the head predicts.
+    """Count how many of the target's top tokens the head predicts.
 
     Args:
-        head: The head, which has processed only tokens of the preceding calls.
+        head: The head. It must have processed only the tokens of the preceding calls.
         tokens: The tokens that the target has processed.
-        best: The target's most likely token after each of the last `len(best)` tokens.
+        best: The target's top token after each of the last `len(best)` tokens.
     """
     # The head cannot run the first token, which follows no hidden state.
     begin = max(1, len(tokens) - len(best))

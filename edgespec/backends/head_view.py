@@ -20,7 +20,7 @@ __all__ = ["AttentionHeadView", "CachedHeadView", "HeadView"]
 
 
 class HeadView(SelfDraftView[M]):
-    """A head, which runs each token with the target's hidden state at the preceding position.
+    """A head that runs each token together with the target's hidden state at the preceding position.
 
     Args:
         target: The target.
@@ -39,21 +39,21 @@ class HeadView(SelfDraftView[M]):
 
     @property
     def first_position(self) -> int:
-        """The first position at which the log has the hidden state that a token needs."""
+        """The first position whose required hidden state is in the log."""
         return self.log.start + 1
 
     @property
     def last_position(self) -> int:
-        """The last position for which the log has the hidden state that the head needs."""
+        """The last position whose required hidden state is in the log."""
         return self.log.end
 
     def _logged_states(self, start: int, count: int) -> NDArray[np.float32]:
-        """Return the hidden states before `count` tokens from position `start` on, one per token."""
+        """Return the hidden state before each of `count` tokens, starting at position `start`."""
         return self.log.rows(start - 1, start - 1 + count)
 
     @abstractmethod
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
+        """Clear the KV cache and make it start at `position`. Tokens before `position` are never run."""
 
     def _check_draft_length(self, length: int, limit: int) -> None:
         """Raise CapabilityError if a draft of `length` tokens is longer than `limit`."""
@@ -70,7 +70,7 @@ class HeadView(SelfDraftView[M]):
 
 
 class CachedHeadView(HeadView[M]):
-    """A head with a KV cache of its own, which it computes from the target's hidden states.
+    """A head with its own KV cache, computed from the target's hidden states.
 
     In addition to the `length` committed tokens, the cache can contain the tokens of a draft. Subclasses
     implement `verify` and the abstract methods, which access the cache.
@@ -93,11 +93,11 @@ class CachedHeadView(HeadView[M]):
 
     @abstractmethod
     def _restart(self, position: int) -> None:
-        """Empty the cache, and let it begin at `position`."""
+        """Clear the cache and make it start at `position`."""
 
     @abstractmethod
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append keys and values for `tokens`, computed from the target's hidden states, to the cache."""
+        """Append keys and values for `tokens` to the cache, computed from the target's hidden states."""
 
     @abstractmethod
     def _export(self, start: int, end: int) -> bytes:
@@ -105,13 +105,13 @@ class CachedHeadView(HeadView[M]):
 
     @abstractmethod
     def _import(self, start: int, end: int, data: bytes) -> bool:
-        """Append the result of `_export` to the cache, and return whether it was compatible."""
+        """Append data from `_export` to the cache. Return whether it was compatible."""
 
     @abstractmethod
     def _keep(self, length: int) -> None:
-        """Let the first `length` tokens be the committed ones, and remove all others from the cache.
+        """Truncate the cache to `length` tokens, all of which are then committed.
 
-        Subclasses also discard what they store about the current draft.
+        Subclasses also discard their state for the current draft.
         """
         self._known_nodes = 0
 
@@ -144,7 +144,7 @@ class CachedHeadView(HeadView[M]):
         self._keep(min(length, self.length))
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the cache at positions [start, end). Start at the first cached position if it is later."""
+        """Copy the cache at positions [start, end), or from its first position on if that is later."""
         self._check()
         self._keep(self.length)
         end = self.length if end is None else min(end, self.length)
@@ -165,7 +165,7 @@ class CachedHeadView(HeadView[M]):
 
 
 class AttentionHeadView(CachedHeadView[BaseModel]):
-    """A head with a single attention layer, which NumPy runs. Subclasses set `_attention` and `_length`."""
+    """A head with a single attention layer that runs in NumPy. Subclasses set `_attention` and `_length`."""
 
     _attention: CachedAttention
 

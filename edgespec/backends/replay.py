@@ -37,7 +37,7 @@ _PREFILL_STRIDE = 1024
 
 
 class Rewindable(LanguageModel, Protocol):
-    """A `LanguageModel` that can verify chains of tokens and return to saved states of its cache.
+    """A `LanguageModel` that can verify chains of tokens and roll its cache back to checkpoints.
 
     After an exception, or if part of a draft is rejected, the contents of the cache are undefined until
     `rewind` or `truncate(0)` is called.
@@ -45,16 +45,17 @@ class Rewindable(LanguageModel, Protocol):
 
     @property
     def logs(self) -> OpenLogs:
-        """The hidden state logs that `commit` and `prefill` append to.
+        """The hidden-state logs that `commit` and `prefill` append to.
 
-        `rewind` leaves the logs unchanged, because tokens after the checkpoint may still belong to the text.
+        `rewind` leaves the logs unchanged, because tokens after the checkpoint may still be part of the
+        sequence.
         """
 
     def checkpoint(self) -> Any:
-        """Save the state of the cache, and return a handle that `rewind` accepts."""
+        """Save the state of the cache, and return a handle for `rewind`."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Return the cache (including `length`) to a saved state, and discard any uncommitted tokens.
+        """Roll the cache (including `length`) back to a saved state, and discard uncommitted tokens.
 
         A checkpoint can be restored several times. It becomes invalid when an earlier checkpoint is restored
         or the context is resized.
@@ -72,13 +73,13 @@ class _Checkpoint(NamedTuple):
 class ReplayModel(BaseModel):
     """Adds exact rollback to a recurrent model that can only return to checkpoints.
 
-    After a rollback, accepted tokens can be missing from the recurrent state. The next pass runs these
-    tokens before any drafted token.
+    After a rollback, some accepted tokens can be missing from the recurrent state. The next pass reruns them
+    before any drafted tokens.
 
     Args:
         inner: The recurrent model.
         reason: Why the model does not support draft trees with branches, for `Capabilities.reason`.
-        undo_tokens: Number of tokens at the end of a pass that `inner.commit` can remove exactly.
+        undo_tokens: How many of a pass's last tokens `inner.commit` can remove exactly.
     """
 
     def __init__(self, inner: Rewindable, reason: str, undo_tokens: int = 0) -> None:
@@ -307,7 +308,7 @@ class ReplayModel(BaseModel):
     def _take_checkpoint(self) -> None:
         """Save a checkpoint.
 
-        If there are already too many, first delete the one closest to its neighbours.
+        If there are already too many, delete the one closest to its neighbours first.
         """
         checkpoints, length = self._checkpoints, self._inner.length
         if length == 0 or (checkpoints and checkpoints[-1].length == length):

@@ -48,10 +48,10 @@ _MAX_ROWS = 16
 
 
 class AttentionShape(NamedTuple):
-    """Settings of an attention layer that its weights do not determine. Hydra++ heads use the target's.
+    """Attention settings that cannot be derived from the weights. Hydra++ heads use the target's.
 
     Attributes:
-        heads: Number of query heads. Multiple query heads can share a key head.
+        heads: Number of query heads. Several query heads can share a key-value head.
         rope_theta: Base of the rotary position embedding.
         norm_epsilon: Epsilon of the RMS norms.
     """
@@ -95,7 +95,7 @@ class PrefixLayer:
         )
 
     def with_own_cache(self) -> PrefixLayer:
-        """Return the same layer with an empty KV cache of its own."""
+        """Return a copy that shares the weights and has its own, empty KV cache."""
         other = copy(self)
         other.attention = self.attention.with_own_cache()
         return other
@@ -169,11 +169,11 @@ class ResidualHeadTarget:
         model: The target.
         memory_bytes: Memory limit of the target, its KV cache and its heads. None if there is no limit.
         layers: Number of layers in the target.
-        attention: Settings of the target's attention layers, which Hydra++ heads use too.
+        attention: Settings of the target's attention layers, which Hydra++ heads also use.
         embed: Returns the token embeddings [tokens, size] for token ids.
         make_product: Returns a function that multiplies by one of the heads' matrices.
         output: Returns a function that multiplies by the target's LM head, for heads without output matrices.
-        weight_bytes: Function that returns the memory in bytes for the weights of the heads.
+        weight_bytes: Returns the memory of the heads' weights in bytes.
     """
 
     model: BaseModel
@@ -197,7 +197,8 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
     """Load the Medusa or Hydra heads at a path for a target.
 
     Raises:
-        CapabilityError: The heads were made for another target, or the target's hidden states cannot be read.
+        CapabilityError: The heads were made for a different target, or the target's hidden states cannot be
+            read.
         ModelFileError: The files are damaged.
         MemoryBudgetError: The heads do not fit in memory.
     """
@@ -225,7 +226,7 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
 
 
 class LoadedResidualHeads:
-    """The weights of Medusa or Hydra heads, which the views of all replies share.
+    """The weights of Medusa or Hydra heads, shared by the views of all replies.
 
     Args:
         target: The target.
@@ -235,7 +236,7 @@ class LoadedResidualHeads:
         facts: Properties of the heads.
 
     Raises:
-        CapabilityError: The heads were made for another target.
+        CapabilityError: The heads were made for a different target.
         ModelFileError: The files are damaged.
     """
 
@@ -257,7 +258,7 @@ class LoadedResidualHeads:
         """Return a view of the heads, with a KV cache of its own if they have one.
 
         Args:
-            target: The target, or one of the replies that share it.
+            target: The target, or the view of it that one of several concurrent replies uses.
             release: Called when the view is closed.
         """
         log = target.log_hidden_states([self._state])
@@ -273,7 +274,7 @@ class LoadedResidualHeads:
 def _check_attention(
     target: ResidualHeadTarget, heads: ResidualHeads, prefix: AttentionLayer, path: Path
 ) -> None:
-    """Raise CapabilityError if the attention layer of Hydra++ heads does not fit the target's head size."""
+    """Raise CapabilityError if a Hydra++ attention layer does not match the target's head size."""
     size, heads_of_target, keys = heads.state_size, target.attention.heads, prefix.k_proj.shape[0]
     head_size = size // heads_of_target if heads_of_target else 0
     if not head_size or head_size % 2 or size % head_size or keys % head_size or size % keys:
@@ -315,13 +316,13 @@ def _token_bytes(heads: ResidualHeads) -> int:
 def estimate_residual_heads(
     path: Path, context_tokens: int, vocab_size: int, weight_bytes: WeightBytes
 ) -> MemoryEstimate:
-    """Estimate the memory for Medusa or Hydra heads, including the log of hidden states that they read.
+    """Estimate the memory of Medusa or Hydra heads, including the hidden-state log that they read.
 
     Args:
         path: The heads' folder or file.
         context_tokens: The target's context size.
         vocab_size: The target's vocabulary size.
-        weight_bytes: Function that returns the memory in bytes for the weights of the heads.
+        weight_bytes: Returns the memory of the heads' weights in bytes.
 
     Raises:
         CapabilityError: The heads are of a kind that edgespec cannot run.
@@ -354,11 +355,11 @@ class _Node(NamedTuple):
 
 
 class ResidualHeadView(HeadView[BaseModel]):
-    """Medusa or Hydra heads as a draft model, which predicts from the target's last known hidden state.
+    """Medusa or Hydra heads as a draft model that predicts from the target's last known hidden state.
 
-    The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and
-    each further head predicts the tokens one level deeper. Hydra heads also read the embeddings of the tokens
-    on the path from the root to the node.
+    The draft model has no KV cache. The first head predicts the children of a draft tree's root, and each
+    further head predicts one level deeper. Hydra heads also read the embeddings of the tokens on the path
+    from the root to the node.
 
     Args:
         target: See `HeadView`, also for `log` and `release`.
@@ -388,7 +389,7 @@ class ResidualHeadView(HeadView[BaseModel]):
         return max(self._target.length, self.log.end)
 
     def _states_before(self, count: int) -> Array:
-        """Return the head input for each of the next `count` tokens: the hidden state before the token."""
+        """Return the head input for each of the next `count` tokens: the preceding hidden state."""
         return self._logged_states(self.length, count)
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
@@ -419,7 +420,7 @@ class ResidualHeadView(HeadView[BaseModel]):
         return HostLogits(rows)
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
-        """Append a `_Node` for each node of the tree from `first` on."""
+        """Append a `_Node` for each node of the tree, starting at `first`."""
         states = self._known_states(tree) if first == 0 else ()
         embeddings = self._embed(tree.tokens[first:]) if self._embed else None
         for i, parent in enumerate(tree.parents[first:]):
@@ -451,10 +452,10 @@ class ResidualHeadView(HeadView[BaseModel]):
 
 
 class PrefixHeadView(AttentionHeadView, ResidualHeadView):
-    """Hydra++ heads, which read the output of an attention layer instead of the target's hidden states.
+    """Hydra++ heads, which read an attention layer's output instead of the target's hidden states.
 
     The attention layer has a KV cache. The entry for position p is computed from the target's hidden state at
-    position p - 1, so there are no entries for drafted tokens, whose hidden states are not known yet.
+    position p - 1. Drafted tokens have no entries, because their hidden states are not known yet.
     """
 
     _batch_tokens = 256

@@ -38,7 +38,7 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
         title: First line.
         bars: Bars to draw.
         width: Maximum line length in characters.
-        full: Length of a bar that fills the line. If any bar is longer, the longest one fills the line.
+        full: The bar length that fills a line. If a bar is longer than this, the longest bar fills the line.
     """
     labels = max((len(bar.label) for bar in bars), default=0)
     value_width = max((len(bar.value) for bar in bars), default=0)
@@ -57,7 +57,7 @@ def _drawn(bar: Bar, longest: float, room: int) -> str:
 
 
 def charts(report: BenchReport, width: int) -> list[str]:
-    """Draw bar charts of speed-up, acceptance rate, time per phase and verify pass costs."""
+    """Draw bar charts of the speed-up, the acceptance rate, the time per phase and verify pass costs."""
     lines: list[str] = []
     for temperature in dict.fromkeys(each.temperature for each in report.figures):
         found = [each for each in report.figures if (each.temperature, each.category) == (temperature, None)]

@@ -36,17 +36,17 @@ _LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the median. For an even number of values, this is the geometric mean of the middle two."""
+    """Return the median, using the geometric mean of the middle two for an even number of values."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
 def geometric_mean(ratios: Ratios) -> float:
-    """Return the geometric mean, over all prompts, of each prompt's median speed-up."""
+    """Return the geometric mean over all prompts of their median speed-ups."""
     return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
 
 
 def worst(ratios: Ratios) -> float:
-    """Return the lowest of all prompts' median speed-ups."""
+    """Return the lowest median speed-up of any prompt."""
     return min(typical(each) for each in ratios)
 
 
@@ -73,7 +73,7 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 
 
 def oracle(fixed: Sequence[Ratios]) -> float:
-    """Return the geometric mean speed-up if each prompt were answered with its best fixed method.
+    """Return the geometric mean of the speed-ups with the best fixed method for each prompt.
 
     This is an upper bound, because the best method is chosen in hindsight.
 
@@ -148,8 +148,8 @@ class OracleComparison:
 
     Attributes:
         category: Category of the prompts. None for all prompts.
-        best: The method with the highest speed-up over the category's prompts. May be plain decoding, but
-            no method that drafted nothing.
+        best: The method with the highest speed-up over the category's prompts. It can be plain decoding, but
+            not a method that drafted nothing.
         best_speed_up: Speed-up of `best` over plain decoding.
         oracle_speed_up: Speed-up if every prompt used its own best method.
         auto_speed_up: Speed-up of `auto`. None if `auto` was not measured.
@@ -175,8 +175,8 @@ def figures(
     Args:
         rows: Measured replies.
         configs: Method configurations, in the order of the results.
-        equal_tokens: Function that returns whether replies at a temperature must match plain decoding token
-            for token.
+        equal_tokens: Returns whether replies at a given temperature must match plain decoding token for
+            token.
     """
     plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     return [

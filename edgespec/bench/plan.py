@@ -29,7 +29,7 @@ class MethodConfig:
     Attributes:
         method: Name of the method, as in `--method`.
         draft_length: Draft length in tokens. Defaults to the runtime's draft length.
-        again: Whether plain decoding is measured a second time, to estimate the measurement noise.
+        again: Whether this is a second measurement of plain decoding, to estimate the noise.
     """
 
     method: str
@@ -50,7 +50,7 @@ CONTROL = MethodConfig("none", again=True)
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """One prompt at one temperature, answered once with every method configuration."""
+    """One prompt at one temperature, answered once per method configuration."""
 
     prompt: Prompt
     temperature: float
@@ -60,7 +60,7 @@ class BenchRound:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """A plan that runs every method configuration on every prompt at every temperature, several times.
+    """A plan to run every method configuration on every prompt at every temperature, several times.
 
     Attributes:
         prompts: Prompts to answer, with unique names.
@@ -107,8 +107,8 @@ class BenchPlan:
         """Yield all rounds of the benchmark. Each round answers one prompt with every configuration.
 
         The order of the configurations changes from round to round, so that a gradual slowdown of the
-        machine, for example from heat, affects all of them equally. Categories alternate, so that a partial
-        run covers all of them.
+        machine, such as thermal throttling, affects all of them equally. Categories alternate, so that a
+        partial run covers all of them.
         """
         for repeat in range(self.repeats):
             pairs = product(_spread(self.prompts), self.temperatures)

@@ -50,7 +50,7 @@ class RaceChunk:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One of the two replies of a race, with the time at which each piece of it was generated."""
+    """One of the two replies of a race, with the time at which each piece was generated."""
 
     method: str
     chunks: tuple[RaceChunk, ...]
@@ -62,7 +62,7 @@ class Lane:
 
     @property
     def seconds(self) -> float:
-        """Duration of the reply in seconds, including the time that the draft model needs for the prompt."""
+        """Duration of the reply in seconds, including the draft model's prompt processing."""
         return self.chunks[-1].seconds if self.chunks else 0.0
 
     @property
@@ -74,7 +74,7 @@ class Lane:
         return sum(chunk.token_count for chunk in self.chunks if chunk.seconds <= seconds)
 
     def seconds_until(self, tokens: int) -> float:
-        """Return the time in seconds at which the first `tokens` tokens had been generated."""
+        """Return the time in seconds after which the first `tokens` tokens had been generated."""
         done = 0
         for chunk in self.chunks:
             done += chunk.token_count
@@ -96,8 +96,8 @@ class Race:
         plain: The reply from plain decoding, which was generated first.
         other: The reply from the other method.
         drift: How much the machine slowed down during the race. 0.2 means that the same tokens took 1.2 times
-            as long after the race as before it. Negative values mean that the machine became faster. None if
-            the replies were too short to measure this.
+            as long after the race as before it. Negative if the machine became faster, and None if the
+            replies were too short to tell.
     """
 
     plain: Lane
@@ -116,7 +116,7 @@ class Race:
 
     @property
     def is_fair(self) -> bool:
-        """Whether the machine's speed stayed constant enough to compare the replies."""
+        """Whether the machine's speed was stable enough to compare the replies."""
         return (self.drift is None or abs(self.drift) <= _MAX_DRIFT) and not self._is_impossible
 
     @property
@@ -136,7 +136,7 @@ class Race:
         return self.other.reply.stats.accepted_tokens > 0
 
     def headline(self) -> str:
-        """Return a sentence that says which method was faster, or that the race was not fair."""
+        """Return a sentence saying which method was faster, or that the race was not fair."""
         name, plain, other = self.other.method, self.plain.tokens_per_second, self.other.tokens_per_second
         speeds = f"{other:.1f} instead of {plain:.1f} tokens per second"
         if not self.is_fair:
@@ -167,7 +167,7 @@ class Race:
         return f"{result}: {speeds}. {self._explanation()}"
 
     def _explanation(self) -> str:
-        """Return sentences that explain why drafting was not faster than plain decoding."""
+        """Explain in full sentences why drafting was not faster than plain decoding."""
         reply = self.other.reply
         stats, limits = reply.stats, reply.method.loss_limits
         text = (
@@ -183,7 +183,7 @@ class Race:
         return text
 
     def remarks(self) -> list[str]:
-        """Return sentences that say whether the texts are the same, and how the race was run."""
+        """Return sentences on whether the texts are the same and how the race was run."""
         how = (
             f"The replies were generated one after the other, with seed {self.plain.reply.seed}, and are"
             " shown together at their measured speeds. Both runs had read the prompt before."
@@ -242,9 +242,9 @@ def run_race(
 ) -> Race:
     """Generate a reply with plain decoding and then one with `method`, and measure both.
 
-    The replies are generated one after the other, because otherwise they would slow each other down. Before
-    the race, both methods generate a few tokens. This warms them up and puts the prompt into the cache. After
-    the race, plain decoding generates its first tokens again, to detect a change of the machine's speed.
+    The replies are generated one after the other, so that they do not slow each other down. Before the race,
+    both methods generate a few tokens, which warms them up and puts the prompt into the cache. After the
+    race, plain decoding generates its first tokens again, to detect a change in the machine's speed.
 
     Args:
         start: Starts a reply to the prompt with the given options, such as `Chat.regenerate`.
@@ -272,7 +272,7 @@ def run_race(
 
 
 def _drift(before_seconds: float, after_seconds: float) -> float | None:
-    """Return the change of the machine's speed, as in `Race.drift`, from the times for the same tokens."""
+    """Compute `Race.drift` from the times that the same tokens took before and after the race."""
     if not before_seconds or not after_seconds:
         return None
     if after_seconds >= before_seconds:
@@ -281,7 +281,7 @@ def _drift(before_seconds: float, after_seconds: float) -> float | None:
 
 
 class _Runner:
-    """Generates the replies of a race, and reports the progress to the caller of `race`."""
+    """Generates the replies of a race and reports progress to the caller."""
 
     def __init__(self, start: StartReply, options: dict[str, Any], progress: Progress) -> None:
         self.options = options
@@ -289,7 +289,7 @@ class _Runner:
         self._max_tokens = int(options.get("max_tokens") or DEFAULT_RACE_TOKENS)
 
     def run(self, description: str, method: str, done: float, *, max_tokens: int | None = None) -> Lane:
-        """Generate one reply. Report progress from the fraction `done` of the whole race on."""
+        """Generate one reply, and report progress starting at the fraction `done` of the race."""
         limit = min(max_tokens or self._max_tokens, self._max_tokens)
         self._report(description, done)
         options = self.options | {"method": method, "max_tokens": limit}

@@ -54,19 +54,19 @@ class _Line:
 class Picture:
     """A race on a grid of character cells: the prompt, two columns of text, and the result.
 
-    Lines are broken as in the finished text, so that words do not move while the text appears.
+    Lines are wrapped as in the finished text, so that words do not move while the text appears.
 
     Args:
         race: The race.
         prompt: The prompt, shown above the replies.
         columns: Width in cells.
-        max_rows: Maximum number of rows for the replies. Further rows are not shown.
+        max_rows: Maximum number of rows for the replies. Any further rows are not shown.
 
     Attributes:
         rows: Number of rows.
         columns: Width in cells.
         seconds: Duration of the slower reply.
-        events: All events in chronological order. Each replaces the text of earlier events at its position.
+        events: All events in chronological order. Each overwrites earlier text at its position.
     """
 
     def __init__(self, race: Race, prompt: str, columns: int, max_rows: int | None = None) -> None:
@@ -116,7 +116,7 @@ class Picture:
                 place = until
 
     def _speeds(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
-        """Yield the updates of the line below the heading, which shows the tokens and the speed so far."""
+        """Yield updates of the line below the heading, which shows the token count and the speed so far."""
         seconds = 0.0
         while True:
             seconds = min(seconds + _SPEED_SECONDS, lane.seconds)
@@ -194,7 +194,7 @@ def save_picture(race: Race, prompt: str, path: Path) -> None:
 
 
 def _cleaned(text: str) -> str:
-    """Replace tabs by spaces, and remove control characters, which could change the terminal's state."""
+    """Replace tabs with spaces, and remove control characters, which could change the terminal's state."""
     return _CONTROLS.sub("", text.replace("\t", "    "))
 
 
@@ -203,7 +203,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _broken(text: str, width: int) -> Iterator[_Line]:
-    """Break text into lines of at most `width` cells, between words if possible.
+    """Wrap text into lines of at most `width` cells, between words if possible.
 
     The line break or space between two lines is part of neither.
     """

@@ -25,7 +25,7 @@ class BenchReport:
         curve: Measured duration of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process during the whole run.
         figures: Speed, acceptance and memory of each method, by temperature and prompt category.
-        oracle_comparisons: Comparisons of `auto` with the best other methods.
+        oracle_comparisons: Comparisons of `auto` with the best fixed methods.
         exactness: Whether replies are identical to plain decoding.
     """
 
@@ -48,11 +48,11 @@ class BenchReport:
 
     @property
     def differing(self) -> int:
-        """Return the number of replies that must match plain decoding but do not."""
+        """Return the number of replies that should match plain decoding but do not."""
         return sum(each.compared - each.identical for each in self.figures if each.category is None)
 
     def to_json(self, *, rows: bool = False) -> dict[str, object]:
-        """Return the report as a JSON object. If `rows` is true, include one entry per reply."""
+        """Return the report as a JSON object, with one entry per reply if `rows` is set."""
         summary = asdict(replace(self, rows=()))
         del summary["rows"]
         summary["planned_replies"] = summary.pop("planned")

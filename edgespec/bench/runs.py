@@ -76,12 +76,12 @@ def run(
 ) -> BenchRun:
     """Run a benchmark plan: measure pass durations, warm up every method, and measure each reply.
 
-    Drafters are not trained between replies, so that they stay the same during the run.
+    Drafters are not trained between replies, so that they do not change during the run.
 
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
-        max_seconds: Start no new reply after this time. None means no limit.
+        max_seconds: No new reply is started after this time. None means no limit.
         progress: Called with a description and the fraction of the replies that are finished. Returning False
             cancels the run.
 
@@ -139,7 +139,7 @@ class _Bench:
         return tokens
 
     def prepare(self) -> CostCurve:
-        """Measure the durations of verify passes, and run every drafting method once to warm up."""
+        """Measure the duration of verify passes, and run every drafting method once to warm up."""
         curve = self.runtime.measure_costs(self.progress)
         prompt = self.plan.prompts[0]
         for config in self.plan.configs:

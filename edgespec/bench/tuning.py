@@ -52,7 +52,7 @@ class DrafterResult:
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
-        acceptance: Fraction of draft tokens that were accepted, counting only those whose predecessors were
+        acceptance: Fraction of draft tokens that were accepted, counting only tokens whose predecessors were
             all accepted.
         c: Time to draft one token, relative to a single-token target pass.
         best_length: Draft length with the highest expected speed-up.
@@ -111,9 +111,9 @@ def tune(
     max_tokens: int = 48,
     progress: Callable[[str, float], bool] | None = None,
 ) -> Tuning:
-    """Measure and save the durations of verify passes, then try each drafter on the prompts.
+    """Measure and save the duration of verify passes, then try each drafter on the prompts.
 
-    Replies use greedy decoding. Each prompt is answered with all methods before the next one, so that a
+    Replies use greedy decoding. Each prompt is answered with every method before the next one, so that a
     gradual slowdown of the machine affects all methods equally.
 
     Args:

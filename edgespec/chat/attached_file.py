@@ -19,7 +19,7 @@ class AttachedFile:
     Attributes:
         name: The path of the file, relative to the working folder if the file is inside it.
         text: The text of the file.
-        token_count: Number of tokens of the file in the prompt. 0 if it is unknown.
+        token_count: Number of prompt tokens that the file takes up. 0 if unknown.
     """
 
     name: str
@@ -27,7 +27,7 @@ class AttachedFile:
     token_count: int = 0
 
     def to_json(self) -> dict[str, object]:
-        """Return the file as it is saved in a chat."""
+        """Return the file in the format of saved chats."""
         return {"name": self.name, "text": self.text, "token_count": self.token_count}
 
     @property
@@ -44,7 +44,7 @@ class AttachedFile:
 
 
 def as_attached_files(number: int, items: object) -> tuple[AttachedFile, ...]:
-    """Convert the `files` of the `number`-th message of a list. Raises OptionError if they are invalid."""
+    """Convert the `files` of message `number`. Raises OptionError if they are invalid."""
     kinds = {"name": str, "text": str, "token_count": int}
     if not isinstance(items, list) or not all(
         isinstance(item, dict) and {key: type(value) for key, value in item.items()} == kinds

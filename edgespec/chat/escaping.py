@@ -27,7 +27,7 @@ class Scan:
 
     Attributes:
         token_count: Number of tokens.
-        control_tokens: The control tokens in the text, each once, in the order of their first appearance.
+        control_tokens: The distinct control tokens in the text, in order of first appearance.
     """
 
     token_count: int
@@ -35,7 +35,7 @@ class Scan:
 
 
 class TextScanner:
-    """Counts the tokens of texts and finds control tokens in them. Tokenizes each text only once."""
+    """Counts the tokens in texts and finds control tokens in them. Tokenizes each text only once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -122,7 +122,7 @@ class ControlTokenEscaping:
 
 
 def is_control(vocabulary: Vocabulary, token: int) -> bool:
-    """Return whether a token is a control token, which has a text form but adds no text to a reply."""
+    """Return whether a token is a control token: one that has a text form but adds no text to a reply."""
     return vocabulary.piece(token) == b"" and vocabulary.raw_piece(token) != b""
 
 
@@ -145,7 +145,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, function: Callable[[str], str]) -> Any:
-    """Return a JSON value with a function applied to all its strings."""
+    """Apply a function to all strings in a JSON value."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, Mapping):

@@ -31,7 +31,7 @@ _STYLE = (
 
 
 def messages_as_markdown(messages: tuple[Message, ...], *, reasoning: bool = False) -> str:
-    """Return messages as Markdown, each preceded by the name of its author.
+    """Format messages as Markdown, each preceded by its author's name.
 
     Args:
         messages: The messages. Attached files are included only by name.
@@ -53,14 +53,14 @@ def _message_as_markdown(message: Message, reasoning: bool) -> str:
 
 
 def as_markdown(chat: SavedChat) -> str:
-    """Return the messages on a chat's current branch as Markdown, with the model's reasoning."""
+    """Format the messages on a chat's current branch as Markdown, including the model's reasoning."""
     return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat), reasoning=True)}\n"
 
 
 def as_html(chat: SavedChat) -> str:
-    """Return the messages on a chat's current branch as a self-contained HTML page.
+    """Format the messages on a chat's current branch as a self-contained HTML page.
 
-    The model's reasoning is folded.
+    The model's reasoning is collapsed.
     """
     # With `html` off, tags in a reply are shown as text, so that the page cannot run scripts from a model.
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
@@ -120,8 +120,8 @@ def write_export(chat: SavedChat, file: str) -> Path:
 
     Args:
         chat: The chat.
-        file: The path of the file, or an empty string for a Markdown file in the current folder that is named
-            after the chat.
+        file: The path of the file. If empty, a Markdown file named after the chat is written to the current
+            folder.
 
     Returns:
         The absolute path of the file.

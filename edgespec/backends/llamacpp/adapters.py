@@ -16,12 +16,12 @@ __all__ = ["LoraAdapters", "adapter_bytes"]
 
 
 def adapter_bytes(adapters: Sequence[Adapter]) -> int:
-    """Return the memory that loaded adapters use, in bytes, which is about the size of their files."""
+    """Estimate the memory of loaded adapters in bytes, which is about the size of their files."""
     return sum(Path(adapter.path).stat().st_size for adapter in adapters)
 
 
 class LoraAdapters:
-    """The adapters loaded for a model, which llama.cpp frees together with the model.
+    """The adapters loaded for a model. llama.cpp frees them together with the model.
 
     Args:
         model: The llama_model handle.
@@ -31,7 +31,7 @@ class LoraAdapters:
         scales: The scale of each adapter. 0 disables an adapter.
 
     Raises:
-        ModelFileError: llama.cpp cannot load an adapter, for example because it is for another model.
+        ModelFileError: llama.cpp cannot load an adapter, for example because it belongs to a different model.
     """
 
     def __init__(self, model: Any, adapters: Sequence[Adapter]) -> None:
@@ -39,10 +39,10 @@ class LoraAdapters:
         self._handles = [_load(model, Path(adapter.path)) for adapter in adapters]
 
     def apply(self, context: Any) -> None:
-        """Use the adapters with their current scales in a llama_context, from its next pass on.
+        """Apply the adapters with their current scales to a llama_context, starting with its next pass.
 
         Raises:
-            BackendError: llama.cpp refused the adapters.
+            BackendError: llama.cpp rejected the adapters.
         """
         if not self._handles:
             return

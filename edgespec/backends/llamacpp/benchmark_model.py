@@ -29,8 +29,8 @@ def write_benchmark_model(path: Path, type_name: str, size_bytes: int) -> PassWe
 
     Args:
         path: The file to write.
-        type_name: Name of the weights' ggml type, such as `Q4_K`.
-        size_bytes: Approximate size of the weights. 0 for a model with many small layers.
+        type_name: The ggml type of the weights, such as `Q4_K`.
+        size_bytes: Approximate size of the weights. 0 creates a model with many small layers.
 
     Returns:
         The weights of the model.
@@ -98,7 +98,7 @@ def _random_rows(columns: int) -> NDArray[np.float32]:
 
 
 def _matrix(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> NDArray[np.uint8]:
-    """Return a random matrix, quantised to the type `kind`, as bytes."""
+    """Return the bytes of a random matrix quantised to the type `kind`."""
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     weights = _random_rows(columns)
     quantised = np.empty((_RANDOM_ROWS, columns // block_elements * block_bytes), np.uint8)

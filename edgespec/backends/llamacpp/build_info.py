@@ -23,8 +23,8 @@ class LlamaCppInfo:
         gpu_offload: Whether llama.cpp was built with GPU support.
         default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options that llama.cpp reports.
-        problem: Why llama.cpp cannot be loaded, in which case the other attributes keep their default values.
-            Empty if it can be loaded.
+        problem: Why llama.cpp cannot be loaded, or an empty string if it can. If set, the other attributes
+            keep their default values.
     """
 
     version: str = ""
@@ -49,7 +49,7 @@ def build_info() -> LlamaCppInfo:
 
 
 def build_identity() -> str:
-    """Identify the installed build of llama.cpp, this processor, and the devices that llama.cpp uses."""
+    """Return a string that identifies the llama.cpp build, this processor, and the devices in use."""
     lib = library()
     folder = Path(lib.__file__ or "").parent / "lib"
     files = (

@@ -33,7 +33,7 @@ class Checkpoints(Protocol):
 
 
 def open_checkpoints(context: LlamaContext) -> Checkpoints:
-    """Return the checkpoints of a context whose layers have a recurrent state."""
+    """Create the checkpoint store for a context with recurrent layers."""
     if context.plan.checkpoint_bytes:
         return ExportedCheckpoints(context)
     return StateCheckpoints(context, range(1, context.plan.sequences))
@@ -51,7 +51,7 @@ class StateCheckpoint:
 
 
 class StateCheckpoints:
-    """Saves and restores checkpoints of a model's state, each in its own llama.cpp sequence.
+    """Stores each checkpoint of a model's state in its own llama.cpp sequence.
 
     Saving a checkpoint copies no data, because llama.cpp sequences can share KV cells and recurrent states.
     """
@@ -92,10 +92,10 @@ class ExportedCheckpoint:
 
 
 class ExportedCheckpoints:
-    """Saves checkpoints of a model's state in main memory.
+    """Stores checkpoints of a model's state in main memory.
 
-    This class is for models whose sequences cannot share KV cells. llama.cpp copies the whole KV cache of
-    such a sequence, and postpones the copy to the next forward pass. By then, the original may have changed.
+    Used for models whose sequences cannot share KV cells. For them, llama.cpp copies the sequence's whole KV
+    cache and defers the copy to the next forward pass. By then, the original may have changed.
     """
 
     def __init__(self, context: LlamaContext) -> None:
@@ -113,4 +113,4 @@ class ExportedCheckpoints:
         self._context.drop(0, checkpoint.length)
 
     def release_dropped(self) -> None:
-        """Do nothing, because Python frees the memory of unused checkpoints."""
+        """Do nothing, because Python frees unused checkpoints itself."""

@@ -87,10 +87,10 @@ class Batch:
 
 
 class ThreadCount:
-    """The number of CPU threads of one context, which is lower while other programs use the CPU.
+    """The number of CPU threads that one context uses. It is lowered while other programs use the CPU.
 
     Args:
-        most: Number of threads on an idle machine.
+        most: Number of threads to use on an idle machine.
         cores: Number of logical cores of the machine.
         busy_cores: Returns the number of cores that other programs keep busy.
 
@@ -111,7 +111,7 @@ class ThreadCount:
         self._busy_cores = busy_cores
 
     def update(self) -> int:
-        """Adapt the number of threads to the load of the machine, and return it."""
+        """Adapt the number of threads to the machine's load, and return it."""
         if self.is_fixed:
             self.current = self.most
         elif self.most > 1:
@@ -129,17 +129,17 @@ class LlamaContext(KvSequences):
     """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
 
     Uses `threads` CPU threads on an idle machine, and fewer while other programs need the cores, unless the
-    user chose the number.
+    user set a fixed number.
 
-    `KvSequences` has the operations on the KV cache that need no forward pass. If `allocate` fails, the
-    context has no KV cache (see `is_lost`).
+    KV cache operations that need no forward pass are in `KvSequences`. If `allocate` fails, the context has
+    no KV cache (see `is_lost`).
 
-    A context in `kv_readers` reads the KV cells of this context. llama.cpp keeps a pointer to them, so it is
-    freed before this context and allocated again after it, while the cells are empty.
+    The contexts in `kv_readers` read this context's KV cells through a pointer that llama.cpp keeps. They are
+    therefore freed before this context and reallocated after it, while its cells are empty.
 
-    The context of an EAGLE head borrows the token embeddings of `target`, so it must be allocated again
-    whenever the target's context is. If `mtp` is set, the context runs only the model's multi-token
-    prediction layers, and its KV cache holds only their keys and values.
+    The context of an EAGLE head borrows the token embeddings of `target`, so it must be reallocated whenever
+    the target's context is. If `mtp` is set, the context runs only the model's multi-token prediction layers,
+    and its KV cache covers only those layers.
 
     Raises:
         MemoryBudgetError: The context cannot be allocated.
@@ -206,8 +206,8 @@ class LlamaContext(KvSequences):
     def allocate(self, plan: ContextPlan) -> None:
         """Replace the KV cache with an empty one of the size in `plan`.
 
-        The old cache is freed first so that the two never coexist. If this method fails, the context has no
-        KV cache (`is_lost`) until a later call succeeds.
+        The old cache is freed first, so that both never take up memory at once. If this method fails, the
+        context has no KV cache (`is_lost`) until a later call succeeds.
 
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
@@ -249,10 +249,10 @@ class LlamaContext(KvSequences):
                 reader.allocate(reader.plan.with_tokens(plan.tokens))
 
     def apply_adapters(self) -> None:
-        """Use the adapters with their current scales from the next pass on.
+        """Apply the adapters with their current scales, starting with the next pass.
 
         Raises:
-            BackendError: llama.cpp refused the adapters.
+            BackendError: llama.cpp rejected the adapters.
         """
         if self._adapters:
             self._adapters.apply(self._context)
@@ -263,7 +263,7 @@ class LlamaContext(KvSequences):
 
     @property
     def _needed_outputs(self) -> int:
-        """The number of tokens per pass for which llama.cpp must reserve memory for logits."""
+        """Maximum number of tokens per pass whose logits llama.cpp must reserve memory for."""
         if not self._taps.needs_all_rows:
             return self.max_width
         return min(max(self.max_width, MAX_WIDTH), int(self._params.n_batch))
@@ -277,7 +277,7 @@ class LlamaContext(KvSequences):
     def tap_states(self, states: Sequence[int]) -> None:
         """Choose the hidden states that every pass copies for `tapped_rows`.
 
-        If `is_stale` is True afterwards, allocate the context again before the next pass.
+        If `is_stale` is True afterwards, the context must be reallocated before the next pass.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.
@@ -286,7 +286,7 @@ class LlamaContext(KvSequences):
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether passes must request the logits of all tokens to copy all tokens' hidden states."""
+        """Whether hidden states can be copied only for tokens whose logits are requested."""
         return self._taps.needs_all_rows
 
     def tapped_rows(self, count: int) -> NDArray[np.float32]:
@@ -310,7 +310,7 @@ class LlamaContext(KvSequences):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the context must be allocated again before the next pass, even if its size is unchanged."""
+        """Whether the context must be reallocated before the next pass, even if its size is unchanged."""
         return (
             self.is_lost
             or (self._needs_hook and not self._is_hooked)
@@ -343,8 +343,8 @@ class LlamaContext(KvSequences):
 
         Args:
             inputs: Tokens or hidden states.
-            positions: The position of each input in its text.
-            sequences: The ids of the llama.cpp sequences that each input belongs to.
+            positions: The position of each input in its sequence.
+            sequences: For each input, the ids of the llama.cpp sequences that it belongs to.
             needs_logits: The inputs whose logits to compute. None means all inputs.
 
         Returns:
@@ -377,7 +377,7 @@ class LlamaContext(KvSequences):
     def run_states(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
-        """Run a forward pass, and return the hidden states after the last layer, float32 [tokens, size].
+        """Run a forward pass and return the last layer's hidden states, float32 [tokens, size].
 
         Run at most `max_width` tokens. Raises the same errors as `run`.
         """
@@ -397,7 +397,7 @@ class LlamaContext(KvSequences):
     def run_to_hook(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a forward pass, and stop it when the `HiddenStateHook` has copied the hidden states.
+        """Run a forward pass only until the `HiddenStateHook` has copied the hidden states.
 
         Run at most `max_width` tokens, or `batch_tokens` if the hidden states were chosen with `tap_states`.
         """
@@ -459,19 +459,19 @@ class LlamaContext(KvSequences):
             self._thread_count.most = self._thread_count.current = threads
 
     def fix_threads(self, fixed: bool) -> None:
-        """Fix the number of threads, or let it follow the load of the machine again."""
+        """Fix the number of threads, or let it follow the machine's load again."""
         if self._thread_count:
             self._thread_count.is_fixed = fixed
 
     def _adapt_threads(self) -> None:
-        """Use as many threads for the next pass as there are cores that other programs leave free."""
+        """Set the thread count of the next pass to the number of cores that other programs leave free."""
         if self._thread_count and (threads := self._thread_count.update()) != self.threads:
             self._lib.llama_set_n_threads(self._context, threads, threads)
             # Store the number of threads for `allocate`, which creates a new context.
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def set_interrupt(self, requested: bool) -> None:
-        """Stop the current and later passes with CancelledError, or allow them if not `requested`."""
+        """Make current and later passes raise CancelledError, or allow them again if not `requested`."""
         self.interrupt.requested = requested
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ class ContextPlan:
         rows: The maximum number of tokens whose logits a forward pass can compute.
         checkpoint_bytes: The total size of checkpoints in main memory in bytes. 0 if checkpoints are
             llama.cpp sequences.
-        slots: The number of replies that share the context. Each has an equal share of the KV cells and of
-            the sequences.
+        slots: The number of replies that share the context. Each gets an equal share of the KV cells and
+            sequences.
     """
 
     tokens: int

@@ -69,11 +69,11 @@ class States:
     """The memory needed by a model with recurrent layers.
 
     Attributes:
-        state_bytes: The size of a sequence's recurrent state in bytes, which is independent of the context
-            length.
+        state_bytes: The size of a sequence's recurrent state in bytes, independent of the context length.
         f16_bytes_per_token: The size of a token's keys and values in bytes if they are stored as f16.
-        keeps_earlier: Whether llama.cpp can undo the most recent tokens by keeping earlier recurrent states.
-        padding_bytes: The size of KV cells that are never used, which is independent of the context length.
+        keeps_earlier: Whether llama.cpp keeps earlier recurrent states, so that recent tokens can be rolled
+            back.
+        padding_bytes: The size of KV cells that are never used, independent of the context length.
         checkpoint_bytes: The size of a checkpoint in main memory. 0 if checkpoints are llama.cpp sequences.
     """
 
@@ -130,8 +130,8 @@ def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
     """Return the size in bytes of a KV cache for `tokens` tokens, rounded up to whole blocks of cells.
 
-    Recurrent states are not included. Layers with sliding-window attention count like all others, because
-    they store all tokens too.
+    Recurrent states are not included. Layers with sliding-window attention count in full, because they store
+    all tokens as well.
     """
     return round_up_to_block(tokens) * kv_bytes_per_token(weights, types)
 
@@ -201,7 +201,7 @@ def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: 
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:
-    """Measure the sizes of a model's KV cells and recurrent state, which its metadata does not contain."""
+    """Measure the sizes of a model's KV cells and recurrent state, which are not in its metadata."""
     if has_compressed_keys(weights):
         return measure_compressed_keys(weights, options)
     small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)

@@ -33,7 +33,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A graphics card with dedicated memory."""
+    """A GPU with dedicated memory."""
 
     name: str
     free_bytes: int
@@ -46,12 +46,12 @@ def on_cpu(options: LoadOptions) -> bool:
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Return whether a model is entirely in system memory. On a Mac, it always is."""
+    """Return whether a model stays entirely in system memory. On a Mac, it always does."""
     return sys.platform == "darwin" or on_cpu(options)
 
 
 def cards() -> tuple[Card, ...]:
-    """Return the graphics cards that llama.cpp can use.
+    """Return the GPUs with dedicated memory that llama.cpp can use.
 
     The result is empty on a Mac, where the GPU shares system memory, and if llama.cpp was built without GPU
     support.
@@ -75,12 +75,12 @@ def cards() -> tuple[Card, ...]:
 
 
 def has_own_memory() -> bool:
-    """Return whether llama.cpp can use a graphics card with dedicated memory."""
+    """Return whether llama.cpp can use a GPU with dedicated memory."""
     return bool(cards())
 
 
 def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
-    """Return how much of a model is in GPU memory if `gpu_layers` layers are offloaded.
+    """Return how much of a model is in GPU memory when `gpu_layers` layers are offloaded.
 
     llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
     embedding in main memory, and copies it to the GPU if it is also the output layer.
@@ -131,7 +131,7 @@ def output_bytes(path: str) -> int:
 
 
 def read_bytes(path: str) -> int:
-    """Return the weight bytes that a pass reads, which exclude an untied token embedding.
+    """Return the weight bytes that a pass reads. An untied token embedding does not count.
 
     Raises:
         ModelFileError: A file cannot be read or is truncated.

@@ -84,7 +84,7 @@ class _MRopeBatch(Batch):
 class BlockContext(HeadContext):
     """A context that runs a block-diffusion head.
 
-    The KV cache holds keys and values that the head computes from the target's hidden states.
+    Its KV cache holds keys and values that the head computes from the target's hidden states.
 
     Args:
         row_size: Number of values per token in the target's hidden states.
@@ -121,8 +121,8 @@ class BlockContext(HeadContext):
     def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head. See `HeadContext.compute`.
 
-        `prefill` reads only hidden states. `draft` reads none. It runs a block, whose keys and values the
-        caller removes, and returns the data for the `PathSelector` instead of hidden states.
+        A `prefill` pass reads only hidden states. A `draft` pass reads none: it runs a block, whose keys and
+        values the caller removes, and returns the data for the `PathSelector` instead of hidden states.
         """
         none = np.empty((0, 0), np.float32)
         kind, tokens, inputs, positions, sequences = head_pass
@@ -159,8 +159,8 @@ class BlockShape:
             each token of the block predicts the next one.
         causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
         has_markov: Whether the logits also depend on the previous draft token, as in DSpark heads.
-        candidates: Number of candidates per draft token between which the path selector of a DFlash 2 head
-            chooses. 0 for other heads.
+        candidates: Number of candidates per draft token that the path selector of a DFlash 2 head chooses
+            from. 0 for other heads.
     """
 
     tokens: int
@@ -193,7 +193,7 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
         vocab_size: Number of tokens in the target's vocabulary.
 
     Raises:
-        ModelFileError: The metadata is damaged, so running the head could make llama.cpp end the process.
+        ModelFileError: The metadata is damaged, so running the head could make llama.cpp abort.
     """
     header = read_header(path)
     names = {tensor.name for tensor in header.tensors}
@@ -256,10 +256,10 @@ def _is_int(value: Any) -> bool:
 
 
 class PathSelector:
-    """The candidates for each draft token of a block, and their scores after each candidate before them.
+    """The candidates for each draft token of a block, with scores that depend on the preceding candidate.
 
-    llama.cpp computes the candidates and scores in the pass over the block. Only candidates have finite
-    logits.
+    llama.cpp computes the candidates and scores in the pass over the block. All other tokens get infinitely
+    negative logits.
 
     Args:
         lattice: One row per draft token: the ids of `count` candidates, followed by a matrix
@@ -279,7 +279,7 @@ class PathSelector:
             self._path.append(int(scores[self._path[-1] if self._path else 0].argmax()))
 
     def logits(self, token: int, depth: int) -> NDArray[np.float32]:
-        """Return the logits [vocabulary] after `token`, which is at this depth below the block's first token.
+        """Return the logits [vocabulary] after `token`, given its depth below the block's first token.
 
         If `token` is not a candidate, the most likely candidate at that depth is used instead.
         """
@@ -293,10 +293,10 @@ class PathSelector:
 
 
 class MarkovHead:
-    """The Markov head of a DSpark head, a table with a row of logits for each possible previous token.
+    """The Markov head of a DSpark head: a table of logits for each possible previous token.
 
-    The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp adds the rows
-    only for the most likely draft. This class computes the rows for all other drafts.
+    The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp applies it only
+    along the most likely draft, so this class computes the rows for all other drafts.
 
     Args:
         path: The head's GGUF file.
@@ -312,8 +312,8 @@ class MarkovHead:
     def _outputs(self) -> NDArray[np.float32]:
         """The matrix `markov_w2` [draft vocabulary, rank].
 
-        The matrix is loaded on first use, because most greedy drafts match the draft that llama.cpp predicts
-        itself, and never need the matrix.
+        Loaded on first use, because greedy drafts usually match llama.cpp's own prediction and do not need
+        it.
         """
         matrix = FileMatrix(self._path, "markov_w2.weight")
         outputs: NDArray[np.float32] = dequantize(matrix.stored(), matrix.kind).astype(np.float32)
@@ -337,7 +337,7 @@ class MarkovHead:
 
 
 class DFlashHead(CachedHead):
-    """A draft model with its own KV cache, which predicts a block of tokens from the target's hidden states.
+    """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache entry for position p is computed from the target's hidden states at p rather than from the token
     at p. A pass runs a block, which consists of the last emitted token and a mask token for each token to
@@ -378,7 +378,7 @@ class DFlashHead(CachedHead):
         self._add_states(self.length, len(tokens))
 
     def _add_states(self, start: int, count: int) -> None:
-        """Append keys and values for `count` tokens from position `start` on to the KV cache."""
+        """Append keys and values for `count` tokens to the KV cache, starting at position `start`."""
         states = self.log.rows(start, start + count)
         self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
@@ -397,7 +397,7 @@ class DFlashHead(CachedHead):
             raise
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
+        """Cache the known hidden states of the tree's first nodes, and run a block after them."""
         self._keep(self.length)
         known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
@@ -468,7 +468,7 @@ def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
 
 
 def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head, including the log of hidden states that it reads.
+    """Estimate a head's memory, including the hidden-state log that it reads.
 
     Args:
         path: The head's GGUF file, or a folder with a head that will be converted to GGUF.

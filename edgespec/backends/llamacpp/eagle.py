@@ -70,7 +70,7 @@ def load_eagle_head(target: HeadTarget, head: Head) -> SharedHead:
 
 
 def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head, including the log of hidden states that it reads.
+    """Estimate a head's memory, including the hidden-state log that it reads.
 
     Raises:
         ModelFileError: The file is missing or damaged.
@@ -90,7 +90,7 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
 
 
 def estimate_published_head(folder: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head in the Hugging Face layout, which is converted to GGUF if necessary.
+    """Estimate the memory of a head in the Hugging Face layout, which is converted to GGUF if necessary.
 
     Raises ModelFileError if the folder's files are missing or damaged.
     """
@@ -108,7 +108,7 @@ def estimate_published_head(folder: Path, target: Path, context_tokens: int) -> 
 
 
 def _check_rotations(head: Any, path: Path) -> None:
-    """Raise ModelFileError for RoPE dimensions that would make llama.cpp hang or end the process."""
+    """Raise ModelFileError for RoPE dimensions that would make llama.cpp hang or abort."""
     rotated, key_length = (
         int(architecture_metadata(head, key) or 0) for key in ("rope.dimension_count", "attention.key_length")
     )

@@ -83,7 +83,7 @@ class Eagle1Network:
         )
 
     def with_own_cache(self) -> Eagle1Network:
-        """Return the same network with an empty KV cache of its own."""
+        """Return a copy that shares the weights and has its own, empty KV cache."""
         other = copy(self)
         other.attention = self.attention.with_own_cache()
         return other
@@ -112,12 +112,11 @@ class Eagle1Network:
 
 
 class Eagle1Head(AttentionHeadView):
-    """A head whose inputs are pairs of a token and the preceding hidden state.
+    """A head that takes pairs of a token and the preceding hidden state.
 
-    The token at position p is run with the target's hidden state at position p - 1. That state does not exist
-    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
-    the cache rows of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
-    states.
+    The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
+    state yet, so the head uses its own hidden state instead. After verification, `commit` removes the cache
+    rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
     Args:
         target: See `HeadView`, also for `log` and `release`.
@@ -169,7 +168,7 @@ class Eagle1Head(AttentionHeadView):
         return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
     def _run_tree(self, tree: TokenTree, first: int) -> None:
-        """Run the tree's nodes from index `first`, and append the head's hidden states to `_own_states`."""
+        """Run the tree's nodes, starting at `first`, and append the head's hidden states to `_own_states`."""
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._keep(self.length)
@@ -185,7 +184,7 @@ class Eagle1Head(AttentionHeadView):
     def _run_nodes(
         self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
     ) -> None:
-        """Run the nodes [first, end), given the hidden state before each of them."""
+        """Run the nodes [first, end), given the preceding hidden state of each."""
         self._check_not_interrupted()
         begin, end = nodes
         places = TreeNodes(self._length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
@@ -193,7 +192,7 @@ class Eagle1Head(AttentionHeadView):
 
 
 def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return a mask [nodes, nodes] that is True where the second node is the first one or its ancestor."""
+    """Return a mask [i, j] that is True where node j is node i or one of its ancestors."""
     result = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents[1:], 1):
         result[node] |= result[parent]
@@ -208,8 +207,9 @@ def load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
         folder: Folder of the head, in the layout in which it was published.
 
     Raises:
-        CapabilityError: The head was made for another target, or the target's hidden states cannot be read.
-        ModelFileError: The folder contains no EAGLE-1 head, or one that is damaged or not supported.
+        CapabilityError: The head was made for a different target, or the target's hidden states cannot be
+            read.
+        ModelFileError: The folder contains no EAGLE-1 head, or the head is damaged or not supported.
         MemoryBudgetError: The head does not fit in memory.
     """
     files, path = read_eagle(folder), Path(target.facts.path)
@@ -247,7 +247,7 @@ def load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
 
 
 class LoadedEagle1Head:
-    """The weights of an EAGLE-1 or EAGLE-2 head, which its views share. Implements `SharedHead`.
+    """The weights of an EAGLE-1 or EAGLE-2 head, shared by its views. Implements `SharedHead`.
 
     Args:
         folder: The head's folder.
@@ -332,7 +332,7 @@ def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
 
 
 def estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for an EAGLE-1 head of a GGUF target, including the log of hidden states.
+    """Estimate the memory of an EAGLE-1 head for a GGUF target, including the hidden-state log.
 
     Args:
         files: The head.
@@ -359,7 +359,7 @@ def estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -
 
 
 def _weight_bytes(files: EagleFiles, target: Path) -> int:
-    """Return the memory for the head's weights, and for a copy of the target's LM head."""
+    """Return the size in bytes of the head's weights plus a copy of the target's LM head."""
     return lm_head(target).stored_bytes + sum(
         math.prod(tensor.shape) * (product_bytes(tensor.dtype) if len(tensor.shape) > 1 else _FLOAT32_BYTES)
         for tensor in files.tensors.values()

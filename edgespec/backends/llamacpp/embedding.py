@@ -21,14 +21,13 @@ _NONE, _MEAN, _CLS, _LAST = "0", "1", "2", "3"
 
 
 class Pooling(NamedTuple):
-    """The pooling method, which turns the hidden states of text into one vector.
+    """A model's pooling method, which reduces the hidden states of a text to one vector.
 
-    edgespec pools the states itself, because llama.cpp can only pool texts that fit in one pass.
+    edgespec does the pooling itself, because llama.cpp can pool only texts that fit in one pass.
 
     Attributes:
-        kind: The value of `pooling_type` in the metadata. If it is missing, the vector is the mean over all
-            tokens.
-        eos: The token that the model needs at the end of a text, or None.
+        kind: The value of `pooling_type` in the metadata. If it is missing, mean pooling is used.
+        eos: The token that the model expects at the end of a text, or None.
     """
 
     kind: str
@@ -43,7 +42,7 @@ class Pooling(NamedTuple):
         return cls(architecture_metadata(weights, "pooling_type") or _NONE, eos)
 
     def whole_text(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of text, followed by the EOS token if the model needs one."""
+        """Return the tokens, followed by the EOS token if the model expects one."""
         return tokens if self.eos in (None, tokens[-1]) else [*tokens, self.eos]
 
     def embed(
@@ -57,12 +56,12 @@ class Pooling(NamedTuple):
 
         Args:
             tokens: The text, from `whole_text`.
-            run: Appends tokens at a position, and returns their hidden states after the last layer.
+            run: Appends tokens at a position and returns the last layer's hidden states.
             batch_tokens: Maximum number of tokens per call to `run`.
-            progress: Called after each batch. Returning False cancels the work.
+            progress: Called after each batch. Returning False cancels the computation.
 
         Raises:
-            CapabilityError: The model's vectors have another purpose, such as ranking.
+            CapabilityError: The model's vectors serve another purpose, such as ranking.
             CancelledError: `progress` returned False.
         """
         if self.kind not in (_NONE, _MEAN, _CLS, _LAST):

@@ -22,7 +22,7 @@ class FileMatrix:
 
     Args:
         path: The model's GGUF file.
-        *names: Names to try for the matrix. The first name that exists is used.
+        *names: Tensor names to try. The first one that exists is used.
 
     Raises:
         ModelFileError: A file cannot be read, or contains no matrix with one of these names.
@@ -49,7 +49,7 @@ class FileMatrix:
         """Return the matrix as stored in the file, uint8 [rows, bytes per row].
 
         Raises:
-            ModelFileError: The file has become shorter or unreadable.
+            ModelFileError: The file was truncated or has become unreadable.
         """
         return self._read([(0, self.shape[0])])
 
@@ -57,7 +57,7 @@ class FileMatrix:
         """Return the rows with these indices, dequantised to float32 [rows, columns].
 
         Raises:
-            ModelFileError: The file has become shorter or unreadable.
+            ModelFileError: The file was truncated or has become unreadable.
             CapabilityError: The gguf package cannot dequantise the type of the matrix.
         """
         try:
@@ -70,7 +70,7 @@ class FileMatrix:
         return found
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
-        """Return the rows in (first row, number of rows) ranges, uint8 [rows, bytes per row]."""
+        """Return the rows in the given (first row, row count) ranges, uint8 [rows, bytes per row]."""
         try:
             with self._file.open("rb") as file:
                 parts = [self._read_range(file, *each) for each in ranges]

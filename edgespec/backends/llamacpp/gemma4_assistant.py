@@ -49,7 +49,7 @@ def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
     """Load a Gemma 4 assistant for a target.
 
     Raises:
-        CapabilityError: The file was made for another target, or several replies would share it.
+        CapabilityError: The file was made for a different target, or several replies would share it.
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
@@ -72,7 +72,7 @@ def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
 
 
 def _checked_view(parts: HeadParts) -> AssistantHead:
-    """Return a view of an assistant. Raises ModelFileError if its logits are not finite."""
+    """Create a view of an assistant. Raises ModelFileError if its logits are not finite."""
     head, target = AssistantHead(parts), parts.target
     if target.length or not target.free_tokens:
         return head
@@ -89,7 +89,7 @@ def _checked_view(parts: HeadParts) -> AssistantHead:
 
 
 def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a Gemma 4 assistant, including the log of hidden states that it reads.
+    """Estimate a Gemma 4 assistant's memory, including the hidden-state log that it reads.
 
     Raises:
         ModelFileError: The file is missing or damaged.
@@ -167,7 +167,7 @@ class AssistantHead(HeadView[HeadTarget]):
     def _run(self, tree: TokenTree, first: int, end: int) -> NDArray[np.float32]:
         """Run the nodes [first, end) and return their logits, which the next pass overwrites.
 
-        The parents of these nodes must have been run before.
+        Their parents must have been run already.
         """
         position, count = self.length, end - first
         states = (

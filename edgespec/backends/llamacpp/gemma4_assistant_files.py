@@ -47,7 +47,7 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         target_name: The target's name, for messages.
 
     Raises:
-        CapabilityError: The assistant was made for another target.
+        CapabilityError: The assistant was made for a different target.
         ModelFileError: A file is damaged.
     """
     own, needed = (read_header(gguf_files(each)[0]) for each in (path, target))
@@ -86,7 +86,7 @@ def _problem(header: GgufHeader) -> str:
 
 
 def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
-    """Return what the head needs but its target does not have, for a message, or an empty string."""
+    """Describe a property that the head requires but the target lacks, or return an empty string."""
     if needed.architecture != ASSISTANT_TARGET:
         return f"a model with the architecture {ASSISTANT_TARGET!r}, not {shorten(needed.architecture)!r}"
     size = own.architecture_number("embedding_length_out")
@@ -129,13 +129,13 @@ def _suffix(is_windowed: bool) -> str:
 
 
 def _rotated(header: GgufHeader, is_windowed: bool) -> int:
-    """Return the number of dimensions per head that RoPE rotates, using llama.cpp's default if unset."""
+    """Return the number of rotary dimensions per attention head, or llama.cpp's default if it is not set."""
     keys = ("rope.dimension_count_swa", "rope.dimension_count", "attention.key_length")
     present = (key for key in keys[not is_windowed :] if header.architecture_value(key) is not None)
     return header.architecture_number(next(present, ""))
 
 
 def _windowed(header: GgufHeader) -> list[bool]:
-    """Return one flag per layer, which is True if the layer uses sliding-window attention."""
+    """Return one flag per layer: whether it uses sliding-window attention."""
     pattern = header.architecture_value("attention.sliding_window_pattern")
     return [bool(each) for each in pattern] if isinstance(pattern, np.ndarray) else []

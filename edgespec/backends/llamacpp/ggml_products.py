@@ -33,12 +33,12 @@ _GRAPH_NODES = 4
 
 
 def product_bytes(dtype: str) -> int:
-    """Return the bytes per weight that `GgmlProducts.product` takes for a matrix of this data type."""
+    """Return how many bytes per weight `GgmlProducts.product` needs for a matrix of this data type."""
     return 2 if dtype in _KINDS else 4
 
 
 class GgmlProducts:
-    """Creates functions that multiply by a matrix with ggml on the CPU.
+    """Factory for functions that multiply by a matrix with ggml on the CPU.
 
     The functions share a buffer for their results, so only one of them runs at a time.
 
@@ -79,10 +79,10 @@ class GgmlProducts:
     def stored_product(
         self, data: NDArray[Any], kind: GGMLQuantizationType, outputs: int, inputs: int
     ) -> Product:
-        """Return a function that multiplies by a matrix of any type that GGUF files can have.
+        """Return a function that multiplies by a matrix of any GGUF tensor type.
 
         Args:
-            data: The matrix as in a GGUF file. It is copied.
+            data: The matrix as stored in a GGUF file. It is copied.
             kind: Type of the weights.
             outputs: Number of rows of the matrix.
             inputs: Number of columns of the matrix.
@@ -107,7 +107,7 @@ class GgmlProducts:
         return product
 
     def multiply(self, matrix: int, outputs: int, rows: Array) -> Array:
-        """Multiply rows [rows, inputs] by a matrix in ggml's memory. Return [rows, outputs]."""
+        """Multiply an array [rows, inputs] by a matrix in ggml's memory. Return [rows, outputs]."""
         with self._lock:
             return self._multiply(matrix, outputs, np.ascontiguousarray(rows, np.float32))
 
@@ -134,13 +134,13 @@ class GgmlProducts:
         return result
 
     def _described(self) -> int:
-        """Return a new ggml context, which describes tensors but does not hold their data."""
+        """Create a ggml context that describes tensors without holding their data."""
         context: int = self._lib.ggml_init(ContextParams(_DESCRIPTION_BYTES, None, True))
         return context
 
 
 class _Product:
-    """Multiplies by a matrix, whose memory is freed with this object."""
+    """Multiplies by a matrix, and frees the matrix when garbage-collected."""
 
     def __init__(self, products: GgmlProducts, matrix: int, outputs: int) -> None:
         self._products, self._matrix, self._outputs = products, matrix, outputs

@@ -37,7 +37,7 @@ def write_converted(
         config: The configuration of its transformer layers.
         tensors: (GGUF name, values) pairs.
         target_ids: Target token id for each draft token, or None if the two vocabularies are the same.
-        add_settings: Function that adds all other metadata to the file.
+        add_settings: Adds all other metadata to the file.
 
     Raises:
         ModelFileError: A setting is missing, or a setting or a weight cannot be stored.
@@ -67,15 +67,15 @@ def write_converted(
 def interleaved(weights: NDArray[Any], head_size: int) -> NDArray[Any]:
     """Reorder the rows of each attention head, as llama.cpp's RoPE expects.
 
-    llama.cpp rotates pairs of neighbouring rows. Published weights pair each row of the first half with one
-    of the second half.
+    llama.cpp rotates pairs of adjacent rows. Published weights pair each row of the first half with the
+    corresponding row of the second half.
     """
     heads = weights.reshape(-1, 2, head_size // 2, weights.shape[1])
     return heads.swapaxes(1, 2).reshape(weights.shape)
 
 
 def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
-    """Return a tensor in the type that the GGUF file stores.
+    """Convert a tensor to the type that the GGUF file stores.
 
     Raises ModelFileError if a value is not finite, or too large for the type.
     """

@@ -33,7 +33,7 @@ __all__ = ["GgufModel"]
 class GgufModel(BaseModel):
     """A GGUF model that runs in one llama.cpp context, or in two contexts for its lower and upper layers.
 
-    Two contexts hold the same committed tokens, and the upper layers' context computes the model's logits.
+    With two contexts, both hold the same committed tokens, and the upper layers' context computes the logits.
     Subclasses set `facts`.
 
     Attributes:
@@ -110,7 +110,7 @@ class GgufModel(BaseModel):
     def _run(
         self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
     ) -> HostLogits:
-        """Run a token tree by calling `run`. On failure, remove the tree's tokens from the KV cache."""
+        """Run a token tree with `run`. On failure, remove the tree's tokens from the KV cache."""
         try:
             self._check(tree.width)
             self._check_shape(tree)
@@ -222,7 +222,7 @@ class GgufModel(BaseModel):
 
     @abstractmethod
     def _low_bit_view(self, method: LowBit) -> SelfDraftView[Any]:
-        """Load a low-bit copy of the model, which drafts on its KV cells."""
+        """Load a low-bit copy of the model that drafts using the model's KV cells."""
 
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
         raise CapabilityError(

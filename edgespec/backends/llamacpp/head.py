@@ -27,7 +27,7 @@ __all__ = ["CachedHead", "PairHead"]
 
 
 class CachedHead(CachedHeadView[HeadTarget]):
-    """A head that llama.cpp runs.
+    """A head with its own KV cache that llama.cpp runs.
 
     Args:
         parts: The weights, the target and the context.
@@ -116,16 +116,15 @@ class CachedHead(CachedHeadView[HeadTarget]):
 
 
 class PairHead(CachedHead):
-    """A head whose inputs are pairs of a token and the hidden state before the token.
+    """A head that takes pairs of a token and the preceding hidden state.
 
-    The token at position p is run with the target's hidden state at position p - 1. That state does not exist
-    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
-    the KV cells of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
-    states.
+    The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
+    state yet, so the head uses its own hidden state instead. After verification, `commit` removes the KV
+    cells of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
     Args:
         parts: The weights, the target and the context.
-        encodes: Whether the head has an encoder, which combines the inputs of several of the target's layers.
+        encodes: Whether the head has an encoder that combines the inputs of several target layers.
     """
 
     def __init__(self, parts: HeadParts, encodes: bool = False) -> None:
@@ -145,7 +144,7 @@ class PairHead(CachedHead):
         self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        """Return the head's input states for `count` tokens from position `start` on, one per token."""
+        """Return the head's input states for `count` tokens, one per token, starting at position `start`."""
         states = self._logged_states(start, count)
         if not self._encodes:
             return states
@@ -165,7 +164,7 @@ class PairHead(CachedHead):
             raise
 
     def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run a tree's nodes from `first` on, store their hidden states, and return their logits."""
+        """Run a tree's nodes, starting at `first`, store their hidden states, and return their logits."""
         positions, sequences = self._cells.place_tree(tree, first)
         states = self._states_before(tree, first, positions)
         rows = self._context.compute(HeadPass("draft", tree.tokens[first:], states, positions, sequences))
@@ -173,7 +172,7 @@ class PairHead(CachedHead):
         return rows.logits
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
-        """Return input states for nodes from `first` on: the target's if known, else the head's own."""
+        """Return input states for the nodes from `first` on: the target's if known, else the head's own."""
         known = 0
         if first == 0:
             # Always count the root as known, so that a warm-up pass works before the target has run any

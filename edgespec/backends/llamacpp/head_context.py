@@ -29,10 +29,10 @@ class HeadPass(NamedTuple):
         kind: What to compute. `encode` computes the input states of an EAGLE-3 head from the target's hidden
             states, and leaves the KV cache unchanged. `prefill` computes only keys and values. `draft` also
             computes logits and the head's own hidden states.
-        tokens: The tokens. Ignored if the head reads only hidden states in such a pass.
+        tokens: The tokens. Ignored if this kind of pass reads only hidden states.
         inputs: The hidden states that the head reads, float32 [tokens, values].
-        positions: The position of each token in its text.
-        sequences: The ids of the llama.cpp sequences that each token belongs to.
+        positions: The position of each token in its sequence.
+        sequences: For each token, the ids of the llama.cpp sequences that it belongs to.
     """
 
     kind: _Kind
@@ -49,13 +49,13 @@ class HeadPass(NamedTuple):
         inputs: NDArray[np.float32],
         start: int,
     ) -> HeadPass:
-        """Return a pass over consecutive tokens of sequence 0 from position `start` on."""
+        """Return a pass over consecutive tokens of sequence 0, starting at position `start`."""
         count = len(tokens)
         return cls(kind, tokens, inputs, range(start, start + count), [(0,)] * count)
 
 
 class HeadRows(NamedTuple):
-    """The results of a head's pass.
+    """The results of a pass of a head.
 
     Attributes:
         logits: float32 [tokens, vocabulary size]. Empty unless the pass drafts. The next pass overwrites it.
@@ -92,13 +92,13 @@ class _PairBatch(Batch):
 
 
 class PairContext(HeadContext):
-    """A context that runs a head, whose inputs are tokens and the hidden states before them.
+    """A context that runs a head on pairs of a token and the preceding hidden state.
 
     Args:
         weights: The head's llama_model handle.
         target: The context of the target, if the head borrows its token embeddings.
-        mtp: Whether to run the multi-token prediction layers of `weights`, and no others. The weights must
-            have been loaded with these layers. Otherwise, llama.cpp ends the process.
+        mtp: Whether to run only the multi-token prediction layers of `weights`. The weights must have been
+            loaded with these layers. Otherwise, llama.cpp aborts.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PairContext(HeadContext):
         api.switch(self._context, True, True)
 
     def select_mtp_layer(self, layer: int) -> None:
-        """Run this MTP layer from the next pass on, counted from 0."""
+        """Select the MTP layer, counted from 0, that later passes run."""
         api = nextn_api()
         assert api is not None
         api.select_layer(self._context, layer)
@@ -152,7 +152,7 @@ class PairContext(HeadContext):
 class EagleContext(PairContext):
     """A context that runs an EAGLE-3 head.
 
-    The head's encoder first reduces the inputs of the target's tapped layers to one hidden state per token.
+    The head's encoder first combines the inputs of the tapped target layers into one hidden state per token.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ def _values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArray[Any
 
 
 def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
-    """Return the indices of the target's layers whose inputs the head reads.
+    """Return the indices of the target layers whose inputs the head reads.
 
     Raises:
         ModelFileError: llama.cpp does not support the head.

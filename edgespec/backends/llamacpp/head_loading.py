@@ -48,14 +48,14 @@ BATCH_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of a head, and how they are used.
+    """A head's weights, and the information needed to run them.
 
     Attributes:
         handle: The llama_model handle that contains the head.
         path: The head's file.
         name: The head's name, for messages.
         options: See `head_options`.
-        max_plan: The plan of the head's context for the target's maximum context length and all replies.
+        max_plan: The head's context plan for the target's maximum context length, for all concurrent replies.
         free: Frees the weights that were loaded for the head.
         shown_path: The path to show to the user.
     """
@@ -69,18 +69,19 @@ class HeadWeights:
     shown_path: Path
 
     def plan_for(self, target: HeadTarget) -> ContextPlan:
-        """Return the plan of the head's context for the target's current context length."""
+        """Return the head's context plan for the target's current context length."""
         return self.max_plan.with_tokens(target.facts.context_tokens * self.max_plan.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """The parts of a reply's view of a head.
+    """The parts that make up a reply's view of a head.
 
     Attributes:
         weights: The head's weights.
         target: The target.
-        context: Runs the head. If several replies share its passes, the reply's slot in the context.
+        context: The context that runs the head, or the reply's slot in it if several replies share its
+            passes.
         log: The log of the target's hidden states that the head reads.
         release: Called when the view is closed. See `SharedHead.view`.
     """
@@ -93,7 +94,7 @@ class HeadParts:
 
 
 class HeadFile:
-    """A loaded head, whose context the first view opens. Implements `SharedHead`.
+    """A loaded head. Its context is opened with the first view. Implements `SharedHead`.
 
     Args:
         weights: The head's weights.
@@ -147,7 +148,7 @@ class HeadFile:
 
 
 class SharedHeadContext(SharedContext):
-    """A head's context that several replies share, each in its own slot. See `SharedContext`.
+    """A head's context, shared by several replies that each have their own slot. See `SharedContext`.
 
     Raises:
         CapabilityError: Replies cannot share the head's passes.
@@ -184,10 +185,10 @@ class SharedHeadContext(SharedContext):
 
 
 class HeadSlot(ContextSlot):
-    """One reply's slot in the shared context of a head, with the methods of `HeadContext` that heads need."""
+    """One reply's slot in a head's shared context, with the `HeadContext` methods that heads need."""
 
     def compute(self, head_pass: HeadPass) -> HeadRows:
-        """Run a pass of the head together with other replies. See `HeadContext.compute`."""
+        """Run a pass of the head, batched with those of other replies. See `HeadContext.compute`."""
         kind, tokens, inputs, positions, sequences = head_pass
         outputs = len(tokens) if kind == "draft" else 0
         part = self._run(tokens, positions, sequences, outputs, kind, inputs)
@@ -195,7 +196,7 @@ class HeadSlot(ContextSlot):
 
 
 def head_options(target: HeadTarget) -> LoadOptions:
-    """Return the options with which to load a head for a target."""
+    """Return the load options for a target's head."""
     options = target.options
     memory_bytes = options.memory_bytes
     if memory_bytes is not None:
@@ -230,7 +231,7 @@ def load_head_file(
         make: Checks the metadata and returns the head, given its llama_model handle, load options and name.
 
     Raises:
-        CapabilityError: The file has another architecture, or was made for another target.
+        CapabilityError: The file has another architecture, or was made for a different target.
         ModelFileError: The file is damaged.
         MemoryBudgetError: The head does not fit in memory.
     """
@@ -258,7 +259,7 @@ def load_head_file(
 def _check_token_ids(path: Path, vocab_size: int) -> None:
     """Raise ModelFileError if a head's `d2t` contains token ids outside the target's vocabulary.
 
-    llama.cpp would end the process when it runs such a head.
+    llama.cpp would abort when running such a head.
     """
     header = read_header(path)
     found = next((tensor for tensor in header.tensors if tensor.name == "d2t"), None)
@@ -276,7 +277,7 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
 
 
 def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) -> list[int]:
-    """Return the indices of the target's layers whose inputs a head reads.
+    """Return the indices of the target layers whose inputs a head reads.
 
     Args:
         target: The target.
@@ -285,7 +286,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
         state_size: The hidden size that the head expects.
 
     Raises:
-        CapabilityError: The head was made for another target.
+        CapabilityError: The head was made for a different target.
     """
     lib, (weights,) = library(), target.weights
     check_sizes(target, path, [("hidden states", lib.llama_model_n_embd(weights), state_size)])
@@ -303,7 +304,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
 
 
 def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
-    """Raise CapabilityError if any of a head's sizes differs from the target's.
+    """Raise CapabilityError if one of a head's sizes differs from the target's.
 
     Args:
         target: The target.
@@ -330,16 +331,15 @@ def estimate_head(
     bytes_per_logit: int,
     batch_tokens: int = BATCH_TOKENS,
 ) -> MemoryEstimate:
-    """Estimate the memory for a head, including the log of hidden states that it reads.
+    """Estimate a head's memory, including the hidden-state log that it reads.
 
     Args:
         context_tokens: Size of the head's KV cache in tokens.
         weight_bytes: Size of the weights that are loaded for the head.
         token_bytes: Size of one KV cell in bytes.
         vocabulary: Number of tokens in the head's vocabulary.
-        state_size: Number of hidden state values that the log stores per token.
-        bytes_per_logit: Approximate size of the compute buffer, per token of a batch and per token of the
-            vocabulary.
+        state_size: Number of hidden-state values logged per token.
+        bytes_per_logit: Approximate compute buffer size per batch token and vocabulary entry.
         batch_tokens: Maximum number of tokens per pass.
     """
     return MemoryEstimate(

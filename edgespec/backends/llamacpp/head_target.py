@@ -24,7 +24,7 @@ __all__ = ["HeadTarget", "SharedHead", "SharedHeads"]
 
 
 class SharedHead(Protocol):
-    """A head's weights and context, which its views share. Each concurrent reply has its own view."""
+    """A head's weights and context, shared by its views. Each concurrent reply has its own view."""
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[Any]:
         """Return a reply's view of the head.
@@ -38,13 +38,13 @@ class SharedHead(Protocol):
         """
 
     def close(self) -> None:
-        """Free the weights. All views are closed."""
+        """Free the weights. All views must be closed already."""
 
 
 class SharedHeads:
-    """The heads that are loaded for a target. The first view of a head loads it, and the last one frees it.
+    """The heads of a target. Opening the first view of a head loads it, and closing the last one frees it.
 
-    Used only by the thread that loads and closes models.
+    Only the thread that loads and closes models uses this class.
 
     Args:
         load: Loads a head for a target.
@@ -77,13 +77,13 @@ class SharedHeads:
 
 
 class HeadTarget(BaseModel, HiddenStateSource):
-    """A GGUF model that heads can draft for. Each concurrent reply has its own.
+    """A GGUF model that heads can draft for. Each concurrent reply has its own instance.
 
     Attributes:
         options: The options that the model was loaded with.
         weights: The llama_model handles of the model.
         max_plan: The size and layout of the reply's KV cache at the maximum context length.
-        slot: The index of the reply among those that share the context.
+        slot: The index of the reply's slot in the context.
     """
 
     options: LoadOptions
@@ -109,7 +109,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
 
     @abstractmethod
     def _allocate_for_states(self) -> None:
-        """Allocate the context again if it cannot copy the chosen hidden states otherwise."""
+        """Reallocate the context if that is required to copy the chosen hidden states."""
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
         """See `HiddenStateSource`. The cache of a recurrent model must be empty."""

@@ -132,7 +132,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _compression_problem(header: GgufHeader) -> str:
-    """Check those sizes of a DeepSeek-V4 model that llama.cpp does not compare with tensor shapes."""
+    """Check the sizes of a DeepSeek-V4 model that llama.cpp does not check against tensor shapes itself."""
     if header.architecture != _COMPRESSED_ARCHITECTURE:
         return ""
     heads, groups = (_largest(header, f"attention.{key}") for key in ("head_count", "output_group_count"))
@@ -187,7 +187,7 @@ def _vocabulary_problem(header: GgufHeader) -> str:
 
 
 def _token_texts(tokens: StringArray) -> Iterator[bytes]:
-    """Yield the tokens as llama.cpp reads them: truncated at a zero byte, and without empty tokens."""
+    """Yield the tokens as llama.cpp reads them: truncated at the first NUL byte, and without empty tokens."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 

@@ -13,7 +13,7 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """Number of tokens at the start of the target's KV cache of which a draft model has valid copies.
+    """Tracks how many tokens at the start of the target's KV cache a draft model has valid copies of.
 
     Attributes:
         tokens: The number of tokens. The draft model sets it after copying, and every rollback of the target
@@ -67,7 +67,7 @@ class KvCells:
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
-        """Choose and return the positions and sequence ids of a tree's nodes, starting at the node `first`.
+        """Assign positions and sequence ids to a tree's nodes, starting at the node `first`, and return them.
 
         Raises:
             CapabilityError: The tree has too many branches.
@@ -109,7 +109,7 @@ class KvCells:
         self.context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> bool:
-        """Keep the KV cells of the tree's root and of the nodes in `path`, and remove all its other cells.
+        """Keep the KV cells of the tree's root and of the nodes in `path`, and remove the tree's other cells.
 
         Returns:
             Whether all nodes of the tree were kept.
@@ -135,7 +135,7 @@ class KvCells:
     def truncate(self, length: int) -> None:
         """Truncate the KV cache to the first `length` tokens and remove all branches of the draft tree.
 
-        A model that can neither roll back nor restore checkpoints loses its whole cache instead.
+        If the model can neither roll back nor restore checkpoints, this clears its whole cache instead.
         """
         # Keep the other llama.cpp sequences if `_replays` is set, because they contain checkpoints.
         if not self._replays:

@@ -21,7 +21,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class KvSequences:
-    """The llama.cpp sequences of one reply. The base class of `LlamaContext` and `ContextSlot`.
+    """The llama.cpp sequences of one reply. Base class of `LlamaContext` and `ContextSlot`.
 
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
     others hold checkpoints or branches of the draft tree.
@@ -51,11 +51,11 @@ class KvSequences:
         self.window = window
 
     def _attach(self, context: Any) -> None:
-        """Use a new llama_context, whose sequences are empty."""
+        """Attach a new llama_context with empty sequences."""
         self._context, self._memory = context, self._lib.llama_get_memory(context)
 
     def _detach(self) -> Any:
-        """Stop using the llama_context, and return it so that the caller can free it."""
+        """Detach the llama_context and return it, so that the caller can free it."""
         context, self._context, self._memory = self._context, None, None
         self._others.clear()
         return context
@@ -83,7 +83,7 @@ class KvSequences:
         return bool(self._memory)
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Make `sequence` share the KV cells of the sequence `source` at positions [start, end).
+        """Make `sequence` share the KV cells of `source` at positions [start, end).
 
         By default, all cells are shared. A recurrent state is always shared as a whole.
         """
@@ -137,8 +137,8 @@ class KvSequences:
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Append positions [start, end) of the sequence `source` to the first `start` tokens of sequence 0.
 
-        All other sequences are removed. The KV cells are moved next to each other, so that attention sums are
-        rounded in the same way as without drafting.
+        All other sequences are removed. The KV cells become contiguous, so that attention sums round the same
+        way as without drafting.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -150,10 +150,10 @@ class KvSequences:
             )
 
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
-        """Return a sequence's KV cells at positions [start, end) as a list of parts for `import_cells`.
+        """Return a copy of a sequence's KV cells at positions [start, end), in parts for `import_cells`.
 
-        A part contains at most one sliding attention window of tokens, because llama.cpp exports no more at
-        a time.
+        Each part contains at most one attention window of tokens, because llama.cpp exports no more at a
+        time.
         """
         parts = []
         # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.
@@ -165,7 +165,7 @@ class KvSequences:
         return parts
 
     def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append exported KV cells to sequence 0 at positions [start, end). Return whether this succeeded."""
+        """Append exported KV cells to sequence 0 at positions [start, end). Return whether it succeeded."""
         ranges = self._parts(start, end)
         if len(parts) != len(ranges):
             return False
@@ -177,7 +177,7 @@ class KvSequences:
         return True
 
     def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Split the positions [start, end) at multiples of the sliding attention window's size."""
+        """Split positions [start, end) at multiples of the sliding attention window."""
         window = self.window or max(1, end)
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
@@ -185,7 +185,7 @@ class KvSequences:
     def apply_rollback(self) -> None:
         """Complete the rollback of sequence 0's recurrent state that `drop` requested.
 
-        llama.cpp itself would complete it in the next forward pass, which is too late for checkpoints and
+        llama.cpp would complete it only in the next forward pass, which is too late for checkpoints and
         copies.
         """
         if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
@@ -199,14 +199,13 @@ class KvSequences:
 
     @property
     def total_state_bytes(self) -> int:
-        """The number of bytes that an export of all sequences would need."""
+        """The size of an export of all sequences in bytes."""
         return int(self._lib.llama_state_get_size(self._context))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
         """Return a copy of a sequence's KV cells and recurrent state.
 
-        KV cells outside the sliding attention window are omitted, because the next token does not depend on
-        them.
+        KV cells outside the sliding attention window are omitted, because later tokens do not depend on them.
         """
         self._check_allocated()
         flags = self._flags(recurrent_only)
@@ -222,7 +221,7 @@ class KvSequences:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load the result of `export_sequence` into an empty sequence. Return whether this succeeded."""
+        """Load the result of `export_sequence` into an empty sequence. Return whether it succeeded."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)

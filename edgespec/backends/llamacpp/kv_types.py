@@ -70,8 +70,8 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
 
     `auto` selects f16, or bf16 keys and f16 values if `options.exact` is set. If both types are f16,
     llama.cpp's CPU attention has one kernel for single tokens in long contexts, another for up to 63 tokens,
-    and a third for more, and they round differently. If the types differ, there is one kernel. It decodes as
-    fast on processors with bf16 instructions, but reads long prompts more slowly.
+    and a third for more, and they round differently. If the types differ, it uses a single kernel, which
+    decodes as fast on processors with bf16 instructions but is slower at long prompts.
 
     Args:
         options: The load options.
@@ -112,7 +112,7 @@ def parse_kv_types(text: str) -> KvTypes:
 
 
 def has_latent_attention(weights: Any) -> bool:
-    """Return whether all heads share one vector per token as both key and value.
+    """Return whether all attention heads share one latent vector per token as both key and value.
 
     This is the case for MLA (DeepSeek-V2, arXiv 2405.04434) and for DeepSeek-V4.
     """

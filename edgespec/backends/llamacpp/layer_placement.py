@@ -25,8 +25,7 @@ class LayerPlacement:
         local: Number of layers on this machine. These are the first layers of the model.
         remote: Number of layers on each worker device, in the order of the workers.
         workers: The layers and memory of each worker.
-        local_fraction: Weight bytes of the layers on this machine, as a fraction of all weight bytes that a
-            pass reads.
+        local_fraction: The share of the weight bytes read by a pass that is on this machine, from 0 to 1.
     """
 
     local: int
@@ -53,7 +52,7 @@ class LayerPlacement:
 def place_layers(
     path: str, name: str, options: LoadOptions, cache_bytes: int, compute_bytes: int, logits_bytes: int
 ) -> LayerPlacement:
-    """Divide the layers among this machine and the workers, in proportion to their memory.
+    """Divide the layers between this machine and the workers, in proportion to their memory.
 
     Args:
         path: The model file.
@@ -61,7 +60,7 @@ def place_layers(
         options: The load options, with workers.
         cache_bytes: Size of the KV cache of all layers, in bytes.
         compute_bytes: Maximum size of the compute buffer of a device without the output layer, in bytes.
-        logits_bytes: How much larger the compute buffer of the device with the output layer is, in bytes.
+        logits_bytes: Additional size of the compute buffer on the device with the output layer, in bytes.
 
     Raises:
         MemoryBudgetError: The layers do not fit.
@@ -112,16 +111,16 @@ def place_layers(
 
 
 def _with_output(layers: Sequence[int], output: int) -> list[int]:
-    """Return the memory of each layer if the output layer is on the device of the last layer.
+    """Return the memory of each layer, with the output layer counted as part of the last one.
 
     Args:
-        layers: The memory of each layer alone.
+        layers: The memory of each layer.
         output: The memory of the output layer and of its logits.
     """
     return [*layers[:-1], *(size + output for size in layers[-1:])]
 
 
 def _device_rooms(link: Link) -> Sequence[int]:
-    """Return the bytes to use on each of a worker's devices, in proportion to their free memory."""
+    """Return how many bytes to use on each of a worker's devices, in proportion to their free memory."""
     free = [device.free_bytes for device in link.status.devices]
     return [min(each, link.memory_bytes * each // max(1, sum(free))) for each in free]

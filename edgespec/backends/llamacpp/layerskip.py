@@ -66,8 +66,8 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load a model whose lower and upper layers were split into separate files.
 
-    Tensors that both parts use are in memory only once if the files are memory-mapped, and twice if llama.cpp
-    converts the weights to a faster layout for this CPU.
+    Tensors used by both parts are in memory once if the files are memory-mapped, but twice if llama.cpp
+    repacks the weights for this CPU.
 
     Raises:
         EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
@@ -98,7 +98,7 @@ class LayerSkipModel(GgufModel):
     """A model that runs its lower and upper layers in two separate llama.cpp contexts.
 
     Drafting runs only the lower layers. To verify a draft, the upper layers continue from the hidden states
-    that drafting computed. The lower layers then run only for tokens that were not drafted.
+    computed while drafting, so the lower layers run only for tokens that were not drafted.
     """
 
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
@@ -166,7 +166,7 @@ class LayerSkipModel(GgufModel):
         return self._context.run(hidden, positions, sequences)
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Return the lower layers' logits for a draft's token tree, starting at the node `first`."""
+        """Return the lower layers' logits for a draft tree, starting at the node `first`."""
         return self._run(tree, first, self._lower.draft)
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -213,7 +213,7 @@ class EarlyExitView(SelfDraftView[LayerSkipModel]):
 
 
 class LowerSplit:
-    """Runs the lower layers of a model and stores the hidden states of drafted tokens for verification."""
+    """Runs a model's lower layers, and keeps the hidden states of drafted tokens for verification."""
 
     def __init__(
         self, context: LlamaContext, hook: HiddenStateHook, exit_name: str, max_branches: int
@@ -232,12 +232,12 @@ class LowerSplit:
         self._hidden: list[NDArray[np.float32]] = []
 
     def end_round(self) -> None:
-        """Discard the tokens that are not committed, with their KV cells and hidden states."""
+        """Discard the KV cells and hidden states of uncommitted tokens."""
         self.cells.end_round()
         self._reset()
 
     def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Process tokens, add them to the KV cache and return their hidden states, float32 [tokens, embd]."""
+        """Append tokens to the KV cache and return their hidden states, float32 [tokens, embedding size]."""
         count, length = len(tokens), self.cells.length
         hidden = self._run(tokens, range(length, length + count), [(0,)] * count)
         self.cells.length += count
@@ -258,7 +258,7 @@ class LowerSplit:
         return [slice(start, start + step) for start in range(0, count, step)]
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run a draft's token tree, starting at the node `first`, and return the logits of its tokens."""
+        """Run a draft tree, starting at the node `first`, and return the logits of its tokens."""
         if first == 0:
             self.end_round()
         positions, sequences = self.cells.place_tree(tree, first)
@@ -271,9 +271,9 @@ class LowerSplit:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Return the hidden states of the token tree to verify, starting at the node `first`.
+        """Return the hidden states of a tree to be verified, starting at the node `first`.
 
-        Tokens that were drafted, or run by an earlier call, are not run again.
+        Tokens that were already run, by drafting or by an earlier call, are not run again.
 
         Returns:
             The hidden states as a float32 array [nodes, embedding size].
@@ -323,7 +323,7 @@ def _check_supported(weights: Any, name: str) -> None:
 def hidden_states(
     path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Load a model, run `tokens`, and return the hidden states after every layer.
+    """Load a model, run `tokens`, and return the hidden states after each layer.
 
     Returns:
         The hidden states as a float32 array [layers, tokens, embedding size].

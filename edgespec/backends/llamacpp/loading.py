@@ -58,8 +58,8 @@ def check_file(path: str) -> int:
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
     """Load the weights of a GGUF model.
 
-    If llama.cpp converts the weights to a faster layout for this CPU, the file is not memory-mapped, because
-    the mapped pages would only waste memory.
+    If llama.cpp repacks the weights for this CPU, the file is not memory-mapped, because the mapped pages
+    would only waste memory.
 
     Returns:
         A llama_model handle, which the caller must free.
@@ -86,8 +86,8 @@ def load_files(
 ) -> Any:
     """Load a model's weights like `load_weights`, but without checking first that they fit in memory.
 
-    If `repack` or `options.repack` is False, llama.cpp does not convert the weights to a faster layout, so
-    that they can be memory-mapped. `place` sets the devices in llama.cpp's parameters.
+    If `repack` or `options.repack` is False, llama.cpp does not repack the weights for this CPU, so they can
+    be memory-mapped. `place` sets the devices in llama.cpp's parameters.
     """
     params = model_params(options.gpu_layers)
     if place is not None:
@@ -119,7 +119,7 @@ def load_files(
 
 
 def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
-    """Return whether llama.cpp would convert the weights in these files to a faster layout for this CPU."""
+    """Return whether llama.cpp would repack the weights in these files for this CPU."""
     every = (paths,) if isinstance(paths, str) else tuple(paths)
     with suppress(EdgespecError, OSError):
         states = tuple(file_state(part) for part in _all_files(paths))
@@ -139,7 +139,7 @@ def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
     """Open a GGUF model without loading its weights.
 
     Returns:
-        A llama_model handle that knows the size and device of each tensor.
+        A llama_model handle with the size and device of each tensor.
     """
     params = model_params(gpu_layers)
     params.no_alloc = True
@@ -148,7 +148,7 @@ def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
 
 
 def load_vocabulary(path: str) -> Any:
-    """Open only the metadata and vocabulary of a GGUF file, and return a llama_model handle."""
+    """Load only the metadata and vocabulary of a GGUF file, and return a llama_model handle."""
     params = library().llama_model_default_params()
     params.vocab_only = True
     return _open(path, params)
@@ -193,7 +193,7 @@ def _all_files(paths: Paths) -> Sequence[Path]:
 
 
 def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
-    """Convert the errors that llama.cpp logged while loading a model to an exception."""
+    """Convert the errors that llama.cpp logged while loading a model into an exception."""
     text, path = " ".join(lines), files[0]
     if re.search(
         r"not within the file bounds|corrupted or incomplete|failed to read|unexpectedly reached end", text
@@ -263,16 +263,16 @@ def describe(
 
 
 def threads_for(weights: Any, options: LoadOptions) -> int:
-    """Return `options.threads` if it is set, or else the default number of CPU threads for this model."""
+    """Return `options.threads` if set, or else the default number of CPU threads for this model."""
     return options.threads or default_threads(library().llama_model_size(weights))
 
 
 def default_threads(weight_bytes: int = _LARGE_MODEL_BYTES) -> int:
     """Return the default number of CPU threads: the number of usable physical cores, or 1 for a small model.
 
-    Hyper-threads are not used, because they share a core and only add synchronisation overhead. In a small
-    model, threads spend more time waiting for each other than computing, especially if another program
-    occupies one of the cores.
+    Hyper-threads share a core, so using them would only add synchronisation overhead. In a small model,
+    threads spend more time waiting for each other than computing, especially if another program occupies one
+    of the cores.
     """
     if weight_bytes < _SMALL_MODEL_BYTES:
         return 1

@@ -62,7 +62,7 @@ _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
 def check_can_share_cache(path: Path) -> None:
-    """Check that a low-bit copy of a GGUF model could draft with the KV cache of the original model.
+    """Check that a low-bit copy of a GGUF model could draft using the original model's KV cache.
 
     Raises:
         CapabilityError: The model has recurrent layers.
@@ -122,7 +122,7 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
 
 
 def _identity(weights: Sequence[Any]) -> dict[str, str]:
-    """Return the metadata that all quantisations of a model have in common."""
+    """Return the metadata that is the same in all quantisations of a model."""
     parts = [all_metadata(part) for part in weights]
     architecture = parts[0].get("general.architecture", "")
     shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}
@@ -147,11 +147,11 @@ def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions)
 
 
 class LowBitView(SelfDraftView[GgufModel]):
-    """A draft model that uses the weights of a low-bit copy and the KV cells of the target.
+    """A draft model with the weights of a low-bit copy and the KV cells of the target.
 
-    Its KV cache contains copies of the target's cells, followed by the drafted tokens. If the draft model has
-    an attention window, only cells for the first tokens and for those in the window are copied. Otherwise all
-    cells are, and the cache is resized together with the target's.
+    Its KV cache contains copies of the target's cells, followed by the drafted tokens. With an attention
+    window, only the cells of the first tokens and of those in the window are copied. Without one, all cells
+    are copied, and the cache is resized together with the target's.
     """
 
     def __init__(

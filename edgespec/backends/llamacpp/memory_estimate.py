@@ -68,7 +68,7 @@ class ContextBuffers(NamedTuple):
 
     Attributes:
         cache_bytes: The total size of KV caches and recurrent states.
-        compute: The name of each compute buffer, such as `CPU` or `CUDA0`, and its size in bytes.
+        compute: Compute buffer sizes in bytes, keyed by buffer name, such as `CPU` or `CUDA0`.
     """
 
     cache_bytes: int
@@ -96,7 +96,7 @@ def _mib(text: str) -> int:
 def simulate(
     weights: Any, plan: ContextPlan, options: LoadOptions, *, takes_hidden: bool = False
 ) -> ContextBuffers:
-    """Create a context for a model whose weights are not loaded, and return the sizes of its buffers."""
+    """Create a context for a model without loaded weights, and return its buffer sizes."""
     with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, takes_hidden=takes_hidden).close()
         return parse_buffers(lines)
@@ -146,7 +146,7 @@ class GgufMemoryEstimator:
             raise
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """Return the memory that the model needs with these load options."""
+        """Estimate the memory that the model needs with these load options."""
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._open(options.gpu_layers)
         plans, part_options = self._plans(options)
@@ -183,7 +183,7 @@ class GgufMemoryEstimator:
     def _estimate_local(
         self, options: LoadOptions, plan: ContextPlan, cache_bytes: int, compute_bytes: int, output_bytes: int
     ) -> MemoryEstimate:
-        """Return the memory that the model needs on this machine if its layers are on workers."""
+        """Estimate the memory that the model needs on this machine when its layers are on workers."""
         weights = self._weights[0]
         if plan.recurrent:
             raise CapabilityError(
@@ -214,7 +214,7 @@ class GgufMemoryEstimator:
         return MemoryEstimate(plan.share.tokens, plan.kv_types.text, present, machines)
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
-        """Return the devices of the layers if the model is loaded on workers.
+        """Return how the layers would be placed on the workers.
 
         Raises:
             MemoryBudgetError: The layers do not fit on the machines.

@@ -68,7 +68,7 @@ def merge_kv(
     """Merge the exported KV cells of a split model's lower and upper layers.
 
     Returns:
-        The KV cells as the unsplit model would export them.
+        The KV cells in the form in which the unsplit model would export them.
 
     Raises:
         CapabilityError: The exported KV cells have an unexpected format, or contain different tokens.
@@ -109,7 +109,7 @@ def _memories(data: memoryview) -> list[_Memory]:
 
 
 class _Reader:
-    """Parses exported KV cells. The methods raise ValueError if the data has an unexpected format."""
+    """Parser for exported KV cells. Its methods raise ValueError if the data has an unexpected format."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -30,7 +30,7 @@ def metadata(weights: Any, key: str) -> str | None:
 
 
 def architecture_metadata(weights: Any, key: str) -> str | None:
-    """Return the value of a key with the architecture as prefix, such as `llama.block_count`, or None."""
+    """Return the value of a key prefixed with the architecture, such as `llama.block_count`, or None."""
     return metadata(weights, f"{metadata(weights, 'general.architecture')}.{key}")
 
 
@@ -56,7 +56,7 @@ def has_state(weights: Any) -> bool:
 
 
 def has_compressed_keys(weights: Any) -> bool:
-    """Return whether layers attend to a sliding window, and to compressed keys of the tokens before it.
+    """Return whether layers attend to a sliding window plus compressed keys of the tokens before it.
 
     llama.cpp stores the sequences of such a model separately, and can copy only whole sequences.
     """

@@ -68,8 +68,8 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 class LlamaCppModel(GgufModel, HeadTarget):
     """A GGUF model that runs in a single llama.cpp context.
 
-    A model with recurrent layers cannot verify drafts that branch, so its additional llama.cpp sequences hold
-    checkpoints instead of branches.
+    A model with recurrent layers cannot verify draft trees, so its extra llama.cpp sequences hold checkpoints
+    instead of branches.
     """
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
@@ -204,7 +204,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
         return load_low_bit_view(self, method)
 
     def checkpoint(self) -> Checkpoint:
-        """Save the state after the committed tokens, and return a checkpoint for `rewind`."""
+        """Save the state after the committed tokens, and return a checkpoint to pass to `rewind`."""
         self._check(0)
         self._apply_pending_rollback()
         return self._checkpoints.save(self.length)

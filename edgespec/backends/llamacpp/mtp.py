@@ -49,8 +49,8 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
 
     Raises:
-        CapabilityError: The file was made for another target, llama.cpp cannot run its MTP layers, or several
-            replies cannot share them.
+        CapabilityError: The file was made for a different target, llama.cpp cannot run its MTP layers, or
+            concurrent replies cannot share them.
         ModelFileError: The file is damaged.
         MemoryBudgetError: The head does not fit in memory.
     """
@@ -110,7 +110,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
 
 
 def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for MTP layers, including the log of hidden states that they read.
+    """Estimate the memory of MTP layers, including the hidden-state log that they read.
 
     Args:
         path: The file with the MTP layers. None means the target's own file.
@@ -151,11 +151,11 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
 
 
 class ChainedMtpHead(PairHead):
-    """Several MTP layers, each of which was trained to predict one token further than the previous layer.
+    """A chain of MTP layers, each trained to predict one token further ahead than the previous one.
 
-    The first layer predicts the root's children in the draft tree, the second layer predicts their children,
-    and so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every
-    layer processes all tokens.
+    The first layer predicts the children of the draft tree's root, the second predicts their children, and so
+    on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so each one
+    processes every token.
 
     Args:
         layers: Number of layers.
@@ -191,6 +191,6 @@ class ChainedMtpHead(PairHead):
         return rows.logits[first:]
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Remove the KV cells of all nodes. The next prefill runs the accepted tokens with every layer."""
+        """Remove the KV cells of all nodes. The next prefill reruns the accepted tokens with every layer."""
         self._known_nodes = 0
         super().commit(path)

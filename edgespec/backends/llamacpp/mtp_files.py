@@ -30,18 +30,17 @@ __all__ = [
 
 
 class MtpGraph(NamedTuple):
-    """The requirements of llama.cpp's computation graph for the MTP layers of an architecture.
+    """What llama.cpp's computation graph requires of an architecture's MTP layers.
 
     Attributes:
-        reads_normed: Whether the layers read the target's final hidden states after the final norm rather
-            than before it. The same applies to the layers' own hidden states, which they read for draft
-            tokens.
+        reads_normed: Whether the layers read the target's final hidden states after the final norm instead of
+            before it. The same applies to their own hidden states, which they read for draft tokens.
         has_experts: Whether the feed-forward block of each layer is a mixture of experts. None if both
             experts and dense blocks are allowed.
         max_layers: Maximum number of MTP layers.
         is_latent: Whether the layers must use multi-head latent attention (MLA) with compressed queries.
         is_fused: Whether one fused matrix must compute queries, keys and values.
-        streams: Number of residual streams that the layers read instead of one hidden state.
+        streams: Number of residual streams that the layers read in place of a single hidden state.
     """
 
     reads_normed: bool = True
@@ -101,8 +100,8 @@ class MtpLayers:
         weight_bytes: Size of the layers' weights.
         token_bytes: Size of the layers' KV cache per token, in f16.
         vocabulary: Number of tokens in the vocabulary.
-        state_size: Number of hidden state values that the layers read per token.
-        graph: The requirements of llama.cpp for these layers.
+        state_size: Number of hidden-state values that the layers read per token.
+        graph: What llama.cpp requires of these layers.
     """
 
     count: int
@@ -166,7 +165,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
 
 
 def unloaded_bytes(path: Path) -> int:
-    """Return the size in bytes of a GGUF file's MTP layers, which llama.cpp loads only on request.
+    """Return the size of a GGUF file's MTP layers in bytes. llama.cpp loads them only on request.
 
     Subtract this from `llama_model_size`, which counts MTP layers even if they are not loaded.
     """
@@ -186,9 +185,9 @@ def _unloaded_bytes(path: Path, _file_states: tuple[str, ...]) -> int:
 
 
 def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGraph) -> None:
-    """Raise CapabilityError for MTP layers that llama.cpp cannot run beside several residual streams.
+    """Raise CapabilityError if llama.cpp cannot run these MTP layers with several residual streams.
 
-    llama.cpp would end the process, or read memory out of bounds.
+    llama.cpp would abort or read out of bounds.
     """
     size, output_size = (_count(header, key) for key in ("embedding_length", "embedding_length_out"))
     ratios = header.architecture_value("attention.compress_ratios")
@@ -205,7 +204,7 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
 
 
 def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:
-    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp uses without checking for them."""
+    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp uses unchecked."""
     block = f"blk.{layer}."
     forms = {True: _EXPERTS, False: _DENSE, None: _EXPERTS + _DENSE}[graph.has_experts]
     required = (*_REQUIRED, *(("attn_qkv.weight",) if graph.is_fused else ()))
@@ -246,7 +245,7 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
     """Check that a file with MTP layers was made for a target, by comparing their metadata.
 
     Raises:
-        CapabilityError: The file was made for another target.
+        CapabilityError: The file was made for a different target.
         ModelFileError: A file is damaged.
     """
     own, needed = (read_header(gguf_files(each)[0]) for each in (path, target))

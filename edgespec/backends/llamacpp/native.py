@@ -66,7 +66,7 @@ def library() -> ModuleType:
 def use_threads() -> None:
     """Prepare for multi-threaded passes. Raises BackendError if such passes ran before a fork.
 
-    OpenMP would then wait forever for its threads, which a forked child process does not have.
+    After a fork, OpenMP would wait forever for threads that exist only in the parent.
     """
     if _first_threads_process() != os.getpid():
         raise BackendError(
@@ -87,9 +87,9 @@ class ContextParams(ctypes.Structure):
     """ggml's `ggml_init_params`.
 
     Attributes:
-        mem_size: Size in bytes of the memory for descriptions of tensors and graphs.
+        mem_size: Size in bytes of the memory for tensor and graph metadata.
         mem_buffer: Address of that memory. If None, ggml allocates it.
-        no_alloc: Whether the data of tensors is allocated elsewhere.
+        no_alloc: Whether tensor data is allocated elsewhere.
     """
 
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
@@ -97,7 +97,7 @@ class ContextParams(ctypes.Structure):
 
 @cache
 def ggml() -> Any:
-    """Return the ggml library, after declaring C functions that llama_cpp does not declare."""
+    """Return the ggml library with the C functions declared that llama_cpp does not declare."""
     from llama_cpp._ggml import libggml
 
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
@@ -166,7 +166,7 @@ def _open_log() -> None:
 
 
 def _resend_interrupts_in_callbacks() -> None:
-    """Resend a Ctrl-C that arrives during a Python callback from C, where ctypes discards exceptions."""
+    """Resend a Ctrl-C that arrives in a Python callback from C, where ctypes would discard it."""
     default_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
@@ -206,7 +206,7 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
 
 
 def recent_errors(clear: bool = False) -> list[str]:
-    """Return the last 20 errors that llama.cpp logged, oldest first, and clear the list if `clear` is set."""
+    """Return the last 20 errors that llama.cpp logged, oldest first, and optionally clear the list."""
     lines = list(_errors)
     if clear:
         _errors.clear()
@@ -215,7 +215,7 @@ def recent_errors(clear: bool = False) -> list[str]:
 
 @contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """Collect all lines that llama.cpp logs, in any thread, during the `with` block."""
+    """Collect all lines that llama.cpp logs during the `with` block, in any thread."""
     lines: list[str] = []
     _captures.append(lines)
     try:
@@ -244,7 +244,7 @@ class Interrupt:
         self._buffer[0] = b"\x01" if value else b"\x00"
 
     def attach(self, context: Any) -> None:
-        """Let this flag stop the forward passes of a llama_context."""
+        """Make this flag stop the forward passes of a llama_context."""
         lib = library()
         strlen = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
         lib.llama_set_abort_callback(context, strlen, ctypes.addressof(self._buffer))

@@ -50,16 +50,16 @@ class PassPart:
     Attributes:
         slot: The index of the reply's slot in the shared context.
         tokens: The tokens to run.
-        positions: The position of each token in its text.
-        sequences: The ids of the llama.cpp sequences that each token belongs to.
+        positions: The position of each token in its sequence.
+        sequences: For each token, the ids of the llama.cpp sequences that it belongs to.
         outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
-        kind: What the pass computes. Only parts of the same kind share a pass, and embeddings share none.
+        kind: What the pass computes. Only parts of the same kind share a pass. Embeddings never do.
         inputs: The hidden states that a head reads, float32 [tokens, values]. Empty for other models.
         rows: The resulting logits as float32 [outputs, vocabulary size], or the embeddings.
-        states: Hidden states of all tokens. A target returns those that its heads read, and a head its own.
+        states: Hidden states of all tokens: for a target, those that its heads read; for a head, its own.
         error: Why the pass failed, or None.
-        pass_tokens: Number of tokens of all replies in the pass.
-        is_done: Whether the pass has ended.
+        pass_tokens: Number of tokens in the pass, across all replies.
+        is_done: Whether the pass has finished.
     """
 
     slot: int
@@ -77,7 +77,7 @@ class PassPart:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens at the start whose logits are not computed, because they belong to the prompt."""
+        """Number of leading prompt tokens, whose logits are not computed."""
         return len(self.tokens) - self.outputs
 
 
@@ -86,9 +86,9 @@ class _Caller:
     """A thread that generates a reply, and the timing of its passes.
 
     Attributes:
-        waiting_in: The scheduler that the thread waits in, or None.
-        returned_at: When the thread's last pass of any model ended, or 0 if it failed.
-        pause_seconds: Moving average of the time between two passes of any models, or None if unknown.
+        waiting_in: The scheduler that the thread is waiting in, or None.
+        returned_at: When the thread's last pass ended, for any model, or 0 if it failed.
+        pause_seconds: Moving average of the time between two passes, for any models, or None if unknown.
     """
 
     waiting_in: PassScheduler | None = None
@@ -126,11 +126,11 @@ class _Slot:
 
 
 class PassScheduler:
-    """Runs the passes of one context in a thread of its own, for several replies at a time.
+    """Runs the passes of one context in its own thread, batching those of concurrent replies.
 
-    A pass starts as soon as all replies that are being generated have requested one. Replies draft and sample
-    between their passes, so a pass waits for them for as long as they usually take, but never longer than a
-    pass takes. A reply whose caller has stopped reading it is therefore waited for once.
+    A pass starts as soon as every active reply has requested one. Replies draft and sample between their
+    passes, so a pass waits for them for as long as they usually take, but never longer than a pass takes. A
+    reply whose caller has stopped reading delays the others only once.
 
     All methods can be called from any thread.
 
@@ -161,7 +161,7 @@ class PassScheduler:
         self._thread.start()
 
     def run(self, part: PassPart) -> PassPart:
-        """Process tokens in the next shared pass, and wait for it to end.
+        """Process tokens in the next shared pass, and wait for the pass to finish.
 
         Raises:
             CancelledError: The reply in this slot was cancelled.
@@ -197,14 +197,14 @@ class PassScheduler:
             raise CancelledError("the model's computation was cancelled")
 
     def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
-        """Return the average pause, including the pause since `returned_at` unless it is 0."""
+        """Return the average pause, updated with the pause since `returned_at` unless that is 0."""
         if not returned_at:
             return mean_seconds
         pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
         return pause if mean_seconds is None else mean_seconds + _WEIGHT * (pause - mean_seconds)
 
     def _patience(self, pause_seconds: float | None) -> float:
-        """Return how long to wait for a reply after a pass, in seconds, given its usual pause."""
+        """Return how many seconds to wait for a reply after a pass, given its usual pause."""
         usual = self._pass_seconds if pause_seconds is None else pause_seconds
         return min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
 
@@ -217,9 +217,9 @@ class PassScheduler:
             return bool(active - {slot})
 
     def cancel(self, slot: int, enabled: bool) -> None:
-        """End the current and all later passes of a slot with CancelledError, or allow them if not `enabled`.
+        """Make current and later passes of a slot raise CancelledError, or allow them again if not `enabled`.
 
-        A pass that other replies share continues, and only this reply's tokens are discarded.
+        A pass shared with other replies continues, and only this reply's results are discarded.
         """
         self._slots[slot].is_cancelled = enabled
         if not enabled:
@@ -232,7 +232,7 @@ class PassScheduler:
                 self._set_interrupt(True)
 
     def _withdraw(self, part: PassPart) -> None:
-        """Remove a part that waits for its pass. The caller must hold the lock."""
+        """Remove a part that is waiting for its pass. The caller must hold the lock."""
         if part in self._waiting:
             self._waiting.remove(part)
             self._finish(part, CancelledError("the model's computation was cancelled"))
@@ -284,7 +284,7 @@ class PassScheduler:
             return ()
 
     def _seconds_to_wait(self) -> float:
-        """Return how long to wait for further requests, in seconds, or at most 0 if none are expected."""
+        """Return how many seconds to wait for further requests. Zero or less means not to wait."""
         waiting = {part.slot for part in self._waiting}
         others = (slot for index, slot in enumerate(self._slots) if index not in waiting)
         return max(map(self._expected_by, others), default=0.0) - now()
@@ -315,7 +315,7 @@ class PassScheduler:
         return taken
 
     def close(self) -> None:
-        """Fail all waiting requests with ClosedError, and wait for the running pass."""
+        """Make all waiting requests raise ClosedError, and wait for the running pass to finish."""
         with _CHANGED:
             self._closed = True
             _CHANGED.notify_all()

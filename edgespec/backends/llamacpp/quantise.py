@@ -49,7 +49,7 @@ _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """Model sizes before and after quantisation, and whether quantising needs an importance matrix."""
+    """A model's size before and after quantisation, and whether it needs an importance matrix."""
 
     source_bytes: int
     copy_bytes: int
@@ -71,7 +71,7 @@ def quantisation_types() -> dict[str, int]:
 
 
 def parse_quantisation_type(name: str) -> str:
-    """Return the full name of a quantisation type, such as Q4_K_M for q4_k.
+    """Return the canonical name of a quantisation type, such as Q4_K_M for q4_k.
 
     Raises:
         OptionError: The type is unknown or not supported.
@@ -99,7 +99,7 @@ def quantised_size(source: Path, type_name: str) -> QuantisedSize:
 
 
 def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None = None) -> None:
-    """Write a quantised copy of a model. If this function fails, the copy is deleted.
+    """Write a quantised copy of a model. On failure, delete the copy.
 
     Raises:
         CapabilityError: The type requires an importance matrix.
@@ -179,7 +179,7 @@ def importance_matrix_error(type_name: str) -> CapabilityError:
 def _main(source: str, copy: str, type_number: str) -> int:
     """Quantise a model in the child process, printing llama.cpp's log and a periodic heartbeat to stdout.
 
-    A closed stdout means that the parent process has ended, so the child process exits too.
+    If stdout is closed, the parent process has exited, so the child exits too.
     """
     import llama_cpp
 

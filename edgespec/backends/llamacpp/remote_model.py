@@ -48,10 +48,11 @@ def load_on_workers(
 ) -> LanguageModel:
     """Load a GGUF model with layers on workers.
 
-    The token embedding stays on this machine, and the output layer too unless `options.output_on_worker`.
+    The token embedding stays on this machine, as does the output layer unless `options.output_on_worker` is
+    set.
 
     Raises:
-        WorkerLostError: A worker ended or hung.
+        WorkerLostError: A worker exited or hung.
         EdgespecError: Any error raised by `load`. The caller closes `workers` after an error.
     """
     if options.kv_type != "auto":
@@ -117,9 +118,10 @@ class _Placer:
 class RemoteModel(BaseModel):
     """A GGUF model whose layers are on workers.
 
-    All calls that reach llama.cpp run in the thread of `ConnectedWorkers`. After a worker was lost, they
-    raise WorkerLostError, and the model's memory on this machine is freed only when the process ends. After
-    an interrupt, passes raise CancelledError at once. Later calls wait until the thread has ended the pass.
+    All llama.cpp calls run in the thread of `ConnectedWorkers`. Once a worker is lost, they raise
+    WorkerLostError, and the model's memory on this machine is freed only when the process exits. After an
+    interrupt, passes raise CancelledError immediately, and later calls wait until the thread has finished the
+    interrupted pass.
     """
 
     def __init__(self, model: LlamaCppModel, workers: ConnectedWorkers, placement: LayerPlacement) -> None:

@@ -75,7 +75,7 @@ def lm_head(path: Path) -> FileMatrix:
 
 
 def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for Medusa or Hydra heads of a GGUF target. See `estimate_residual_heads`."""
+    """Estimate the memory of Medusa or Hydra heads for a GGUF target. See `estimate_residual_heads`."""
     vocab_size = read_gguf_info(target).vocab_size
     return estimate_residual_heads(
         path, context_tokens, vocab_size, lambda heads: _weight_bytes(heads, target)

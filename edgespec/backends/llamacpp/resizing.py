@@ -34,8 +34,8 @@ def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> C
 def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
     """Return a string that identifies the format of cached keys and values.
 
-    KV cells can be moved only between contexts for which this string is the same. Prefix caches on disk are
-    invalid after it has changed.
+    KV cells can be moved only between contexts with the same string. When the string changes, prefix caches
+    on disk become invalid.
     """
     switch = longrope_switch_tokens(weights)
     variant = f", turned for more than {switch}" if 0 < switch < max_plan.tokens else ""
@@ -45,8 +45,8 @@ def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
 def longrope_switch_tokens(weights: Any) -> int:
     """Return the context size above which LongRoPE (arXiv 2402.13753) uses its factors for long contexts.
 
-    Returns 0 if the model does not use LongRoPE. The factors affect the cached keys, so a resize must not
-    cross this size.
+    Returns 0 if the model does not use LongRoPE. The factors are baked into the cached keys, so a resize must
+    not cross this size.
     """
     if architecture_metadata(weights, "rope.scaling.type") not in (None, "longrope"):
         return 0
@@ -70,11 +70,11 @@ def check_resize_fits(
 def rebuild_context(
     context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
 ) -> None:
-    """Resize a context, or allocate it again if it is stale.
+    """Resize a context, or reallocate it if it is stale.
 
-    Its sequence 0 is kept, and all other llama.cpp sequences are removed.
+    Keeps sequence 0 and removes all other llama.cpp sequences.
 
-    After an error, the old size and contents are restored. If this also fails, the context has no KV cache
+    On failure, the old size and contents are restored. If that fails too, the context has no KV cache
     (`LlamaContext.is_lost`).
 
     Raises:

@@ -38,7 +38,7 @@ _generation = 0
 
 @cache
 def _rpc(copy: int = 0) -> Any:
-    """Return the RPC library. Each copy has its own locks and connections.
+    """Load a copy of the RPC library. Each copy has its own locks and connections.
 
     Raises:
         BackendMissingError: The library is not built, or cannot be copied or loaded.
@@ -68,9 +68,9 @@ def _rpc(copy: int = 0) -> Any:
 
 
 def lent_devices() -> tuple[list[Any], bool]:
-    """Return the devices that this machine lends as a worker, and whether the CPU is the only one.
+    """Return the devices that this machine offers as a worker, and whether the CPU is the only one.
 
-    If there are graphics cards, the CPU is not lent, because the cards would be idle while they wait for it.
+    If there are GPUs, the CPU is not offered, because the GPUs would sit idle waiting for it.
     """
     _rpc()
     backend = ggml()
@@ -117,7 +117,7 @@ def add_devices(workers: ConnectedWorkers) -> list[list[Any]]:
 
 
 def guard_against_aborts(workers: ConnectedWorkers) -> None:
-    """Make `workers` report a lost connection, instead of letting llama.cpp end the process."""
+    """Make `workers` report a lost connection instead of letting llama.cpp abort the process."""
     _guarded.add(workers)
     _set_abort_callback()
 
@@ -130,7 +130,7 @@ def _set_abort_callback() -> Any:
 
 
 def _on_abort(message: bytes) -> None:
-    """Handle an abort of llama.cpp, which ends the process when this function returns."""
+    """Handle an abort in llama.cpp, which terminates the process when this function returns."""
     if _CLIENT_SOURCE not in message:
         sys.stderr.write(message.decode("utf-8", "replace") + "\n")
         sys.stderr.flush()

@@ -28,10 +28,10 @@ _SAVED = re.compile(r"\[set_tensor\] saved to '(.+)'")
 
 
 class _SavedWeights(logging.Handler):
-    """Hides each weight that llama.cpp saves before the server runs its next command, which could read it."""
+    """Hides each weight file that llama.cpp saves, before the server's next command could read it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hide the file if this line of llama.cpp's log says that it was saved."""
+        """Hide the file if this log line says that llama.cpp saved one."""
         if saved := _SAVED.fullmatch(record.getMessage()):
             with suppress(OSError):
                 hide_unverified(Path(saved[1]))

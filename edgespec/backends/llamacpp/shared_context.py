@@ -36,7 +36,7 @@ _SHARED_PREFILL_TOKENS = 64
 
 
 def why_not_shared(weights: Any) -> str:
-    """Return why replies cannot share the passes of a GGUF model, or an empty string if they can."""
+    """Return why replies cannot share a GGUF model's passes, or an empty string if they can."""
     if has_state(weights):
         return "it has recurrent layers"
     if longrope_switch_tokens(weights):
@@ -59,7 +59,7 @@ def check_slots(plan: ContextPlan, options: LoadOptions) -> None:
 
 
 def max_pass_tokens(context: LlamaContext) -> int:
-    """Return the maximum number of tokens that a pass can verify for one reply."""
+    """Return the maximum number of tokens that one pass can verify for a single reply."""
     if not context.window:
         return context.max_width
     # The root of a deeper tree could be outside the window before it is committed (see `WindowSlot`).
@@ -67,7 +67,7 @@ def max_pass_tokens(context: LlamaContext) -> int:
 
 
 class JoinedParts(NamedTuple):
-    """The inputs of all parts of a pass, one after the other. See `PassPart`."""
+    """The concatenated inputs of all parts of a pass. See `PassPart`."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
@@ -85,12 +85,12 @@ class JoinedParts(NamedTuple):
 class SharedContext:
     """A llama_context that several replies share, each in its own slot.
 
-    Each slot has its own sequences and an equal share of the KV cells. All slots can be used at the same
-    time, each by one thread.
+    Each slot has its own sequences and an equal share of the KV cells. Slots can be used concurrently, each
+    by one thread.
 
     Args:
         context: The context, which must be empty. Its plan contains the number of slots.
-        free_weights: Frees the model's weights. Called after the last slot was released.
+        free_weights: Frees the model's weights. Called once the last slot has been released.
     """
 
     def __init__(self, context: LlamaContext, free_weights: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ class SharedContext:
         return (WindowSlot if context.window else ContextSlot)(self, context, slot)
 
     def _run(self, parts: Sequence[PassPart]) -> None:
-        """Run a pass. If the pass fails, run each part alone, so that only the failing part is affected."""
+        """Run a pass. If it fails, run each part on its own, so that only the part at fault fails."""
         with self.lock:
             try:
                 self._run_together(parts)
@@ -156,11 +156,11 @@ class SharedContext:
             self._context.tap_states(self._states)
 
     def allocate_for_states(self) -> None:
-        """Allocate the context again if it cannot copy the chosen hidden states otherwise.
+        """Reallocate the context if that is required to copy the chosen hidden states.
 
         Raises:
-            CapabilityError: This would remove the tokens of other replies.
-            MemoryBudgetError: The context cannot be allocated again.
+            CapabilityError: Reallocating would discard the tokens of other replies.
+            MemoryBudgetError: The context cannot be reallocated.
         """
         with self.lock:
             if self._context.is_stale:
@@ -180,7 +180,7 @@ class SharedContext:
             self._context.set_max_threads(threads)
 
     def fix_threads(self, fixed: bool) -> None:
-        """Fix the number of threads, or let it follow the load of the machine again."""
+        """Fix the number of threads, or let it follow the machine's load again."""
         with self.lock:
             self._context.fix_threads(fixed)
 
@@ -206,7 +206,7 @@ class ContextSlot(KvSequences):
         plan: The slot's share of the context.
         tokens: The number of KV cells of the slot.
         shared: The shared context.
-        whole: The context of all slots.
+        whole: The context that contains all slots.
         index: The index of the slot.
     """
 
@@ -225,13 +225,13 @@ class ContextSlot(KvSequences):
         self.max_width = max_pass_tokens(context)
 
     def attach(self, context: Any) -> None:
-        """Use a new llama_context, which replaces the shared one."""
+        """Attach the new llama_context that replaced the shared one."""
         self._detach()
         self._attach(context)
 
     @property
     def batch_tokens(self) -> int:
-        """The maximum number of prompt tokens in the next pass, which is lower if other replies share it."""
+        """Maximum number of prompt tokens in the next pass. It is lower if other replies share the pass."""
         most = self.whole.batch_tokens
         return min(most, _SHARED_PREFILL_TOKENS) if self.shared.scheduler.is_shared(self.index) else most
 
@@ -248,7 +248,7 @@ class ContextSlot(KvSequences):
         return self.whole.adapts_threads
 
     def append(self, tokens: Sequence[int], position: int, outputs: int = 0) -> PassPart:
-        """Append tokens to the slot's text, and compute the logits of the last `outputs`.
+        """Append tokens to the slot's sequence, and compute logits for the last `outputs` of them.
 
         See `run` for the errors.
         """
@@ -258,7 +258,7 @@ class ContextSlot(KvSequences):
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> PassPart:
-        """Process tokens in the next shared pass, and return them with their logits.
+        """Process tokens in the next shared pass, and return the part with its logits.
 
         Raises:
             CancelledError: `interrupt` was called.
@@ -269,7 +269,7 @@ class ContextSlot(KvSequences):
         return self._run(tokens, positions, sequences, len(tokens))
 
     def run_states(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """Append tokens like `append`, and return their hidden states after the last layer."""
+        """Append tokens like `append`, and return the last layer's hidden states."""
         count = len(tokens)
         positions, sequences = range(position, position + count), [(0,)] * count
         return self._run(tokens, positions, sequences, count, "embeddings").rows
@@ -290,19 +290,18 @@ class ContextSlot(KvSequences):
         return self.shared.scheduler.run(part)
 
     def set_interrupt(self, enabled: bool) -> None:
-        """End current and later passes of this slot with CancelledError, or allow them if not `enabled`."""
+        """Make this slot's passes raise CancelledError from now on, or allow them again if not `enabled`."""
         self.shared.scheduler.cancel(self.index, enabled)
 
     def protect(self, start: int, end: int) -> None:
-        """Keep llama.cpp from using the cells at positions [start, end) of sequence 0 for other tokens."""
+        """Keep llama.cpp from reusing the cells at positions [start, end) of sequence 0."""
 
 
 class WindowSlot(ContextSlot):
     """One reply's slot in the shared context of a model with sliding-window attention.
 
-    A rollback can need cells outside the window again, but llama.cpp reuses such cells for other replies if
-    they belong to a single sequence. To prevent this, the last sequence of the slot shares all committed
-    cells.
+    A rollback can require cells outside the window, but llama.cpp reuses such cells for other replies if they
+    belong to a single sequence. To prevent this, the slot's last sequence also holds all committed cells.
     """
 
     _EXTRA_SEQUENCES = 1

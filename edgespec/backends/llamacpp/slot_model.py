@@ -57,10 +57,10 @@ __all__ = ["SlotModel", "load_slots"]
 def load_slots(
     path: str, name: str, options: LoadOptions, progress: Progress | None = None
 ) -> Sequence[LanguageModel]:
-    """Load a GGUF model once for `options.parallel` replies.
+    """Load a GGUF model once for `options.parallel` concurrent replies.
 
     Returns:
-        One model per reply. They share their weights and forward passes, and each has its own KV cache. Each
+        One model per reply. The models share weights and forward passes, but each has its own KV cache and
         must be closed.
 
     Raises:
@@ -113,13 +113,13 @@ def load_slots(
 class SlotModel(HeadTarget):
     """A GGUF model as seen by one of several concurrent replies.
 
-    Each reply can use its model in its own thread. Passes of different replies run together, but a failure or
-    cancellation affects only its own reply. The context cannot be resized.
+    Each reply can use its model in its own thread. Passes of different replies are batched, but a failure or
+    cancellation affects only the reply that caused it. The context cannot be resized.
 
     Args:
-        facts: The facts of the model, with the reply's share of the context.
+        facts: The model's facts, with the reply's share of the context.
         slot: The reply's slot in the shared context.
-        vocabulary: The reply's own tokenizer, which `close` closes.
+        vocabulary: The reply's own tokenizer. Closed by `close`.
         weights: The llama_model handle.
         options: The options that the model was loaded with.
         heads: The heads that are loaded for the model.

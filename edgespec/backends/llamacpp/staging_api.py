@@ -50,7 +50,7 @@ class LayerInputApi:
 
 @dataclass(frozen=True, slots=True)
 class NextnApi:
-    """Functions that read final hidden states, and choose a multi-token prediction (MTP) layer to run.
+    """Functions that read the final hidden states and select the multi-token prediction (MTP) layer to run.
 
     Attributes:
         switch: Makes a context copy the final hidden states in every pass, or stop copying them. If the last
@@ -66,10 +66,10 @@ class NextnApi:
 
 @dataclass(frozen=True, slots=True)
 class TargetLayersApi:
-    """Functions that return the target's layers that a head reads.
+    """Functions that return which target layers a head reads.
 
     Attributes:
-        ids: Returns a pointer to the indices of the target's layers whose inputs the head reads.
+        ids: Returns a pointer to the indices of the target layers whose inputs the head reads.
         count: Returns the number of indices.
     """
 
@@ -82,7 +82,7 @@ _POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
 
 @cache
 def layer_input_api() -> LayerInputApi | None:
-    """Return functions for reading layer inputs, or None if this version of llama.cpp lacks one of them."""
+    """Return functions for reading layer inputs, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _POINTER, _NUMBER, _FLAG),
         ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _POINTER, _POINTER, _NUMBER),
@@ -92,7 +92,7 @@ def layer_input_api() -> LayerInputApi | None:
 
 @cache
 def nextn_api() -> NextnApi | None:
-    """Return functions for MTP layers and final states, or None if this version of llama.cpp lacks one."""
+    """Return functions for MTP layers and final states, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _POINTER, _FLAG, _FLAG),
         ("_Z26llama_get_embeddings_nextnP13llama_context", _POINTER, _POINTER),
@@ -103,7 +103,7 @@ def nextn_api() -> NextnApi | None:
 
 @cache
 def target_layers_api() -> TargetLayersApi | None:
-    """Return functions for a head's target layers, or None if this version of llama.cpp lacks one of them."""
+    """Return functions for a head's target layers, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
         ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),

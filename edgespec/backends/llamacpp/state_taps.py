@@ -45,7 +45,7 @@ class HiddenStateHook:
         self._names = frozenset(name.encode() for name in names)
 
     def clear(self) -> None:
-        """Discard tensors that are left from an interrupted pass."""
+        """Discard tensors left over from an interrupted pass."""
         self._rows.clear()
 
     def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
@@ -83,7 +83,7 @@ class LayerTaps:
     """The layers whose inputs a context copies in every pass.
 
     The model's architecture must be one of `TAPPED_ARCHITECTURES`, and the layers must exist. Otherwise,
-    llama.cpp ends the process.
+    llama.cpp aborts.
 
     Args:
         size: The model's embedding size.
@@ -94,9 +94,9 @@ class LayerTaps:
         self._layers: Sequence[int] = ()
 
     def set(self, context: Any, layers: Sequence[int]) -> None:
-        """Choose the layers whose inputs are copied from the next pass on.
+        """Choose the layers whose inputs later passes copy.
 
-        Pass None if the context was freed, and call `apply` after it has been created again.
+        Pass None if the context was freed, and call `apply` after recreating it.
         """
         before, self._layers = self._layers, layers
         if context:
@@ -104,7 +104,7 @@ class LayerTaps:
                 self._switch(context, layer)
 
     def apply(self, context: Any) -> None:
-        """Copy the inputs of the chosen layers in a newly created context."""
+        """Make a newly created context copy the inputs of the chosen layers."""
         for layer in self._layers:
             self._switch(context, layer)
 
@@ -166,7 +166,7 @@ class StateTaps:
         self.hook.set_names(list(self._hooked.values()))
 
     def set(self, context: Any, states: Sequence[int]) -> None:
-        """Choose the hidden states to copy from the next pass on. `context` is None if it was freed.
+        """Choose the hidden states that later passes copy. `context` is None if it was freed.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.
@@ -187,7 +187,7 @@ class StateTaps:
         self._copy_final(context)
 
     def apply(self, context: Any) -> None:
-        """Copy the chosen hidden states in a newly created context."""
+        """Make a newly created context copy the chosen hidden states."""
         self._layers.apply(context)
         if self._copies_final:
             self._copy_final(context)
@@ -216,7 +216,7 @@ class StateTaps:
 
 
 def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
-    """Return the indices of the final hidden states that MTP heads read, or none without MTP heads."""
+    """Return the indices of the final hidden states that MTP layers read, or nothing without MTP layers."""
     if architecture == ASSISTANT_TARGET:
         return (POST_NORM,)
     graph = MTP_GRAPHS.get(architecture)

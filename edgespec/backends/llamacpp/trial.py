@@ -44,7 +44,7 @@ _TREE = TokenTree((0, 1, 2, 3), (-1, 0, 0, 1), (None,) * 4)
 
 
 def try_model(path: str, name: str, runs: bool, progress: Progress | None = None) -> None:
-    """Estimate a GGUF model's memory and, if `runs` is set, load its weights and run a few tokens.
+    """Estimate a GGUF model's memory. If `runs` is set, also load its weights and run a few tokens.
 
     Raises:
         EdgespecError: The model cannot be loaded.

@@ -95,7 +95,7 @@ class LlamaVocabulary:
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text, which are empty for control tokens."""
+        """Return the bytes that a token adds to the text. They are empty for control tokens."""
         return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:
@@ -126,9 +126,9 @@ class LlamaVocabulary:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Prevent the model from being freed during the `with` block, which can take long.
+        """Keep the model from being freed during the `with` block, which can take a while.
 
-        Calls that take microseconds hold the lock instead.
+        Calls that take only microseconds hold the lock instead.
 
         Raises:
             ClosedError: The model is closed.
@@ -146,10 +146,10 @@ class LlamaVocabulary:
             raise ClosedError("the model is closed", "load the model again")
 
     def close(self, free_model: Callable[[], None]) -> None:
-        """Make further calls raise ClosedError, and free the model when no call is running.
+        """Make further calls raise ClosedError, and free the model once no call is running.
 
         Args:
-            free_model: Function that frees the model. It may be called later and in another thread.
+            free_model: Frees the model. It may be called later and in another thread.
         """
         self._update(free_model=free_model)
 

@@ -51,7 +51,7 @@ class LastAbsentLayer(LayerProxy):
 
 
 class FirstLayer(LayerProxy):
-    """The first layer of a block, which reads the hidden states that another machine sent.
+    """The first layer of a block. Reads the hidden states sent by another machine.
 
     Attributes:
         states: The hidden states [1, tokens, ...].
@@ -93,13 +93,13 @@ class _TracedLayer(LayerProxy):
 
 
 def check_separable(model: Any, name: str) -> None:
-    """Check that a model's layers can be on several machines.
+    """Check that a model's layers can be spread over several machines.
 
-    Each layer must read the output of the layer before it, its own KV cache and the attention mask, and
-    nothing else. The check builds the graph of a pass without evaluating it.
+    Each layer may read only the previous layer's output, its own KV cache and the attention mask. The check
+    builds the graph of a pass without evaluating it.
 
     Raises:
-        CapabilityError: The layers exchange other data, or have caches of other kinds.
+        CapabilityError: The layers exchange other data, or have other kinds of caches.
     """
     layers, caches = LayerList(model), LayerCaches(model, PassLayout())
     calls: list[tuple[Any, Any, list[Any]]] = []

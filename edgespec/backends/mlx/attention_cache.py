@@ -36,7 +36,7 @@ def cache_rows(window: int | None, context_tokens: int) -> int:
 class AttentionCache:
     """KV cache of one attention layer.
 
-    Row i holds the key and value of the token at position `start + i`. During verification of a token tree,
+    Row i holds the key and value of the token at position `start + i`. While a token tree is being verified,
     the last rows hold the tree's nodes in the order in which the model processed them.
 
     Attributes:
@@ -80,7 +80,7 @@ class AttentionCache:
     def skip(self, added: int) -> None:
         """Advance over `added` tokens whose keys and values are in the layer's cache on another machine.
 
-        Keeps `start` and `offset` the same as in that cache, with rows of 0 bytes.
+        Keeps `start` and `offset` in step with that cache by storing rows of 0 bytes.
         """
         rows = (mx.zeros((1, 1, added, 0)),)
         self._make_room(added, rows, rows)
@@ -145,7 +145,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return the numbers and arrays from which `load` restores the rows at positions [first, end)."""
+        """Return the rows at positions [first, end) as numbers and arrays that `load` can restore."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 

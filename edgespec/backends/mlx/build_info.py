@@ -59,7 +59,7 @@ def mlx_core() -> Any:
 def use_in_this_process() -> None:
     """Prepare to compute with MLX. Raises BackendError if MLX was imported in the parent before a fork.
 
-    MLX would then wait forever for its threads, which a forked child process does not have.
+    After a fork, MLX would wait forever for threads that exist only in the parent.
     """
     if _first_user() != os.getpid():
         raise BackendError(
@@ -151,5 +151,5 @@ def build_info() -> MlxBuildInfo:
 
 
 def build_identity() -> str:
-    """Identify the installed version of MLX and its default device."""
+    """Return a string that identifies the installed MLX version and its default device."""
     return repr(build_info())

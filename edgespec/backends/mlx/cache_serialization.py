@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
-    """Serialise the cached rows from position `start` to `end` (exclusive).
+    """Serialise the cached rows at positions [start, end).
 
     Unless the caches are `truncatable`, the range must cover all cached tokens. Only a model with the same
     fingerprint can restore the result.
@@ -48,7 +48,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 def _attention_parts(
     caches: Sequence[AttentionCache], start: int, end: int, blobs: list[bytes]
 ) -> list[dict[str, Any]]:
-    """Return a description of rows [start, end) of each cache, and append their data to `blobs`."""
+    """Describe rows [start, end) of each cache, and append their data to `blobs`."""
     parts: list[dict[str, Any]] = []
     for cache in caches:
         numbers, arrays = cache.dump(start, end)
@@ -105,7 +105,7 @@ def deserialize_caches(
 
 
 def serialize_head(caches: Sequence[AttentionCache], origin: int, start: int, end: int) -> bytes:
-    """Serialise the rows of a head's caches from position `start` to `end` (exclusive).
+    """Serialise the rows of a head's caches at positions [start, end).
 
     Args:
         caches: The head's caches.
@@ -119,11 +119,11 @@ def serialize_head(caches: Sequence[AttentionCache], origin: int, start: int, en
 
 
 def deserialize_head(caches: Sequence[AttentionCache], origin: int, start: int, data: bytes) -> bool:
-    """Append the rows in the result of `serialize_head` to caches that hold all positions before `start`.
+    """Append rows from `serialize_head` to caches that hold all positions before `start`.
 
     Returns:
-        False if `data` is damaged, or was saved by another head or with another `origin`. The contents of the
-        caches are then undefined.
+        False if `data` is damaged, or was saved by a different head or with a different `origin`. The
+        contents of the caches are then undefined.
     """
     try:
         header, rest = _decoded(data)

@@ -28,7 +28,7 @@ BATCH_TOKENS = 64
 
 
 class CachedHead(CachedHeadView[HeadTarget]):
-    """A head that MLX runs, which can have several KV caches.
+    """A head that MLX runs, with one or more KV caches.
 
     Args:
         target: The target.
@@ -37,8 +37,8 @@ class CachedHead(CachedHeadView[HeadTarget]):
             data type and the number of KV caches that it needs.
         embed: Returns the embeddings of token ids.
         lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
-        target_ids: The target's token id of each token of the draft vocabulary. None if both vocabularies are
-            the same.
+        target_ids: The target's token id for each token of the draft vocabulary, or None if the vocabularies
+            are the same.
         facts: The head's name, sizes and capabilities.
     """
 
@@ -107,7 +107,7 @@ class CachedHead(CachedHeadView[HeadTarget]):
 
     @abstractmethod
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a tree's nodes from `first` on, and return their logits."""
+        """Run a tree's nodes, starting at `first`, and return their logits."""
 
     def _export(self, start: int, end: int) -> bytes:
         return serialize_head(self._caches, self._start, start, end) if start < end else b""

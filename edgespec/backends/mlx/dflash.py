@@ -84,7 +84,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Computes logits from the previous token, which are added to the logits of the block."""
+    """Computes logits from the previous token, to be added to the block's logits."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Attention(Module):
         )
 
     def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:
-        """Append the keys and values of hidden states to the cache, and return all keys and values in it."""
+        """Append the keys and values of hidden states to the cache, and return its entire contents."""
         keys = self.rope(self.k_norm(self._split(self.k_proj(states))), offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, self._split(self.v_proj(states)))
         return keys, values
@@ -164,7 +164,7 @@ class _Attention(Module):
 
 
 class DFlashHead(CachedHead):
-    """A draft model with its own KV cache, which predicts a block of tokens from the target's hidden states.
+    """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache row for position p is computed from the target's hidden states at p rather than from the token
     at p. A pass runs a block, which consists of the last emitted token and a mask token for each token to
@@ -231,7 +231,7 @@ class DFlashHead(CachedHead):
         return DeviceLogits(rows, tree.depths[first:])
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
+        """Cache the known hidden states of the tree's first nodes, and run a block after them."""
         self._keep(self.length)
         known = min(max(self.log.end - self._length, 0), tree.width - 1)
         begin = self._length + known
@@ -261,7 +261,7 @@ class DFlashHead(CachedHead):
 
 
 def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head, including the log of hidden states that it reads.
+    """Estimate a head's memory, including the hidden-state log that it reads.
 
     Raises:
         CapabilityError: The head is a GGUF file.
@@ -286,7 +286,7 @@ def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
         folder: Folder of the head, in the layout in which it was published.
 
     Raises:
-        CapabilityError: The head was made for another target, or is a GGUF file.
+        CapabilityError: The head was made for a different target, or is a GGUF file.
         ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or not supported.
         MemoryBudgetError: The head does not fit in memory.
     """

@@ -57,7 +57,7 @@ class _Quantisation(NamedTuple):
 
 
 class TrainableDraft:
-    """A draft model with weights to train, which is published with the quantisation that it was loaded with.
+    """A draft model with trainable weights. It is published in the quantisation that it was loaded with.
 
     Args:
         path: Folder of the draft model.
@@ -72,7 +72,7 @@ class TrainableDraft:
     Raises:
         ModelFileError: The model is damaged or not supported.
         MemoryBudgetError: The model does not fit in memory.
-        CapabilityError: The model has no layers to which low-rank changes can be added.
+        CapabilityError: The model has no layers to which LoRA layers can be added.
     """
 
     def __init__(self, path: Path, name: str, lora: bool) -> None:
@@ -131,7 +131,7 @@ class TrainableDraft:
         return arrays
 
     def _merged(self) -> Arrays:
-        """Return the model's parameters after adding the low-rank changes."""
+        """Return the model's parameters with the LoRA weights merged in."""
         try:
             for layer in self._adapted:
                 layer.parent[layer.attribute] = layer.adapted.fuse()
@@ -176,7 +176,7 @@ class DraftGuesser:
             return logits.reshape(-1, logits.shape[-1])[:, : self._vocab_size].astype(mx.float32)
 
     def _known(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Replace padding tokens that only one model has, because MLX does not check token ids."""
+        """Replace padding tokens that only one model has, because MLX does not bounds-check token ids."""
         return np.minimum(tokens, self._vocab_size - 1)
 
 
@@ -212,7 +212,7 @@ class DraftTrainer(DraftGuesser):
             )
 
     def continued(self, batch: TrainingBatch) -> TrainingBatch:
-        """Cut each reply at a random token, and let the draft model continue it at temperature 1."""
+        """Truncate each reply at a random token, and let the draft model continue it at temperature 1."""
         random = np.random.default_rng(self._descent.steps)
         tokens, replied = self._known(batch.tokens), batch.replied.copy()
         rows = np.flatnonzero(replied.any(axis=1))
@@ -290,7 +290,7 @@ def _total_variation(target_logits: mx.array, draft_logits: mx.array) -> mx.arra
     Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, this loss
     raised 1 - TV on held-out text more than the Jensen-Shannon divergence did. KL divergence lowered it,
     because it is dominated by tokens that a small model cannot learn. TV gives almost no gradient for tokens
-    to which the draft model assigns almost no probability, but there are few of these.
+    to which the draft model assigns almost no probability, but such tokens are rare.
     """
     difference = mx.softmax(target_logits, axis=-1) - mx.softmax(draft_logits, axis=-1)
     return 0.5 * mx.abs(difference).sum(axis=-1).mean()

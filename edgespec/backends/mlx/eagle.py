@@ -42,7 +42,7 @@ __all__ = ["EagleHead", "HeadNetwork", "estimate_eagle_head", "load_eagle_head"]
 
 
 class HeadNetwork(Protocol):
-    """The network of a head whose inputs are a token and the hidden state before it."""
+    """The network of a head that takes a token and the preceding hidden state."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -72,12 +72,11 @@ class HeadNetwork(Protocol):
 
 
 class EagleHead(CachedHead):
-    """A head whose inputs are pairs of a token and the hidden state before the token.
+    """A head that takes pairs of a token and the preceding hidden state.
 
-    The token at position p is run with the target's hidden state at position p - 1. That state does not exist
-    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
-    the cache rows of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
-    states.
+    The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
+    state yet, so the head uses its own hidden state instead. After verification, `commit` removes the cache
+    rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
     See `CachedHead` for the arguments.
     """
@@ -129,10 +128,10 @@ class EagleHead(CachedHead):
         return DeviceLogits(rows, self._round.depths[first:])
 
     def _passes(self, tree: TokenTree, first: int) -> list[tuple[int, int]]:
-        """Return the ranges of nodes from `first` on that can be run together.
+        """Split the nodes, starting at `first`, into ranges that can each run in one pass.
 
-        The first range contains the tokens that follow hidden states of the target. A later node needs the
-        head's own hidden state after its parent, so its parent must be in an earlier range.
+        The first range contains the tokens that directly follow the target's hidden states. Each later node
+        needs the head's own hidden state after its parent, so the parent must be in an earlier range.
         """
         begin, ranges = first, []
         if first == 0:
@@ -160,7 +159,7 @@ class EagleHead(CachedHead):
         return self._network.reduced(mx.array(self._logged_states(start, count)).astype(self._dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
-        """Return the head's hidden states of tokens, given the hidden state before each of them."""
+        """Return the head's hidden states for `tokens`, given the hidden state preceding each."""
         with translate_errors("the head could not be run"):
             embeddings = self._embed(mx.array(list(tokens))).astype(self._dtype)
             return self._network(embeddings, states, self._caches)
@@ -173,11 +172,11 @@ class EagleHead(CachedHead):
 
 
 def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head, including the log of hidden states that it reads.
+    """Estimate a head's memory, including the hidden-state log that it reads.
 
     Raises:
         CapabilityError: The head is a GGUF file.
-        ModelFileError: The folder contains no EAGLE head, or one that is damaged.
+        ModelFileError: The folder contains no EAGLE head, or a damaged one.
     """
     files = read_eagle(checked_folder(folder))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
@@ -190,8 +189,8 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
 def load_eagle_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
     """Load an EAGLE head for a target. The target's cache must be empty.
 
-    The configuration of a head does not say which hidden states it reads, nor whether its inputs start with
-    the embedding or with the hidden state. We therefore try all possibilities (see `load_most_accurate`).
+    A head's configuration does not say which hidden states it reads, or whether its input starts with the
+    embedding or the hidden state. We therefore try all combinations (see `load_most_accurate`).
 
     Args:
         target: The target.
@@ -199,8 +198,8 @@ def load_eagle_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
         folder: Folder of the head, in the layout in which it was published.
 
     Raises:
-        CapabilityError: The head was made for another target, or is a GGUF file.
-        ModelFileError: The folder contains no EAGLE head, or one that is damaged or not supported.
+        CapabilityError: The head was made for a different target, or is a GGUF file.
+        ModelFileError: The folder contains no EAGLE head, or the head is damaged or not supported.
         MemoryBudgetError: The head does not fit in memory.
     """
     files = read_eagle(checked_folder(folder))

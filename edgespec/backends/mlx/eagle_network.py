@@ -40,13 +40,13 @@ class FeedForward(Module):
 class EagleNetwork(Module):
     """The network of an EAGLE head. Its parameters have the canonical names of `model.heads.eagle_files`.
 
-    EAGLE-3 first reduces several hidden states of the target to one (`reduced`), and normalises its inputs.
-    EAGLE-1 reads one hidden state, and combines it with the token's embedding in `fc`.
+    EAGLE-3 first reduces several of the target's hidden states to one (`reduced`), and normalises its inputs.
+    EAGLE-1 reads a single hidden state and combines it with the token's embedding in `fc`.
 
     Args:
         files: The head's configuration and weights.
-        hidden_first: Whether the head was trained on inputs that start with the hidden state. In the usual
-            order, they start with the embedding.
+        hidden_first: Whether the head was trained with the hidden state before the embedding in its input.
+            Usually, the embedding comes first.
     """
 
     def __init__(self, files: EagleFiles, hidden_first: bool = False) -> None:
@@ -92,7 +92,7 @@ class EagleNetwork(Module):
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
         """Return the layer's hidden states [tokens, size].
 
-        The inputs are the embedding of each token and the hidden state before it. See `HeadNetwork.__call__`.
+        Takes each token's embedding and the preceding hidden state. See `HeadNetwork.__call__`.
         """
         attend = _CachedAttention(caches[0])
         if self._config.version == 1:
@@ -112,7 +112,7 @@ def _joined(embeddings: mx.array, states: mx.array, hidden_first: bool) -> mx.ar
 
 
 class Attend(Protocol):
-    """Attends from the queries of new tokens to their own keys and values, and to earlier ones.
+    """Computes attention for new tokens over their own keys and values and all earlier ones.
 
     Attributes:
         offset: Position of the first new token.

@@ -46,7 +46,7 @@ def evaluate(*arrays: mx.array) -> None:
 
 
 def freed_buffers_bytes() -> int:
-    """Return how many bytes of freed memory MLX keeps for reuse on its default device."""
+    """Return the number of freed bytes that MLX keeps for reuse on its default device."""
     return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
 
 

@@ -46,7 +46,7 @@ class ParameterGroup(NamedTuple):
 
 
 class GradientDescent:
-    """Minimises a loss, and owns the state of the optimisers.
+    """Minimises a loss. Owns the optimiser state.
 
     Args:
         network: The network to train.
@@ -131,7 +131,7 @@ class GradientDescent:
                     moments.update({moment: saved[f"{name}:{moment}"] for moment in moments})
 
     def _moments(self) -> Arrays:
-        """Return the optimisers' moments, keyed by weight and moment."""
+        """Return the optimiser moments, keyed by weight and moment."""
         return {
             f"{name}:{moment}": array
             for group in self._groups
@@ -142,7 +142,7 @@ class GradientDescent:
 
 
 def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
-    """Write arrays to a file in the safetensors format. Raises OSError if it cannot be written."""
+    """Write arrays to a safetensors file. Raises OSError if it cannot be written."""
     # Pass an open file, because MLX appends `.safetensors` to paths and raises a RuntimeError without the
     # reason.
     with path.open("wb") as file:

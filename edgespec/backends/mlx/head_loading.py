@@ -39,7 +39,7 @@ _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 def estimate_head(
     context_tokens: int, weight_bytes: int, kv_bytes_per_token: int, compute_elements: int
 ) -> MemoryEstimate:
-    """Return the memory estimate of a head whose passes allocate `compute_elements` float32 values."""
+    """Estimate the memory of a head whose passes allocate `compute_elements` float32 values."""
     return MemoryEstimate(
         context_tokens,
         "as the weights",
@@ -52,7 +52,7 @@ def estimate_head(
 
 
 def checked_folder(path: Path) -> Path:
-    """Return `path`, the path of a head. Raise CapabilityError if it is not a folder."""
+    """Return `path`, or raise CapabilityError if it is not a folder."""
     if not path.is_dir():
         raise CapabilityError(
             f"{path} is not a folder, but heads for MLX models must be folders as published on Hugging Face",
@@ -84,7 +84,7 @@ def weight_array(tensor: StoredTensor) -> mx.array:
 
 
 def evaluate_constants(ropes: Iterable[Any]) -> None:
-    """Evaluate the arrays in rotary embeddings, because another thread may run the head."""
+    """Evaluate the constant arrays of rotary embeddings, because another thread may run the head."""
     evaluate(*(part for rope in ropes for part in vars(rope).values() if isinstance(part, mx.array)))
     evaluate(mx.random.state)  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def check_memory(target: HeadTarget, name: str, weight_bytes: int) -> None:
 
 
 def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: int) -> None:
-    """Raise CapabilityError if the sizes of a head's hidden states or vocabulary differ from its target's."""
+    """Raise CapabilityError if a head's hidden size or vocabulary size differs from its target's."""
     for what, own, needed in (
         ("hidden states", target.state_size, state_size),
         ("a vocabulary", target.facts.vocab_size, vocab_size),

@@ -32,10 +32,10 @@ _MAX_GRADIENT_NORM = 5.0
 
 
 class _Goals(NamedTuple):
-    """The distributions that the head learns in each step of a draft.
+    """The target distributions that the head learns at each draft step.
 
     Attributes:
-        probs: The target's probabilities of the candidate tokens, float32 [reply tokens, candidates].
+        probs: The target's probabilities for the candidate tokens, float32 [reply tokens, candidates].
         rows: For each step, the rows of the flattened batch from which the head predicts a reply token.
         indices: For each step, the row of `probs` with the target's distribution for each of `rows`.
     """
@@ -104,7 +104,7 @@ class MlxHeadTrainer(HeadGuesser):
             del states
 
             def loss() -> mx.array:
-                """Return the cross-entropy with the target's probabilities, summed over the steps."""
+                """Return the cross-entropy with the target's probabilities, summed over the draft steps."""
                 total = mx.array(0.0)
                 for step, state in enumerate(self.head.unroll(embeddings, hidden, unroll)):
                     logits = state.reshape(-1, state.shape[-1])[mx.array(goals.rows[step])] @ output.T
@@ -116,7 +116,7 @@ class MlxHeadTrainer(HeadGuesser):
             return self._descent.step(loss, done)
 
     def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
-        """Return the candidate tokens of a step, and the target's probabilities of them."""
+        """Return the candidate tokens of a step and the target's probabilities for them."""
         source = np.flatnonzero(batch.replied_after(1))
         probs = mx.softmax(logits.reshape(-1, logits.shape[-1])[mx.array(source)], axis=-1)
         mass = probs.sum(axis=0)[self._draft_tokens]

@@ -26,7 +26,7 @@ _HALF_TYPES = (mx.float16, mx.bfloat16)
 
 
 class LayerBlock:
-    """A block of layers with its caches. Call `load` for each weight, `finish`, and then `run` for each pass.
+    """A block of layers and its caches. Call `load` for each weight, then `finish`, then `run` per pass.
 
     Args:
         model: The model, from `build_skeleton`.
@@ -36,7 +36,7 @@ class LayerBlock:
         memory_bytes: Maximum size of the weights in bytes.
 
     Raises:
-        CapabilityError: The layers cannot be on several machines.
+        CapabilityError: The layers cannot be spread over several machines.
         ValueError: An argument is invalid.
     """
 
@@ -91,7 +91,7 @@ class LayerBlock:
         self._layers[index].update(tree_unflatten([(path, weight)]))
 
     def finish(self) -> None:
-        """Finish loading the block, so that it can compute. Raises ValueError if weights are missing."""
+        """Finish loading, after which the block can run. Raises ValueError if weights are missing."""
         if self._waiting:
             raise ValueError(f"the weight {next(iter(self._waiting))} is missing")
         # Also evaluate arrays that are not parameters, such as rotary embedding frequencies.
@@ -102,7 +102,7 @@ class LayerBlock:
 
         Args:
             states: The hidden states [1, tokens, ...].
-            offset: Number of cached tokens before `states`. The caches drop all later tokens.
+            offset: Number of cached tokens before `states`. Later tokens are dropped from the caches.
             round_start: Number of cached tokens before the draft. See `PassLayout`.
 
         Raises:
@@ -130,7 +130,7 @@ class LayerBlock:
 
 
 def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> ModelSkeleton:
-    """Return a model whose weights cannot be read, because its weight files contain only their headers.
+    """Build a model from weight files that contain only headers, so that its weights cannot be read.
 
     Args:
         json_files: The model's JSON files, by name.

@@ -32,14 +32,13 @@ class CacheCheckpoint(NamedTuple):
 
 
 class LayerCaches:
-    """Caches of all layers in a model.
+    """The caches of all of a model's layers.
 
     Attributes:
         layers: One cache per layer, passed to the model as its `cache` argument.
         attention: The KV caches among `layers`.
         recurrent: The caches among `layers` that hold recurrent states (mlx-lm's `ArraysCache`).
-        unsupported: All other caches. If this is not empty, `LayerCaches` can only be cleared, not rolled
-            back.
+        unsupported: All other caches. If there are any, `LayerCaches` can only be cleared, not rolled back.
         length: Number of cached tokens, including uncommitted ones.
     """
 

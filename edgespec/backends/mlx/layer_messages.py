@@ -55,7 +55,7 @@ _DTYPES = {
 
 
 def array_header(array: mx.array) -> dict[str, Any]:
-    """Return the part of a message's header that describes an array."""
+    """Return the message header fields that describe an array."""
     return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 

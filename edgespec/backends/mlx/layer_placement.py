@@ -69,17 +69,17 @@ class LayerPlacement:
 def read_layer_sizes(
     path: str, name: str, kv_bits: int | None, widened: bool, parts: int, _stamps: tuple[Any, ...]
 ) -> LayerSizes:
-    """Return the memory of each layer of the model in a folder. The result is cached until a file changes.
+    """Return the memory of each layer of a model. The result is cached until a model file changes.
 
     Args:
         path: The model's folder.
         name: The model's name, for messages.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
         widened: Whether 16-bit weights are widened to float32.
-        parts: Number of workers that each layer is divided among. The sizes are those of one part.
+        parts: Number of workers that each layer is sharded across. The sizes are those of one shard.
 
     Raises:
-        CapabilityError: The layers cannot be on several machines.
+        CapabilityError: The layers cannot be spread over several machines.
         ModelFileError: The model is damaged or not supported.
     """
     from edgespec.backends.mlx.absent_layers import check_separable
@@ -113,7 +113,7 @@ def place_layers(
     *,
     widened: bool,
 ) -> LayerPlacement:
-    """Divide the layers among this machine and the workers, in proportion to their memory.
+    """Divide the layers between this machine and the workers, in proportion to their memory.
 
     Args:
         name: The model's name, for messages.
@@ -170,11 +170,11 @@ def place_parts(
     *,
     widened: bool,
 ) -> LayerPlacement:
-    """Give each worker a part of every layer.
+    """Give each worker a shard of every layer.
 
     Args:
         name: The model's name, for messages.
-        part: The memory of a part of each layer.
+        part: The memory of one shard of each layer.
         whole: The memory of each layer.
         context_tokens: Size of the context.
         workers: The workers.
@@ -183,7 +183,7 @@ def place_parts(
         widened: Whether 16-bit weights are widened to float32.
 
     Raises:
-        MemoryBudgetError: A part does not fit on a worker.
+        MemoryBudgetError: A shard does not fit on a worker.
     """
     weight_bytes, cache_bytes = sum(part.weight_bytes), sum(part.cache_bytes(context_tokens))
     whole_bytes = sum(whole.weight_bytes) + sum(whole.cache_bytes(context_tokens)) + compute_bytes

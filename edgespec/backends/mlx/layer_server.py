@@ -63,7 +63,7 @@ class _LayerServer:
             time.sleep(_BEAT_SECONDS)
 
     def serve(self) -> None:
-        """Load the layers, and run passes until the target closes the connection, which raises OSError."""
+        """Load the layers, then run passes until the target closes the connection, which raises OSError."""
         try:
             block = self._load()
             while True:
@@ -114,7 +114,7 @@ class _LayerServer:
         return block
 
     def _join_ring(self, skeleton: ModelSkeleton, index: int, answer: dict[str, Any]) -> None:
-        """Join a ring of workers, and replace the model's layers with this worker's part."""
+        """Join a ring of workers, and replace the model's layers with this worker's shards."""
         from edgespec.backends.mlx import worker_ring
         from edgespec.backends.mlx.tensor_shards import shard_model
 
@@ -134,7 +134,7 @@ class _LayerServer:
         self._messages.send({})
 
     def _cached(self, header: dict[str, Any], data: Buffer) -> Buffer | None:
-        """Return the weight of a message, or None if the message asks for one that is not in the cache."""
+        """Return the weight that a message contains or refers to, or None if it is not in the cache."""
         if self._cache is None or "digest" not in header:
             return data
         weight: Buffer | None = data

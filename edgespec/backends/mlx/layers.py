@@ -14,7 +14,7 @@ __all__ = ["Body", "HiddenStateHooks", "LayerList", "LayerProxy", "SkippedLayer"
 
 
 class LayerProxy:
-    """Base class for replacements of modules. Forwards attribute access to the original module.
+    """Base class for module replacements. Forwards attribute access to the original module.
 
     This class is not an `nn.Module`, because it has no weights of its own.
     """
@@ -64,7 +64,7 @@ class LayerList:
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the model's layers with the first `layer` ones replaced by their known output, `states`."""
+        """Return the model's layers with the first `layer` replaced by their known output, `states`."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
@@ -153,7 +153,7 @@ class Body:
 
     @contextmanager
     def returning(self, states: mx.array) -> Iterator[None]:
-        """Make passes inside the block run only the LM head, on the hidden states [1, tokens, size]."""
+        """Make passes inside the block run only the LM head, on these hidden states [1, tokens, size]."""
         with self._replaced(SkippedLayer(self._body, states)):
             yield
 

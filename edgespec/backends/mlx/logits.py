@@ -29,7 +29,7 @@ _OnBestStarted: TypeAlias = Callable[[mx.array, "DeviceLogits"], None]
 
 
 class _DeviceChain(NamedTuple):
-    """Settings of logits processors that can run on the device. Temperature 0 means greedy decoding."""
+    """Settings of the logits processors that run on the device. Temperature 0 means greedy decoding."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -38,9 +38,9 @@ class _DeviceChain(NamedTuple):
 
 
 def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
-    """Return the processors' settings if all of them can run on the device, or None otherwise.
+    """Return the processors' settings if all of them can run on the device, or else None.
 
-    Subclasses of known processors run on the host, because they could behave differently.
+    Subclasses of known processors run on the host, because they may behave differently.
     """
     kinds = [type(processor) for processor in processors]
     in_order = [kind for kind in (Temperature, TopK, TopP, MinP) if kind in kinds]
@@ -68,8 +68,8 @@ class DeviceLogits:
     Attributes:
         chosen: Best token in the last row, or None if it has not been fetched yet.
         vocab_size: Number of logits per row.
-        other_tokens: Number of tokens of other replies in the pass, which is always 0.
-        waited_seconds: Total time callers have waited for the device, in seconds.
+        other_tokens: Number of other replies' tokens in the pass. Always 0.
+        waited_seconds: Total time that callers have waited for the device, in seconds.
         overlapped_seconds: Time spent launching the pass while the draft model was still running, in seconds.
     """
 
@@ -186,7 +186,7 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Return the tokens and values [rows, count] of each row's `count` largest logits, largest first.
 
-    Ties are sorted by token ID. Among logits that tie with the smallest returned one, the choice is
+    Ties are sorted by token ID. Which of the logits that tie with the smallest returned one are included is
     arbitrary.
     """
     if count >= rows.shape[-1]:

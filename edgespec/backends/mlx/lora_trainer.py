@@ -54,14 +54,14 @@ class MlxTrainer:
     def __init__(
         self, net: Any, layout: PassLayout, model_name: str, identity: str, end_round: Callable[[], None]
     ) -> None:
-        """Create a trainer with a new adapter, which leaves the model's output unchanged until it is trained.
+        """Create a trainer with a new adapter that does not change the model's output until it is trained.
 
         Args:
             net: The mlx `nn.Module` of the model.
             layout: Positions and attention masks of the model's passes.
             model_name: Model name for error messages.
             identity: Fingerprint of the model, including its weights.
-            end_round: Function that discards uncommitted draft tokens. Called before the weights change.
+            end_round: Discards uncommitted draft tokens. Called before the weights change.
         """
         self.identity = identity
         self.adapted = False
@@ -184,7 +184,7 @@ class MlxTrainer:
 
 
 def adapted_layers(net: Any) -> Iterator[AdaptedLayer]:
-    """Yield every linear layer in the transformer blocks, with a LoRA layer that initially has no effect."""
+    """Yield each linear layer in the transformer blocks with a LoRA layer that has no effect yet."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

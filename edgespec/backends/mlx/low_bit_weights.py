@@ -26,7 +26,7 @@ _MEAN_LOW = 7.5
 
 
 class LowBitWeights:
-    """A model's low-bit weights, and the switch between full and reduced precision.
+    """A model's low-bit weights, and a switch between full and reduced precision.
 
     Attributes:
         weights: Modules whose weights can be read at reduced precision.
@@ -40,7 +40,9 @@ class LowBitWeights:
         self.zeros: dict[tuple[Any, ...], mx.array] = {}
 
     def zeros_like(self, array: mx.array) -> mx.array:
-        """Return an array of zeros like `array`. All arrays of the same shape and type share their zeros."""
+        """Return zeros of the same shape and type as `array`. Repeated calls share one array per shape and
+        type.
+        """
         key = (array.shape, array.dtype)
         if key not in self.zeros:
             self.zeros[key] = mx.zeros_like(array)
@@ -53,7 +55,7 @@ class LowBitWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes that low-bit drafting needs, including arrays of zeros."""
+        """Memory in bytes that low-bit drafting needs, including the arrays of zeros."""
         scales = (weight.scales for weight in self.weights if isinstance(weight, _SplitWeight))
         return self.array_bytes + sum({(one.shape, one.dtype): one.nbytes for one in scales}.values())
 
@@ -83,7 +85,7 @@ class _SplitWeight(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """Size in bytes of the scales and biases that are used only at reduced precision."""
+        """Size in bytes of the scales and biases used only at reduced precision."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -107,7 +109,7 @@ class SplitLinear(_SplitWeight):
 class SplitEmbedding(_SplitWeight):
     """An embedding table whose 8-bit weights are stored as separate high and low halves.
 
-    It also serves as the output head. Lookups always read both halves.
+    It doubles as the output head. Lookups always read both halves.
     """
 
     is_head = False
@@ -156,7 +158,7 @@ class _CopiedWeight:
 
 
 def _copied_linear(base: type) -> type:
-    """Return a subclass of a linear layer that uses a low-bit copy of its weight in draft passes."""
+    """Create a subclass of a linear layer class that uses a low-bit copy of its weight in draft passes."""
 
     class CopiedLinear(_CopiedWeight, base):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> Any:
@@ -190,7 +192,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
 
     Args:
         model: An mlx `nn.Module`.
-        trace_pass: Builds the graph of one pass, to find the embedding tables that are also the output head.
+        trace_pass: Builds the graph of one pass, to find embedding tables that double as the output head.
     """
     low_bits = LowBitWeights()
     modules = model.named_modules()

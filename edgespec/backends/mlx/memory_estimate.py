@@ -123,7 +123,7 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, _kv_name(bits, widened), parts)
 
     def _estimate_local(self, options: LoadOptions) -> MemoryEstimate:
-        """Return the memory that the model needs on this machine if its layers are on workers."""
+        """Estimate the memory that the model needs on this machine when its layers are on workers."""
         shape, placed = self._shape, self.placement(options)
         tokens = requested_context(options, self.trained_context_tokens)
         weight_bytes = shape.weight_bytes[placed.widened] - placed.layer_weight_bytes
@@ -149,13 +149,13 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts, (here, *placed.workers))
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
-        """Return the machines of the layers for load options with workers.
+        """Return which layers go on which machine, for load options with workers.
 
-        On a CPU, 16-bit weights are widened to float32 if the machines have room.
+        On CPUs, 16-bit weights are widened to float32 if the machines have enough memory.
 
         Raises:
             MemoryBudgetError: The layers do not fit.
-            CapabilityError: The layers cannot be on several machines.
+            CapabilityError: The layers cannot be spread over several machines.
         """
         assert options.workers is not None
         tokens, bits = requested_context(options, self.trained_context_tokens), KV_BITS[options.kv_type]

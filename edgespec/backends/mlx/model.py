@@ -48,10 +48,9 @@ class MlxModel(HeadTarget):
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
-        why_chains_only: The reason why the model supports no token trees and no drafting for itself. Empty if
-            there is none.
+        why_chains_only: Why the model supports neither token trees nor self-drafting. Empty if it does.
         partial_models: Factory for the partial models used for self-drafting.
-        kv_bytes_for: Function that maps a context length in tokens to the size of all caches in bytes. Raises
+        kv_bytes_for: Maps a context length in tokens to the size of all caches in bytes. Raises
             MemoryBudgetError if the caches do not fit in memory.
     """
 
@@ -169,7 +168,7 @@ class MlxModel(HeadTarget):
         return self.caches.checkpoint()
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Return the model's caches to a state saved by `checkpoint`.
+        """Roll the model's caches back to a state saved by `checkpoint`.
 
         Raises:
             CapabilityError: A sliding-window layer has already dropped keys and values that this state needs.
@@ -248,7 +247,7 @@ class MlxModel(HeadTarget):
     def measure_exits(self, tokens: Sequence[int], first: int = 0) -> tuple[dict[int, float], list[int], int]:
         """Measure how often each early exit agrees with the full model on the next token.
 
-        The tokens are processed after the cached ones, but not added to the cache.
+        The tokens are processed after the cached ones, but are not added to the cache.
 
         Args:
             tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
@@ -304,8 +303,8 @@ class MlxModel(HeadTarget):
 class SpreadModel(MlxModel):
     """An MLX model whose layers are on workers.
 
-    Passes raise WorkerLostError after a worker was lost. After an interrupt, they raise CancelledError
-    without waiting for the workers.
+    Once a worker is lost, passes raise WorkerLostError. After an interrupt, they raise CancelledError without
+    waiting for the workers.
     """
 
     why_chains_only = "drafts without branches only, because its layers are on workers"
@@ -317,7 +316,7 @@ class SpreadModel(MlxModel):
         self._blocks, self._workers = loaded.blocks, options.workers
 
     def run_ahead(self, enabled: bool) -> None:
-        """Do nothing, because a pass waits for the workers, so it cannot overlap with other work."""
+        """Do nothing. A pass waits for the workers, so it cannot overlap with other work."""
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
         """Do nothing. See `run_ahead`."""
@@ -382,6 +381,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 
 
 def _weights_crc(net: Any) -> int:
-    """Return a checksum of the first elements of every weight, to distinguish models."""
+    """Return a checksum over the first elements of every weight, to tell models apart."""
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in named_arrays(net.parameters())]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

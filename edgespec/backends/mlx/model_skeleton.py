@@ -67,8 +67,8 @@ class WeightSizes(NamedTuple):
     def widens(self, options: LoadOptions) -> bool:
         """Return whether to widen 16-bit weights to float32.
 
-        On a CPU, mlx multiplies quantised weights 9 to 40 times faster in float32 (determined
-        experimentally), so we widen the weights if they and the full context then still fit in memory.
+        On CPUs, mlx multiplies quantised weights 9 to 40 times faster in float32 (measured), so we widen the
+        weights if they still fit in memory together with the full context.
         """
         if not runs_on_cpu():
             return False
@@ -227,7 +227,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Convert exceptions from files, mlx, mlx-lm and transformers inside the block to EdgespecErrors."""
+    """Convert exceptions from file access, mlx, mlx-lm and transformers inside the block to EdgespecErrors."""
     try:
         yield
     except EdgespecError:
@@ -285,7 +285,7 @@ def _kv_elements(caches: LayerCaches) -> int:
 
 
 def try_model(path: str, name: str) -> None:
-    """Check that a model can be built and that its tensor shapes fit, without reading its weights.
+    """Check that a model can be built and that its tensor shapes match, without reading its weights.
 
     Raises:
         EdgespecError: The model cannot be loaded.

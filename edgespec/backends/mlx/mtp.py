@@ -99,7 +99,7 @@ class MtpModule(Module):
 
 
 class MtpChain(Module):
-    """A chain of MTP modules. Each was trained to predict one token further ahead than the preceding module.
+    """A chain of MTP modules, each trained to predict one token further ahead than the previous one.
 
     Each module has one layer. Only the selected module runs.
     """
@@ -142,8 +142,8 @@ class MtpChain(Module):
 def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
     """Quantise the layers of a network whose stored weights are quantised.
 
-    The bits per weight and the group size are computed from the shapes of the weights, because files describe
-    them in different ways.
+    The bits per weight and the group size are inferred from the weights' shapes, because there is no common
+    format for describing them.
 
     Raises:
         KeyError: A weight is missing, or its quantisation is unknown.
@@ -170,7 +170,7 @@ class _Shaped(Protocol):
 
 
 def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a model's MTP layers, including the log of hidden states that they read.
+    """Estimate the memory of a model's MTP layers, including the hidden-state log that they read.
 
     Raises:
         ModelFileError: The folder contains no MTP layers, or they are damaged.
@@ -187,13 +187,13 @@ def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
 
 
 def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
-    """Return the size of one token's keys and values in float32 in bytes, computed from the weights' shapes.
+    """Return the bytes of one token's keys and values in float32, computed from the weights' shapes.
 
     Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for keys and
     values.
 
     Raises:
-        ModelFileError: The weights contain no attention that edgespec knows.
+        ModelFileError: The weights contain no known kind of attention.
     """
     weights = [item for tensors in modules for item in tensors.items()]
     for name, arrays in (("k_proj", 2), ("kv_a_proj_with_mqa", 1)):
@@ -212,7 +212,7 @@ def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
     - Several layers run one after another, or predict one token each.
     - Some conversions of Qwen models have already added 1 to the weights of norms.
 
-    Files do not say reliably which variant they need, so we try all variants and keep the most accurate one
+    Files do not reliably say which variant they need, so we try all variants and keep the most accurate one
     (see `load_most_accurate`).
 
     Raises:
@@ -273,7 +273,7 @@ def _is_norm(name: str) -> bool:
 
 
 def _converted(net: Any, weights: _Weights) -> _Weights:
-    """Convert weights to mlx-lm's layout, which stacks the weights of experts and splits some of MLA's."""
+    """Convert weights to mlx-lm's layout, which stacks expert weights and splits some MLA weights."""
     joined = dict(weights)
     if "layers.0.self_attn.kv_b_proj.weight" in joined:
         # Rename the MTP layer to an ordinary layer, because mlx-lm converts only those.
@@ -350,11 +350,11 @@ def _module(
 
 
 class ChainedMtpHead(EagleHead):
-    """A chain of MTP modules. Each was trained to predict one token further ahead than the preceding module.
+    """A chain of MTP modules, each trained to predict one token further ahead than the previous one.
 
-    The first module predicts the root's children in the draft tree, the second one predicts their children,
-    and so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so every
-    module processes all tokens.
+    The first module predicts the children of the draft tree's root, the second predicts their children, and
+    so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so each one
+    processes every token.
     """
 
     _network: MtpChain
@@ -372,7 +372,7 @@ class ChainedMtpHead(EagleHead):
         return super()._run_tree(tree, first)
 
     def _run_again(self, tree: TokenTree, count: int) -> None:
-        """Run the first `count` nodes of the tree with the selected module, to fill its cache."""
+        """Rerun the first `count` nodes of the tree with the selected module, to fill its cache."""
         known = self._known_nodes
         self._set_layout(0, count)
         states = [self._target_states(self._length, known)]
@@ -381,6 +381,6 @@ class ChainedMtpHead(EagleHead):
         self._run(tree.tokens[:count], mx.concatenate(states))
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Remove the cache rows of all nodes. The next prefill runs the accepted tokens in all modules."""
+        """Remove the cache rows of all nodes. The next prefill reruns the accepted tokens in all modules."""
         self._known_nodes = 0
         super().commit(path)

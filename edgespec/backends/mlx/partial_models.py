@@ -33,7 +33,7 @@ SELF_DRAFT_NAMES: dict[type[PartialDraft], str] = {
 
 
 class PartialModel:
-    """A draft model that consists of a subset of the target's weights and shares its caches.
+    """A draft model that uses a subset of the target's weights and shares its caches.
 
     Attributes:
         description: User-facing description of how the model differs from the target.
@@ -62,7 +62,7 @@ class PartialModel:
         return []
 
     def end_round(self) -> None:
-        """Discard the data that draft passes have stored for the current token tree."""
+        """Discard the data that draft passes stored for the current token tree."""
 
 
 class EarlyExitModel(PartialModel):
@@ -101,7 +101,7 @@ class EarlyExitModel(PartialModel):
         self._states = []
 
     def exit_states(self, count: int) -> mx.array:
-        """Return the lower layers' output [1, count, size] for the first `count` nodes of the draft tree."""
+        """Return the lower layers' output for the first `count` nodes of the draft tree, [1, count, size]."""
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
@@ -137,9 +137,9 @@ class PartialModelFactory:
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the size in bytes of each layer, and of the output head, which follows the last layer.
+        """Return the size in bytes of each layer, and that of the output head.
 
-        A separate embedding table is not counted, because a pass reads only a few of its rows.
+        An untied embedding table is not counted, because a pass reads only a few of its rows.
         """
         layers = [parameter_bytes(layer) for layer in LayerList(self._net).layers]
         modules = (one for _, one in self._net.named_modules() if type(one).__name__.endswith("Embedding"))

@@ -26,7 +26,7 @@ class PassLayout:
         offsets: Position of each token in the pass, or None for a chain, whose positions are consecutive.
         known: Position of each tree node in this and earlier passes over the same tree.
         visible: For each token in the pass, whether it attends to each tree node.
-        window: Self-draft method whose `sink_tokens` and `window_tokens` limit which tokens full-attention
+        window: Self-draft method whose `sink_tokens` and `window_tokens` restrict which tokens full-attention
             layers attend to. If None, they attend to all cached tokens.
         scratch: Whether the pass leaves its keys and values out of the caches.
     """
@@ -39,17 +39,18 @@ class PassLayout:
     scratch: bool = False
 
     def set_chain(self, round_start: int) -> None:
-        """Prepare to run a chain of tokens after the first `round_start` cached tokens."""
+        """Prepare a pass over a chain of tokens after the first `round_start` cached tokens."""
         self.round_start, self.offsets = round_start, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Prepare a pass over a tree's nodes from index `first` onwards.
+        """Prepare a pass over a tree's nodes, starting at index `first`.
 
         Args:
             round_start: Position of the root token.
             parents: Index of each node's parent. -1 for the root.
             depths: Depth of each node. 0 for the root.
-            first: Index of the first node in the pass. Earlier passes processed the nodes before it.
+            first: Index of the first node in the pass. Earlier passes have already processed the nodes before
+                it.
         """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
@@ -105,7 +106,7 @@ class _TreeRope:
 
 
 def install_tree_ropes(model: Any, layout: PassLayout) -> None:
-    """Wrap a model's rotary embeddings, so that they use the token positions in `layout`."""
+    """Wrap a model's rotary embeddings so that they use the token positions in `layout`."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()

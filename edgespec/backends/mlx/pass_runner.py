@@ -30,11 +30,11 @@ _CLEAR_EVERY_TOKENS = 256
 
 
 class _PrelaunchedPass(NamedTuple):
-    """A pass over a chain of tokens that was launched before the caller requested it.
+    """A pass over a chain of tokens, launched before the caller requested it.
 
     Attributes:
         known: All tokens of the chain except the last.
-        source: Logits whose best token is the chain's last token, possibly not computed yet.
+        source: Logits whose top token is the chain's last token. They may not be computed yet.
         logits: Logits of the pass.
         states: Hidden states of the pass if they are recorded, otherwise None.
         before: Checkpoint of the caches before the pass.
@@ -52,17 +52,18 @@ class PassRunner:
 
     Invariants:
 
-    - Every pass uses `_forward`. It processes tokens after the cached ones, as laid out by the `PassLayout`.
-    - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
-      created it, and the next call can come from another thread.
-    - `committed` excludes rows from the current tree, and from early or interrupted passes. `end_round`
+    - Every pass goes through `_forward`, which processes tokens after the cached ones, as laid out by the
+      `PassLayout`.
+    - Every method starts its computation before it returns, because MLX can evaluate an array only in the
+      thread that created it, and the next call may come from another thread.
+    - `committed` excludes rows from the current tree and from prelaunched or interrupted passes. `end_round`
       discards all of these before any new work.
 
     Attributes:
-        context_tokens: Context size in tokens. Passes that would exceed it are not launched early.
+        context_tokens: Context size in tokens. Passes that would exceed it are not prelaunched.
         committed: Checkpoint of the caches that covers only committed tokens.
-        run_ahead: Whether to launch the next step early. See `LanguageModel.run_ahead`.
-        interrupted: Whether the model was interrupted. If so, no passes are launched early.
+        run_ahead: Whether to prelaunch the next step. See `LanguageModel.run_ahead`.
+        interrupted: Whether the model was interrupted. If so, no passes are prelaunched.
         recorder: Records the hidden states that heads read. None if no head was ever loaded.
     """
 
@@ -139,7 +140,7 @@ class PassRunner:
             self.end_round()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Process tokens and add them to the caches. If MLX fails, add none and raise BackendError."""
+        """Process tokens and add them to the caches. If MLX fails, raise BackendError and add none."""
         self.layout.set_chain(self.length)
         try:
             _, states = self._forward_recorded(mx.array(list(tokens)))
@@ -153,7 +154,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a verify pass of a supported tree. See `LanguageModel.verify`."""
+        """Run a verify pass over a supported tree. See `LanguageModel.verify`."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
@@ -192,7 +193,7 @@ class PassRunner:
             raise
 
     def end_round(self) -> None:
-        """Discard tokens that were not committed, and the results of passes that were launched early."""
+        """Discard uncommitted tokens and the results of prelaunched passes."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -224,7 +225,7 @@ class PassRunner:
     def commit(self, path: tuple[int, ...]) -> None:
         """See `LanguageModel.commit`.
 
-        Raises CapabilityError if a recurrent state would have to drop tokens.
+        Raises CapabilityError if that would require removing tokens from a recurrent state.
         """
         if self._partial_model:
             self.end_round()
@@ -256,7 +257,7 @@ class PassRunner:
         self._round, self._round_states = TreeBuilder(), []
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Return to a checkpoint, whose tokens must still be cached. Keep the logs of hidden states."""
+        """Roll back to a checkpoint, whose tokens must still be cached. Hidden-state logs are kept."""
         self.end_round()
         self.caches.restore(checkpoint)
         self.committed = checkpoint
@@ -271,7 +272,7 @@ class PassRunner:
             self.recorder.append(self.length, passes, rows)
 
     def _clear_buffers(self) -> None:
-        """Free the old buffers of caches that have grown, because MLX would keep them for reuse."""
+        """Free the old buffers of caches that have grown. MLX would otherwise keep them for reuse."""
         if self.length >= self._clear_at:
             mx.clear_cache()
             self._clear_at = self.length + _CLEAR_EVERY_TOKENS
@@ -346,7 +347,7 @@ class PassRunner:
             draft._target = self
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Launch the pass that follows `token`, before the value of `token` is known."""
+        """Prelaunch the pass that follows `token`, whose value is not known yet."""
         if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
         elif not self._partial_model and self._target and not len(self._target._round):
@@ -356,7 +357,7 @@ class PassRunner:
                 self._target._prelaunch(chain, token, source)
 
     def _prelaunch(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
-        """Launch a pass over the `known` tokens and `token`, before the value of `token` is known."""
+        """Prelaunch a pass over the `known` tokens and `token`, whose value is not known yet."""
         width = len(known) + 1
         if self._prelaunched or self._closed or self.interrupted:
             return
@@ -373,7 +374,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, states, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
+        """Return the prelaunched pass if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if prelaunched:
             follows = first == len(self._round) and tree.is_chain

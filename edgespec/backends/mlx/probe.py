@@ -42,8 +42,8 @@ class ProbeResult(NamedTuple):
     Attributes:
         capabilities: The capabilities that produced correct logits.
         rollback: Description of how rejected tokens are removed from the cache.
-        needs_replay: Whether a rollback must restore a checkpoint and run the accepted tokens again.
-        kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
+        needs_replay: Whether a rollback must restore a checkpoint and rerun the accepted tokens.
+        kv_bytes_for: Maps a context length in tokens to the size of the full caches in bytes.
         unavailable_self_drafts: Reasons why self-draft methods are unavailable, keyed by method name.
     """
 
@@ -55,7 +55,7 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: MlxModel) -> ProbeResult:
-    """Test all of a model's capabilities. Its cache must be empty, and is left empty.
+    """Test all of a model's capabilities. The cache must be empty, and is empty again afterwards.
 
     Raises:
         ModelFileError: The model cannot run single-token passes, or its logits are not finite.
@@ -117,7 +117,7 @@ def _step(model: MlxModel, token: int) -> NDArray[np.float64]:
 
 
 class _Checks:
-    """Capability checks, each of which returns a description of the problem or an empty string.
+    """Capability checks. Each returns a description of the problem, or an empty string.
 
     Attributes:
         supports_trees: Whether the model supports token trees. If so, self-drafting is also tested with
@@ -132,7 +132,7 @@ class _Checks:
         self.supports_trees = True
 
     def find_problem(self, check: Callable[[], str]) -> str:
-        """Run a check with an empty cache, and return its result, or the error message if it raises."""
+        """Run a check with an empty cache. Return its result, or the error message if it raises."""
         self._model.truncate(0)
         try:
             return check()
@@ -187,7 +187,7 @@ class _Checks:
         return self._self_draft(LowBit())
 
     def hidden_states(self) -> str:
-        """Check that passes of different widths give the same hidden states, and change no logits."""
+        """Check that passes of different widths give the same hidden states and leave the logits unchanged."""
         model = self._model
         # Check only three hidden states, because a log of all of them would need gigabytes for large models.
         log = model.log_hidden_states((0, model.layer_count // 2, model.layer_count))

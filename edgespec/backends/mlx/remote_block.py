@@ -53,7 +53,7 @@ class RemoteBlock:
     Attributes:
         address: The block's worker.
         connection: The connection to it.
-        messages: Sends and receives messages by this connection.
+        messages: Sends and receives messages over this connection.
 
     Raises:
         WorkerError: The worker cannot be reached.
@@ -74,9 +74,9 @@ class RemoteBlock:
         """Send a message, and return the header and the data of the answer.
 
         Raises:
-            WorkerLostError: The worker ended, hung or sent an invalid answer.
+            WorkerLostError: The worker exited, hung or sent an invalid answer.
             BackendError: The worker answered with an error.
-            CancelledError: The message starts a pass, which was interrupted. The answer is dropped when it
+            CancelledError: The message started a pass that was interrupted. The answer is discarded when it
                 arrives.
         """
 
@@ -102,7 +102,7 @@ class RemoteBlock:
         return self.guarded(lambda: read_array(answer, data))
 
     def guarded(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of `work`. Raises WorkerLostError if it fails because of the connection."""
+        """Call `work` and return its result. Raises WorkerLostError if the connection fails."""
         try:
             return work()
         except TimeoutError as error:
@@ -131,7 +131,7 @@ def send_blocks(
     workers: ConnectedWorkers,
     report: Callable[[float], None],
 ) -> list[RemoteBlock]:
-    """Load the layers of a model on workers, and make the model use them. Returns the blocks.
+    """Load a model's layers on workers, make the model use them, and return the blocks.
 
     Args:
         folder: The model's folder.
@@ -174,15 +174,15 @@ def send_blocks(
 def describe_model(
     folder: Path, first: int, end: int, kv_bits: int | None, ring_index: int | None = None
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the header and data of the message from which a worker builds the model.
+    """Return the header and data of the message that tells a worker how to build the model.
 
     Args:
         folder: The model's folder.
         first: Index of the first layer on the worker.
         end: Index after the last layer on the worker.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
-        ring_index: Index of the worker in a ring of workers that have a part of every layer, or None if the
-            worker has whole layers.
+        ring_index: Index of the worker in the ring if every layer is sharded, or None if workers hold whole
+            layers.
     """
     headers, sizes = [], []
     for file in weight_files(folder):
@@ -211,7 +211,7 @@ def send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_ca
         index: The layer's index.
         layer: The layer.
         widen: Whether to widen 16-bit weights to float32.
-        has_cache: Whether the worker has a cache for weights.
+        has_cache: Whether the worker has a weight cache.
     """
     from mlx.utils import tree_unflatten
 

@@ -41,13 +41,13 @@ _MAX_TOKEN = 1 << 24
 
 
 class RemoteShards:
-    """The layers of a target that are divided among all its workers.
+    """The layers of a target, sharded across all its workers.
 
     Args:
         workers: The workers.
 
     Attributes:
-        blocks: The part of each worker.
+        blocks: Each worker's shards.
 
     Raises:
         WorkerError: A worker cannot be reached.
@@ -75,11 +75,9 @@ class RemoteShards:
             messages: The header and the data of each message.
             waiting: Called several times per second until all workers have answered. Can raise an exception
                 to cancel.
-            timeout_seconds: Maximum time until all workers have answered.
-
-        Raises:
-            WorkerLostError: A worker ended, hung or sent an invalid answer.
-            BackendError: A worker answered with an error, or the time is up.
+            timeout_seconds: Time limit for all workers to answer. Raises:
+            WorkerLostError: A worker exited, hung or sent an invalid answer.
+            BackendError: A worker answered with an error, or the time limit was exceeded.
         """
         exchange = _Exchange(self._workers, self.blocks, timeout_seconds)
         self._workers.call(lambda: exchange.send(messages))
@@ -142,12 +140,12 @@ class _Exchange:
             block.guarded(partial(block.messages.send, *message))
 
     def receive(self) -> bool:
-        """Wait a moment for answers, and return whether all have arrived or the time is up.
+        """Wait briefly for answers. Return whether all have arrived or the time limit was exceeded.
 
-        The workers wait for each other, so any of them can be the one that hangs.
+        The workers wait for each other, so any of them could be the one that hangs.
 
         Raises:
-            WorkerLostError: A worker ended, hung or sent an invalid answer.
+            WorkerLostError: A worker exited, hung or sent an invalid answer.
         """
         with selectors.DefaultSelector() as selector:
             for block in self._silence:
@@ -202,7 +200,7 @@ def send_shards(
     workers: ConnectedWorkers,
     report: Callable[[float], None],
 ) -> RemoteShards:
-    """Load a part of every layer of a model on each worker, and replace the layers in the model.
+    """Load a shard of every layer on each worker, and make the model use the shards.
 
     Args:
         folder: The model's folder.
@@ -214,7 +212,7 @@ def send_shards(
         report: Called with the completed fraction. Can raise an exception to cancel.
 
     Raises:
-        CapabilityError: The layers cannot be divided among the workers.
+        CapabilityError: The layers cannot be sharded across the workers.
         WorkerError, WorkerLostError: A worker cannot be used, or was lost. The caller closes `workers`.
         BackendError: A worker could not load its layers, or could not reach another worker.
     """

@@ -68,7 +68,7 @@ def load_mlx_residual_heads(target: HeadTarget, net: Any, path: Path) -> Residua
 
 
 def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for Medusa or Hydra heads of an MLX target. See `estimate_residual_heads`."""
+    """Estimate the memory of Medusa or Hydra heads for an MLX target. See `estimate_residual_heads`."""
     return estimate_residual_heads(path, context_tokens, read_mlx_info(target).vocab_size, _weight_bytes)
 
 
@@ -96,7 +96,7 @@ def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
 
 
 def _on_host(compute: Callable[[], mx.array]) -> Array:
-    """Return the result of `compute` as a NumPy array in float32."""
+    """Return the result of `compute` as a float32 NumPy array."""
     with translate_errors("the head could not be run"):
         result = compute().astype(mx.float32)
     evaluate(result)

@@ -17,15 +17,15 @@ _free: list[mx.Stream] = []
 
 
 class _Lease:
-    """A stream that only one thread uses. When that thread ends, another one can use the stream.
+    """A stream used by a single thread. When that thread ends, another one can take it over.
 
-    Python deletes the lease while the thread can still run Python code, and the lease frees the thread's
-    compiled functions and streams. Otherwise, MLX would free them after the thread has left Python. That
+    Python deletes the lease while the thread can still run Python code, and the lease then frees the thread's
+    compiled functions and streams. MLX would free them only after the thread has left Python. Doing so
     requires the interpreter, and aborts the process if the interpreter is already exiting.
 
     Attributes:
         is_used: Whether the thread may have used MLX since `release_streams`. If not, there is nothing to
-            free, and calling MLX in a thread that ends while Python exits could abort the process.
+            free, and calling MLX while the thread and Python are exiting could abort the process.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ _leases = _Leases()
 
 
 def reuse_stream() -> None:
-    """Assign a free CPU stream to the calling thread. MLX's state for the thread is freed when it ends.
+    """Assign a free CPU stream to the calling thread. When the thread ends, MLX's state for it is freed.
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """

@@ -71,7 +71,7 @@ def _embedding_shape(module: Any) -> tuple[int, ...] | None:
 
 
 class TargetLmHead:
-    """The LM head of a target, including any scaling or capping of logits by the target.
+    """The LM head of a target, including any logit scaling or softcapping.
 
     Raises:
         CapabilityError: The LM head is not separate from the target's layers.
@@ -89,7 +89,7 @@ class TargetLmHead:
 
 
 class DraftVocabulary:
-    """The draft vocabulary of a head, which contains some or all of the target's tokens.
+    """A head's draft vocabulary, which contains some or all of the target's tokens.
 
     Args:
         target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
@@ -108,7 +108,7 @@ class DraftVocabulary:
             mx.eval(self._columns)
 
     def spread(self, rows: mx.array) -> mx.array:
-        """Map the head's logits to the target's vocabulary. Tokens that it cannot draft get -inf."""
+        """Map the head's logits to the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
         if self._columns is None:
             return rows
         rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)

@@ -26,7 +26,7 @@ _HEADS: dict[str, type[TrainableHead]] = {
 
 
 def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxTeacher:
-    """Load an MLX or Hugging Face model for which heads will be trained.
+    """Load an MLX or Hugging Face model to train heads for.
 
     Args:
         path: Path of the model folder.

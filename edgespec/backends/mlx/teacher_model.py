@@ -33,7 +33,7 @@ class TargetStates(NamedTuple):
     """A target's hidden states and logits for a batch of conversations.
 
     Attributes:
-        hidden: The requested hidden states side by side, float32 [conversations, tokens, states x size].
+        hidden: The requested hidden states, concatenated, float32 [conversations, tokens, states * size].
         logits: float32 [conversations, tokens, vocabulary].
     """
 
@@ -42,10 +42,10 @@ class TargetStates(NamedTuple):
 
 
 class TeacherModel:
-    """A target whose hidden states, logits and texts train heads and draft models.
+    """A target whose text, hidden states and logits are used to train heads and draft models.
 
     Attributes:
-        config: The model's `config.json`, or the part of it that describes its text layers.
+        config: The model's `config.json`, or its text section for multimodal models.
         layers: Number of layers.
         size: Number of values in a hidden state.
         final_norm: Weights of the norm before the output matrix, float32 [size].
@@ -162,7 +162,7 @@ def write_texts(
     *,
     failure: str,
 ) -> list[list[int]]:
-    """Continue each prompt up to an end token or its maximum length. See `Teacher.write`.
+    """Continue each prompt until an end token or the maximum length. See `Teacher.write`.
 
     Args:
         net: The mlx `nn.Module` of the model.
@@ -170,7 +170,7 @@ def write_texts(
         prompts: The tokens of each prompt.
         temperatures: The temperature for each prompt.
         max_tokens: Maximum number of new tokens for each prompt, at least 1.
-        seed: Seed of the random draws.
+        seed: Random seed.
         progress: Called with the completed fraction. Returning False cancels the call.
         failure: Start of the message if a BackendError is raised.
     """
@@ -206,7 +206,7 @@ def write_texts(
 
 
 def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
-    """Return a function that draws tokens at a temperature, given their log probabilities."""
+    """Return a function that samples tokens at a temperature from their log-probabilities."""
     if not temperature:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
     return lambda logprobs: mx.random.categorical(logprobs / temperature)
@@ -215,7 +215,7 @@ def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
 def faster_in_float32(loaded: LoadedMlxModel) -> bool:
     """Return whether float32 weights fit in memory and make batches run faster.
 
-    On a CPU, MLX multiplies batches with quantised weights more slowly than with float32.
+    On CPUs, MLX multiplies batches more slowly by quantised weights than by float32 ones.
     """
     return runs_on_cpu() and 4 * loaded.skeleton.parameters < psutil.virtual_memory().available // 2
 

@@ -21,13 +21,13 @@ __all__ = ["ShardIndex", "shard_for_transfer", "shard_model"]
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """Selects one part of a divided model.
+    """Selects one shard of a model.
 
-    mlx-lm accepts it in place of a process group, as long as no pass is run.
+    mlx-lm accepts it in place of a process group, as long as no pass runs.
 
     Attributes:
-        index: The index of the part.
-        count: Number of parts.
+        index: The index of the shard.
+        count: Number of shards.
     """
 
     index: int
@@ -38,24 +38,24 @@ class ShardIndex:
         return self.index
 
     def size(self) -> int:
-        """Return the number of parts. mlx-lm calls this."""
+        """Return the number of shards. mlx-lm calls this."""
         return self.count
 
 
 def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: ShardIndex) -> None:
-    """Replace each layer of a model with one of its parts. The weights of the model must be lazy.
+    """Replace each layer of a model with one of its shards. The model's weights must be lazy.
 
-    The weights of the part can be evaluated and sent to a worker. Passes compute this part alone, so their
-    results are meaningless, but their arrays have the shapes of those on the worker.
+    The shard's weights can then be evaluated and sent to a worker. Passes compute only this shard, so their
+    results are meaningless, but their arrays have the same shapes as on the worker.
 
     Args:
         model: The model.
         config: The model's config.json.
         name: The model's name, for messages.
-        shard: The part.
+        shard: The shard.
 
     Raises:
-        CapabilityError: The layers cannot be divided among this number of workers.
+        CapabilityError: The layers cannot be sharded across this number of workers.
     """
     shard_model(model, config, name, shard)
     # Without environment variables for a ring, this is a group of this process alone.
@@ -77,16 +77,16 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
 
 
 def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) -> None:
-    """Replace each layer of a model with the part that one worker runs.
+    """Replace each layer of a model with the shard that one worker runs.
 
     Args:
         model: The model.
         config: The model's config.json.
         name: The model's name, for messages.
-        group: The process group of the workers, whose rank selects the part. Can be a `ShardIndex`.
+        group: The process group of the workers, whose rank selects the shard. Can be a `ShardIndex`.
 
     Raises:
-        CapabilityError: The layers cannot be divided among this number of workers.
+        CapabilityError: The layers cannot be sharded across this number of workers.
     """
     divide = getattr(model, "shard", None)
     if divide is None:

@@ -35,7 +35,7 @@ _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
 
 
 class UnrolledEagle(Module):
-    """One transformer layer that reads token embeddings and hidden states of the target.
+    """A transformer layer that reads the target's token embeddings and hidden states.
 
     The output matrix is not part of the network, because heads use a copy of the target's. The modules are
     named as in the heads published by SafeAILab and SpecForge.
@@ -56,9 +56,9 @@ class UnrolledEagle(Module):
         """Draft several tokens ahead from every token at once, as in training-time test (section 3.2).
 
         In the first step, row t reads the target's hidden state at token t and the embedding of token t + 1,
-        and attends to all rows up to its own. In each later step, it reads its own output of the step before
-        and the embedding of the next token, and also attends to its own rows of the earlier steps, just as
-        when the head drafts.
+        and attends to all rows up to its own. In each later step, it reads its own output from the previous
+        step and the embedding of the next token, and also attends to its own rows from earlier steps, just as
+        in drafting.
 
         Args:
             embeddings: The target's token embeddings [conversations, tokens, size].
@@ -78,7 +78,9 @@ class UnrolledEagle(Module):
 
 
 class _UnrolledAttention:
-    """Attention of row t in each step to rows 0 to t of the first step, and to row t of later steps."""
+    """Attention in which row t of each step attends to rows 0 to t of the first step, and to row t of later
+    ones.
+    """
 
     def __init__(self, length: int) -> None:
         rows = mx.arange(length)
@@ -224,7 +226,7 @@ def _hidden_layers(teacher: TeacherModel) -> tuple[int, ...]:
 
 
 def _layer_config(teacher: TeacherModel) -> dict[str, Any]:
-    """Return the configuration of the head's layer, which has the same sizes as the target's layers."""
+    """Return the configuration of the head's layer, with the same sizes as the target's layers."""
     config = teacher.config
     missing = [key for key in _SIZES if not isinstance(config.get(key), int)]
     if missing:

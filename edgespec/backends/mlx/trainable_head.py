@@ -56,12 +56,12 @@ class TrainableHead(ABC):
         """Create a head from the `config.json` and the tensors of a published one.
 
         Raises:
-            ValueError, KeyError, TypeError: The head is invalid, or was made for another target.
+            ValueError, KeyError, TypeError: The head is invalid, or was made for a different target.
         """
 
     @abstractmethod
     def steps(self, done: float) -> int:
-        """Return how many tokens to draft per training step at a completed fraction of the training."""
+        """Return how many tokens to draft per training step, given the completed fraction of the training."""
 
     @abstractmethod
     def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
@@ -83,7 +83,7 @@ class TrainableHead(ABC):
 
     @abstractmethod
     def published(self) -> Arrays:
-        """Return the tensors to publish, by the names in the published layout."""
+        """Return the tensors to publish, keyed by their names in the published layout."""
 
     @property
     def weights(self) -> Arrays:
@@ -99,7 +99,7 @@ class TrainableHead(ABC):
 def least_squares(inputs: NDArray[np.float32], goals: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the matrix [input size, goal size] that best maps rows of `inputs` to rows of `goals`.
 
-    Initial weights fitted to a few thousand tokens in seconds save hundreds of training steps.
+    Initial weights that are fitted to a few thousand tokens within seconds save hundreds of training steps.
     """
     gram = inputs.T @ inputs
     ridge = _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram), dtype=np.float32)

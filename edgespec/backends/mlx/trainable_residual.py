@@ -28,7 +28,7 @@ _HEADS, _BLOCKS = 4, 1
 
 
 class _Block(Module):
-    """A residual block. Before training, it returns its input, or a linear map of its input, unchanged."""
+    """A residual block. Before training, it returns its input, or a linear map of it, unchanged."""
 
     def __init__(self, inputs: int, size: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _TrainableHeads(TrainableHead):
 
 
 class TrainableMedusa(_TrainableHeads):
-    """Medusa heads without output matrices, as Medusa's current training script writes them."""
+    """Medusa heads without output matrices, as written by Medusa's current training script."""
 
     title, method = "Medusa heads", "medusa"
     weights_file = "medusa_lm_head.safetensors"
@@ -139,7 +139,7 @@ class TrainableHydra(_TrainableHeads):
     def _choose_initial_weights(self, examples: TrainingBatch) -> None:
         """Initialise each head with the linear map that best predicts the target's later hidden state.
 
-        Medusa heads cannot be initialised like this, because their residual blocks have no linear map.
+        Medusa heads cannot be initialised this way, because their residual blocks have no linear map.
         """
         teacher, tokens = self._teacher, examples.tokens
         embeddings = np.array(teacher.embed(mx.array(tokens)))

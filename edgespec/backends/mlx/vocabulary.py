@@ -69,7 +69,7 @@ class MlxVocabulary:
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Convert text to token IDs. Raise BackendError if the model has no logit for one of them."""
+        """Convert text to token IDs. Raises BackendError if the model has no logit for one of them."""
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
@@ -179,7 +179,7 @@ def _end_tokens(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
 
 
 def _other_family_ends(vocab: dict[str, int]) -> set[int]:
-    """Return the tokens that end a reply in other model families, but not in this model's."""
+    """Return the tokens that end a reply in other model families, but not in this one."""
     texts = ""
     if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
         texts += "<|end|> "

@@ -54,7 +54,7 @@ class LoadedMlxModel(NamedTuple):
         weight_bytes: Size of the weights in bytes, excluding the arrays added for low-bit drafting.
         widened: Whether 16-bit weights were widened to float32.
         dtype: Compute data type (`mx.Dtype`).
-        blocks: The layers that are on workers, or the parts of all layers.
+        blocks: The layers that are on workers, or the shards of all layers.
     """
 
     skeleton: ModelSkeleton
@@ -96,7 +96,7 @@ def load_model(
     progress: Progress | None,
     placement: LayerPlacement | None = None,
 ) -> LoadedMlxModel:
-    """Load a model's weights and tokenizer from a folder. See `load`. With `placement`, use workers."""
+    """Load a model's weights and tokenizer from a folder, on workers if `placement` is set. See `load`."""
 
     def report(fraction: float) -> None:
         if progress is not None and not progress(f"loading {name}", fraction):
@@ -149,7 +149,7 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     """Load all weights into memory, one at a time.
 
     All weights must be evaluated here, because MLX can evaluate an array only in the thread that created it,
-    and the model can run in another thread.
+    and the model may run in another thread.
 
     Returns:
         Whether 16-bit weights were widened to float32.

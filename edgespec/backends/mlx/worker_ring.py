@@ -40,26 +40,26 @@ _ADVICE = (
 
 
 def own_address(connection: socket.socket) -> str:
-    """Return the local end of a target's connection, which is the address of this worker."""
+    """Return the local address of a target's connection, which is this worker's address."""
     host, port = connection.getsockname()
     return f"{host}:{port}"
 
 
 def free_address(connection: socket.socket) -> str:
-    """Return the host at which a target has reached this worker, with a free port."""
+    """Return the host by which the target reached this worker, with a free port."""
     with socket.create_server((connection.getsockname()[0], 0)) as server:
         return own_address(server)
 
 
 def check_addresses(workers: Sequence[str]) -> None:
-    """Check that no worker would find itself at the address of another one. Called by the target.
+    """Check that no worker would connect to itself at another worker's address. Called by the target.
 
     Args:
         workers: The addresses of all workers, as `own_address` returned them on each worker.
 
     Raises:
-        WorkerError: Workers on different machines have the same address, as at the ends of SSH tunnels, or
-            some have an address that exists only on this machine.
+        WorkerError: Workers on different machines have the same address, as behind SSH tunnels, or a worker's
+            address is reachable only from its own machine.
     """
     if len(set(workers)) < len(workers):
         twice = next(address for address in workers if workers.count(address) > 1)
@@ -82,7 +82,7 @@ def check_neighbour(workers: Sequence[str], index: int) -> None:
         index: The index of this worker.
 
     Raises:
-        WorkerError: It cannot be reached.
+        WorkerError: The next worker cannot be reached.
     """
     neighbour = workers[(index + 1) % len(workers)]
     try:
@@ -95,12 +95,12 @@ def check_neighbour(workers: Sequence[str], index: int) -> None:
 
 
 def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
-    """Connect to the workers before and after this one, and return the process group. Call this only once.
+    """Connect to this worker's neighbours and return the process group. Can be called only once.
 
     Args:
         addresses: The addresses at which the workers listen for each other.
         index: The index of this worker.
-        token: A number that the target has sent to all workers. It shows that they belong to the same ring.
+        token: A number that the target sent to all workers, which proves that they belong to the same ring.
 
     Raises:
         WorkerError: The workers cannot form a ring.
@@ -128,14 +128,14 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
 
 
 def watch_neighbour(workers: Sequence[str], index: int, works: threading.Event) -> None:
-    """End the process when it waits for a worker that cannot be reached. Does not return.
+    """Exit the process if it is waiting for an unreachable worker. Never returns.
 
-    MLX would wait forever if the network between two workers failed without closing their connection.
+    MLX would wait forever if the network between two workers failed without closing the connection.
 
     Args:
         workers: The addresses of all workers.
         index: The index of this worker.
-        works: Whether this process computes, or waits for other workers.
+        works: Set while this process computes or waits for other workers.
     """
     while True:
         works.wait()
