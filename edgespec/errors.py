@@ -34,7 +34,7 @@ __all__ = [
 
 
 def shorten(text: object, max_characters: int = 120) -> str:
-    """Return a value as text of at most `max_characters`, for messages that quote long values."""
+    """Truncate a value's text to `max_characters`, for messages that quote long values."""
     shown = str(text)
     return shown if len(shown) <= max_characters else f"{shown[:max_characters]}..."
 
@@ -66,7 +66,7 @@ def about_option(name: str) -> Iterator[None]:
 
 
 class OptionError(EdgespecError, ValueError):
-    """Raised for an unknown option or an invalid value. Correct the option; the CLI exits with status 2."""
+    """Raised for an unknown option or an invalid value. Correct the option. The CLI exits with status 2."""
 
 
 class ConfigurationError(EdgespecError):
@@ -94,7 +94,7 @@ class BackendMissingError(EdgespecError):
 
 
 class BackendError(EdgespecError):
-    """Raised when the backend fails while it loads or runs a model. Close the model and load it again."""
+    """Raised when the backend fails while loading or running a model. Close the model and load it again."""
 
 
 class WorkerError(EdgespecError):
@@ -102,7 +102,7 @@ class WorkerError(EdgespecError):
 
 
 class WorkerLostError(BackendError):
-    """Raised when a worker ends or stops responding. Restart the worker, then load the model again."""
+    """Raised when a worker exits or stops responding. Restart the worker, then load the model again."""
 
 
 class CapabilityError(BackendError):

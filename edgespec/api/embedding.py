@@ -37,8 +37,7 @@ class Embedding:
         return cls(vector / np.float32(length or 1.0), tokens)
 
     def shortened(self, size: int) -> Embedding:
-        """Keep the first `size` dimensions, renormalised, for models trained for this (Matryoshka
-        embeddings).
+        """Return the first `size` dimensions, renormalised. Meant for Matryoshka embeddings.
 
         Raises:
             OptionError: The vector has fewer dimensions.

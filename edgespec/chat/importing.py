@@ -35,7 +35,7 @@ class ItemTooLargeError(Exception):
 def json_items(stream: TextIO, max_characters: int) -> Iterator[Any]:
     """Yield the items of a JSON list, or the value itself if it is not a list.
 
-    Memory use depends on the largest item, not on the length of the list.
+    Memory use is bounded by the largest item rather than the length of the list.
 
     Args:
         stream: The JSON text.
@@ -67,14 +67,14 @@ class _Reader:
         self._text, self._at = "", 0
 
     def skip(self, mark: str) -> bool:
-        """Skip the character `mark` if it comes next. Return whether it did."""
+        """Skip the character `mark` if it comes next, and return whether it did."""
         if self.is_at_end() or self._text[self._at] != mark:
             return False
         self._at += 1
         return True
 
     def is_at_end(self) -> bool:
-        """Skip whitespace, and return whether the text ends after it."""
+        """Skip whitespace, and return whether the text has ended."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -132,9 +132,8 @@ class _Node:
 class ExportedChats:
     """The chats in an exported file: a JSON file, or a ZIP file that contains `conversations.json`.
 
-    Iterating reads the file and yields the chats, with empty IDs, one at a time. Therefore, a large file does
-    not need much memory. Iterating raises ChatFileError if the file is unreadable, or contains no chats in a
-    known format.
+    Iterating reads the file and yields one chat at a time, with an empty ID, so that large files need little
+    memory. It raises ChatFileError if the file is unreadable or contains no chats in a known format.
 
     Args:
         path: The file.
@@ -142,7 +141,7 @@ class ExportedChats:
     Attributes:
         path: The file.
         read_count: The number of chats read so far.
-        left_out: The number of items that could not be imported so far, by kind, such as `attached files`.
+        left_out: How many items could not be imported so far, by kind, such as `attached files`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,7 +187,7 @@ class ExportedChats:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open the JSON text in an exported file. Raises OSError."""
+    """Open the JSON text of an exported file. Raises OSError."""
     if regular_file_bytes(path) > _MAX_FILE_BYTES:
         raise OSError(f"the file is larger than {_MAX_FILE_BYTES >> 30} GiB")
     if not zipfile.is_zipfile(path):
@@ -281,7 +280,7 @@ def _listed(
     convert: Callable[[dict[str, Any], Counter[str]], Message | None],
     left_out: Counter[str],
 ) -> dict[object, _Node]:
-    """Convert a list of messages. A message without a parent key follows the preceding message."""
+    """Convert a list of messages. A message without a parent key follows the previous one."""
     nodes: dict[object, _Node] = {}
     previous: object = None
     for number, item in enumerate(_objects(items)):
@@ -341,7 +340,7 @@ def _open_webui_message(message: dict[str, Any], left_out: Counter[str]) -> Mess
 
 
 def _joined(parts: Sequence[Any], left_out: Counter[str]) -> str:
-    """Join the text parts of a message. Count the other parts, which are images, audio or video."""
+    """Join the text parts of a message, and count the others, such as images, audio and video."""
     left_out["images, audio and video"] += sum(isinstance(part, dict) for part in parts)
     return "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
 

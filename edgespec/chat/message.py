@@ -26,11 +26,11 @@ class Message:
 
     Attributes:
         role: The author of the message.
-        content: The text. For a model's reply, the answer without reasoning and tool calls. For a message
+        content: The text: for a model's reply, the answer without reasoning and tool calls; for a message
             with the role `tool`, the result of the call.
         reasoning: The reasoning before the answer. Empty if the model did not reason.
         markers: The text before and after the reasoning, such as `<think>` and whitespace.
-        tool_calls: The tools that a reply of the model calls.
+        tool_calls: The tool calls in a model's reply.
         tool_call_id: For a message with the role `tool`, the id of the call.
         name: For a message with the role `tool`, the name of the tool.
         files: The files attached to a user message. In the prompt, they precede `content`.
@@ -58,16 +58,16 @@ class Message:
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:
-        """The texts that most templates include in a prompt. They exclude reasoning."""
+        """The texts that most templates include in a prompt, excluding reasoning."""
         calls = (text for call in self.tool_calls for text in (call.id, call.name, call.arguments))
         return (self.content, self.tool_call_id, self.name, *calls)
 
     def with_files_as_text(self) -> Message:
-        """Return the message with its files at the beginning of `content`, as the model reads them."""
+        """Return the message with its files prepended to `content`, which is how the model reads them."""
         return replace(self, content=with_files(self.content, self.files), files=()) if self.files else self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, without keys that do not apply to it.
+        """Return the message in the form that chat templates expect, without keys that do not apply.
 
         The template decides whether the next prompt includes the reasoning of earlier replies.
         """
@@ -87,12 +87,12 @@ class Message:
 def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     """Convert `items` to a list of `Message` and check that it ends with a message to reply to.
 
-    Some programs send their whole prompt as a system message.
+    System messages alone are allowed, because some programs send their whole prompt as one.
 
     Args:
         items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`
-            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. If the result of a
-            tool call has no name, it gets the name of the call.
+            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. If a tool result has
+            no name, the name of its call is used.
 
     Raises:
         OptionError: A role is unknown, a value has the wrong type, or the last message is not from the user
@@ -118,9 +118,9 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
 
 def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
-    """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid.
+    """Convert item `number` of a list to a `Message`. Raises OptionError if it is invalid.
 
-    Reasoning at the start of an assistant message's content becomes the message's `reasoning`.
+    Reasoning at the start of an assistant message's content is moved to `reasoning`.
     """
     if isinstance(item, Message):
         return item
@@ -186,7 +186,7 @@ def _text(number: int, item: Mapping[str, Any], key: str) -> str:
 
 
 def reply_message(text: str) -> Message:
-    """Convert the full text of a reply to a message, with its reasoning separated."""
+    """Convert the full text of a reply to a message, separating its reasoning."""
     opening = leading_marker(text)
     if not opening:
         return Message("assistant", text)

@@ -24,8 +24,8 @@ class MessagePrompt(NamedTuple):
 
     Attributes:
         rendered: The prompt as text and as tokens.
-        syntax: How the model writes tool calls. None without tools.
-        grammar: The grammar that the reply must match. None if the model can write anything.
+        syntax: The model's tool-call format. None without tools.
+        grammar: The grammar that the reply must match. None if the reply is unconstrained.
     """
 
     rendered: RenderedPrompt
@@ -34,14 +34,13 @@ class MessagePrompt(NamedTuple):
 
 
 class MessagePrompts:
-    """Builds prompts for one model. Unlike `PromptBuilder`, several threads can use it at once.
+    """Thread-safe prompt builder for one model. See also `PromptBuilder`, which is not thread-safe.
 
     Args:
         vocabulary: The model's tokenizer.
         template: The model's chat template. If None, all methods except `close` raise TemplateError.
         cached_prefixes: Returns the token sequences in the prefix cache.
-        other_template: Whether Ollama has its own template for the model, in a format that edgespec cannot
-            use.
+        other_template: Whether Ollama has its own template for the model, which edgespec cannot use.
         model_name: The model's name, for error messages.
     """
 
@@ -80,10 +79,10 @@ class MessagePrompts:
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             tools: The tools that the model can call.
-            settings: The chat template's inputs besides the messages, including the same tools.
+            settings: The chat template's other inputs, including the same tools.
             reply_start: Text that the reply begins with.
             progress: Called repeatedly. Returning False cancels the call.
-            answer: The constraint on the answer, if there are tools.
+            answer: The constraint on the answer, for requests with tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -113,20 +112,22 @@ class MessagePrompts:
         return MessagePrompt(rendered, syntax, grammar)
 
     def remember(self, prompt: RenderedPrompt, reply_tokens: Sequence[int]) -> None:
-        """Remember the tokens generated after a prompt, which later prompts of the conversation reuse."""
+        """Remember the tokens generated after a prompt, so that the conversation's later prompts can reuse
+        them.
+        """
         with self._lock:
             self._prompt_builder().remember(prompt, reply_tokens)
 
     def count_tokens(
         self, messages: Sequence[Message], context_tokens: int, settings: TemplateSettings
     ) -> int:
-        """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
+        """Return the number of tokens in the prompt, or an estimate if it exceeds the context."""
         messages = [message.with_files_as_text() for message in messages]
         with self._lock:
             return self._prompt_builder().count_tokens(messages, context_tokens, settings)
 
     def no_template(self) -> TemplateError:
-        """Return the error for using messages with a model that has no chat template."""
+        """Return the error to raise if messages are used with a model that has no chat template."""
         hint = "continue plain text with `edgespec generate --raw` or /v1/completions"
         if self._other_template:
             return TemplateError(
@@ -143,7 +144,7 @@ class MessagePrompts:
         self._prompt_builder().template.compile()
 
     def close(self) -> None:
-        """End the chat template's process."""
+        """Stop the chat template's process."""
         if self.template:
             self.template.close()
 

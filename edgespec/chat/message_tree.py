@@ -14,19 +14,20 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class MessageTree(Generic[T]):
-    """The messages of a chat as a tree, and the current branch: the conversation that is shown.
+    """A chat's messages as a tree, with a current branch, which is the conversation shown.
 
     Each message follows its parent. Messages with the same parent are versions of each other, such as several
-    replies to one question. A message is identified by its index in `messages`, which the code calls its
-    place. Trees are immutable: methods return a new tree, in which existing messages keep their indexes. Only
-    `pruned` changes them. Until then, deleted messages stay in the tree, so that they can be restored.
+    replies to one question. A message is identified by its index in `messages`, called its place. Trees are
+    immutable: methods return a new tree in which existing messages keep their indexes, except for `pruned`,
+    which renumbers them. Until then, deleted messages stay in the tree so that they can be restored.
 
     Attributes:
         messages: All messages, in the order in which they were added.
-        parents: The index of each message's parent, which is lower than its own. None for a first message.
+        parents: The index of each message's parent, which is always lower than its own. None for a first
+            message.
         tip: Index of the last message on the current branch. None if the branch is empty.
-        deleted: Indexes of the deleted messages, in the order of deletion. All messages that follow a deleted
-            one count as deleted, too.
+        deleted: Indexes of the deleted messages, in order of deletion. Messages that follow a deleted one
+            count as deleted too.
     """
 
     messages: tuple[T, ...] = ()
@@ -36,7 +37,7 @@ class MessageTree(Generic[T]):
 
     @classmethod
     def linear(cls, messages: Iterable[T]) -> MessageTree[T]:
-        """Return a tree in which each message has one version and follows the preceding message."""
+        """Return a tree without branches, in which each message follows the previous one."""
         items = tuple(messages)
         places = (None, *range(len(items)))
         return cls(items, places[:-1], places[-1])
@@ -65,7 +66,7 @@ class MessageTree(Generic[T]):
         return tuple(p for p in places if self.parents[p] == parent and p not in self.deleted)
 
     def is_last(self, place: int) -> bool:
-        """Return whether no message follows the message at `place`."""
+        """Return whether the message at `place` has no children."""
         return not self._children(place)
 
     def add(self, message: T, parent: int | None) -> MessageTree[T]:
@@ -78,7 +79,7 @@ class MessageTree(Generic[T]):
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
-        """Return a tree whose current branch leads to a message, then continues with the newest versions."""
+        """Return a tree whose current branch goes through a message and on to the newest versions after it."""
         while children := self._children(place):
             place = children[-1]
         return replace(self, tip=place)
@@ -90,8 +91,8 @@ class MessageTree(Generic[T]):
     def without(self, place: int) -> MessageTree[T]:
         """Return a tree in which a message and all messages after it are deleted.
 
-        If the message was on the current branch, the branch continues with the nearest other version of the
-        message. If there is no other version, the branch ends before the message.
+        If the message was on the current branch, the branch switches to the nearest other version of it. If
+        there is none, the branch ends before the message.
         """
         tree = replace(self, deleted=(*self.deleted, place))
         if place not in self.path:

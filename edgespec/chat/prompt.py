@@ -41,7 +41,7 @@ def build_single_prompt(
         system: The system prompt, which requires a template.
         context_tokens: Size of the context.
         progress: Called while the prompt is tokenized. Returning False cancels the call.
-        settings: The chat template's inputs besides the message.
+        settings: The chat template's other inputs.
 
     Raises:
         ContextFullError: The message is too long for the context.
@@ -89,9 +89,9 @@ class RenderedPrompt:
     Attributes:
         text: The output of the chat template.
         tokens: The token ids of that text.
-        dropped_messages: Number of oldest messages left out because the context is full. The system prompt is
+        dropped_messages: Number of old messages left out because the context is full. The system prompt is
             never dropped and does not count.
-        reply_start: Text at the end of the prompt that belongs to the reply, if a reply is continued.
+        reply_start: When a reply is continued, the text at the end of the prompt that belongs to it.
     """
 
     text: str
@@ -105,13 +105,13 @@ class PromptBuilder:
 
     Retokenizing the text of a reply often yields different tokens from the sampled ones. The builder
     therefore remembers the exact tokens of recent conversations and extends them, so that the KV cache can be
-    reused. A builder must not be used by several threads at once.
+    reused. Not thread-safe.
 
     Args:
         template: The model's chat template.
         vocabulary: The model's tokenizer.
-        cached_prefixes: Function that returns the token sequences in the prefix cache, so that a resumed
-            conversation can reuse them.
+        cached_prefixes: Returns the token sequences in the prefix cache, so that a resumed conversation can
+            reuse them.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PromptBuilder:
         Args:
             messages: The conversation.
             progress: Called repeatedly. Returning False cancels the call.
-            settings: The chat template's inputs besides the messages, such as tools.
+            settings: The chat template's other inputs, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -170,7 +170,7 @@ class PromptBuilder:
         context_tokens: int,
         settings: TemplateSettings = DEFAULT_SETTINGS,
     ) -> int:
-        """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
+        """Return the number of tokens in the prompt, or an estimate if it exceeds the context."""
         estimate = sum(self._estimated_tokens(message, context_tokens, None) for message in messages)
         return estimate if estimate > context_tokens else len(self.build(messages, None, settings).tokens)
 
@@ -183,7 +183,7 @@ class PromptBuilder:
         progress: Progress | None = None,
         settings: TemplateSettings = DEFAULT_SETTINGS,
     ) -> RenderedPrompt:
-        """Return the prompt followed by the partial reply for the model to continue.
+        """Return the prompt followed by the partial reply that the model should continue.
 
         Reuses the tokens that the model generated, if they are still known. Takes the arguments of
         `build_fitting` and raises the same exceptions.
@@ -211,7 +211,7 @@ class PromptBuilder:
         return RenderedPrompt(text, tokens, prompt.dropped_messages, opening + reply_start)
 
     def _reply_tokens(self, text: str) -> list[int]:
-        """Return tokens that decode to exactly `text`, as a model would generate them in a reply."""
+        """Return tokens that decode to exactly `text`, such as the model would generate in a reply."""
         tokens: list[int] = []
         plain = ""
         for part, is_marker in split_at_markers(text):
@@ -243,23 +243,23 @@ class PromptBuilder:
         progress: Progress | None = None,
         settings: TemplateSettings = DEFAULT_SETTINGS,
     ) -> RenderedPrompt:
-        """Return the prompt, with the oldest messages dropped if they leave too little room for a reply.
+        """Return the prompt, dropping the oldest messages if they leave too little room for a reply.
 
-        With `context_full="slide"`, the oldest turns are dropped in steps of half the context. Between steps,
-        each turn extends the previous prompt, so the KV cache can be reused.
+        With `context_full="slide"`, the oldest turns are dropped in steps of half a context. Between steps,
+        each prompt extends the previous one, so the KV cache can be reused.
 
         Args:
             messages: The conversation, from the system prompt, if there is one, to the last user message.
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             progress: Called repeatedly. Returning False cancels the call.
-            settings: The chat template's inputs besides the messages, such as tools.
+            settings: The chat template's other inputs, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
             ContextFullError: The last message alone does not fit, or the conversation does not fit and
                 `context_full` is `refuse`.
-            OptionError: `context_full` has another value.
+            OptionError: `context_full` is invalid.
             TemplateError: The chat template is broken or rejects the messages.
         """
         check_context_full(context_full)
@@ -301,7 +301,7 @@ class PromptBuilder:
         return prompt
 
     def _estimated_tokens(self, message: Message, context_tokens: int, progress: Progress | None) -> int:
-        """Return the approximate number of tokens that a message adds to the prompt.
+        """Estimate how many tokens a message adds to the prompt.
 
         Reasoning is not counted, because most templates drop it.
         """
@@ -313,7 +313,7 @@ class PromptBuilder:
         return least + self._tokens_around_message(progress)
 
     def _tokens_around_message(self, progress: Progress | None) -> int:
-        """Return the approximate number of tokens that the template adds to each message."""
+        """Estimate how many tokens the template adds around each message."""
         if self._added_tokens is None:
             turn = [Message("user", "a"), Message("assistant", "b")]
             try:
@@ -403,8 +403,8 @@ def _build_shorter(
 ) -> RenderedPrompt:
     """Drop the oldest turns until the prompt has at most `limit_tokens`, if possible.
 
-    Drops about `step_tokens` tokens at a time. As the conversation grows, most prompts therefore have the
-    same beginning as the previous one, and its KV cache can be reused.
+    Drops about `step_tokens` tokens at a time, so that most prompts start the same way as the previous one
+    and its KV cache can be reused.
     """
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
@@ -425,6 +425,6 @@ def _build_shorter(
 
 
 def _others(system_prompt: bool, tools: bool) -> str:
-    """Describe what a prompt contains besides the last message, for an error message."""
+    """Describe the rest of the prompt, besides the last message, for an error message."""
     others = [*(["the system prompt"] if system_prompt else []), *(["the tools"] if tools else [])]
     return f" with {' and '.join(others)}" if others else ""

@@ -27,17 +27,17 @@ _MAX_READ_BYTES = 64 << 20
 
 
 class PromptHistory:
-    """A private file with one prompt per line, as JSON. The chat works without it, so errors are ignored.
+    """A private JSONL file of prompts. Errors are ignored, because the chat works without it.
 
     Args:
-        folder: The folder that contains the file. Outside of tests, the user's data folder.
+        folder: The folder that contains the file. Except in tests, this is the user's data folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _FILE_NAME
 
     def read(self) -> list[str]:
-        """Return the saved prompts, oldest first. Damaged lines are skipped."""
+        """Return the saved prompts, oldest first, skipping damaged lines."""
         try:
             data = read_regular_file(self._path, _MAX_READ_BYTES)
         except OSError:

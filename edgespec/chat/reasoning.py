@@ -78,9 +78,9 @@ def piece_with_markers(vocabulary: Vocabulary, token: int, others: frozenset[byt
 
 
 def opening_marker(prompt: str) -> str:
-    """Return the marker that opens reasoning at the end of a prompt, with whitespace, or an empty string.
+    """Return the opening reasoning marker at the end of a prompt, with whitespace, or an empty string.
 
-    The templates of DeepSeek R1, QwQ and others write the opening marker themselves, so that the model must
+    Some templates, such as those of DeepSeek R1 and QwQ, add the opening marker themselves to make the model
     reason. The reply then starts inside the reasoning.
     """
     opened = _OPENED.search(prompt[-_PROMPT_END:])
@@ -88,12 +88,12 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split text at possible reasoning markers. Return each part and whether it is such a marker."""
+    """Split text at potential reasoning markers. Return each part with a flag for whether it is a marker."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 
 def leading_marker(text: str) -> str:
-    """Return the marker that opens the reasoning at the start of a reply, or an empty string.
+    """Return the opening reasoning marker at the start of a reply, or an empty string.
 
     Whitespace before and after the marker is included.
     """
@@ -116,13 +116,13 @@ class SplitText(NamedTuple):
 class ReasoningSplitter:
     """Splits a reply into reasoning and answer as its text arrives.
 
-    Only a marker at the very start of a reply opens reasoning, because a marker in a sentence or a code block
-    is part of the answer. Text that could belong to a marker is withheld until more text shows whether it
-    does. Whitespace around the reasoning is dropped. A reply without reasoning is not changed.
+    Only a marker at the very start of a reply opens reasoning, because a marker in a sentence or code block
+    is part of the answer. Text that could be part of a marker is held back until more text arrives.
+    Whitespace around the reasoning is dropped. A reply without reasoning is left unchanged.
 
     Args:
         reply_start: Text at the end of the prompt that already belongs to the reply.
-        ends: Texts that end the reasoning in addition to its marker, and belong to the answer.
+        ends: Additional strings that end the reasoning. They belong to the answer.
     """
 
     def __init__(self, reply_start: str = "", ends: tuple[str, ...] = ()) -> None:
@@ -138,11 +138,11 @@ class ReasoningSplitter:
 
     @property
     def pending(self) -> int:
-        """Number of characters of the reply that may still turn out to be part of the answer."""
+        """Number of characters that are held back and may turn out to be part of the answer."""
         return len(self._held) - self._skipped if self._phase == "start" else 0
 
     def feed(self, text: str) -> SplitText:
-        """Add text of the reply. Return the text that can already be classified as reasoning or answer."""
+        """Add reply text. Return all text that can be classified as reasoning or answer by now."""
         before = self._phase
         self._held += text
         if self._phase == "start":
@@ -153,7 +153,7 @@ class ReasoningSplitter:
         return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
     def finish(self, text: str = "", *, cut: bool = False) -> SplitText:
-        """Add the last text of the reply, and return all text that `feed` has not returned.
+        """Add the last of the reply's text, and return all text that was held back.
 
         Args:
             text: The text.
@@ -225,7 +225,7 @@ def split_reasoning(text: str, reply_start: str = "") -> tuple[str, str]:
 
     Args:
         text: The text of the reply.
-        reply_start: See `ReasoningSplitter`. This text is not part of the result.
+        reply_start: See `ReasoningSplitter`. Not included in the result.
     """
     reasoning, answer, _ = ReasoningSplitter(reply_start).finish(text)
     return reasoning, answer

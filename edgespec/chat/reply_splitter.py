@@ -25,11 +25,11 @@ class ReplyParts(NamedTuple):
 
 
 class ReplySplitter:
-    """Splits a reply as its text arrives. Only the answer can contain tool calls, not the reasoning.
+    """Splits a reply as its text arrives. Tool calls are recognised in the answer, but not in the reasoning.
 
     Args:
         reply_start: Text at the end of the prompt that already belongs to the reply.
-        syntax: How the model writes tool calls. None if there are no tools.
+        syntax: The model's tool-call format. None if there are no tools.
     """
 
     def __init__(self, reply_start: str = "", syntax: CallSyntax | None = None) -> None:
@@ -39,15 +39,15 @@ class ReplySplitter:
 
     @property
     def pending(self) -> int:
-        """Number of characters at the end of the text that may still turn out to be part of the answer."""
+        """Number of characters that are held back and may turn out to be part of the answer."""
         return self._reasoning.pending or (self._calls.pending if self._calls else 0)
 
     def feed(self, text: str) -> ReplyParts:
-        """Add text of the reply. Return the parts that can already be classified."""
+        """Add reply text. Return all parts that can be classified by now."""
         return self._parts(self._reasoning.feed(text), is_end=False)
 
     def finish(self, text: str = "", *, cut: bool = False) -> ReplyParts:
-        """Add the last text of the reply, and return all parts that `feed` has not returned.
+        """Add the last of the reply's text, and return all parts that were held back.
 
         Args:
             text: The text.

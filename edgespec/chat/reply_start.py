@@ -18,19 +18,19 @@ _ON_OWN_LINE = ("<think>", "<|channel>thought")
 
 
 def whole_characters(text: str) -> str:
-    """Return the text without any incomplete trailing character. The model generates that character again."""
+    """Return the text without an incomplete trailing character, which the model will generate again."""
     return _PART_OF_CHARACTER.sub("", text)
 
 
 def text_to_continue(messages: Sequence[Message]) -> str:
-    """Return the text of the reply that the model is to continue.
+    """Return the text of the partial reply that the model should continue.
 
     Args:
         messages: The assistant messages at the end of a conversation. If there are several, they are parts of
             one reply.
 
     Raises:
-        OptionError: A message calls tools, so the results must come next, not more text.
+        OptionError: A message calls tools, so tool results must come next.
     """
     for call in (call for message in messages for call in message.tool_calls):
         raise OptionError(
@@ -48,7 +48,7 @@ def fitted_to_prompt(text: str, prompt: str, template: str) -> str:
     """Return the text to append to a prompt so that the reply begins with `text`.
 
     Args:
-        text: The start of the reply. It may begin with reasoning, enclosed in any model's markers.
+        text: The start of the reply. It may begin with reasoning in any model's markers.
         prompt: The rendered prompt, which may end with a marker that opens the reasoning.
         template: The source of the chat template, which contains the model's own markers.
     """

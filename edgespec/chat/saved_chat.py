@@ -53,7 +53,7 @@ class SavedChat:
     """A chat as saved to a file.
 
     Attributes:
-        id: Identifier of the chat, which is also its file name.
+        id: Identifier of the chat, also used as its file name.
         tree: All messages, including earlier versions of edited messages and earlier replies.
         created: Time of creation, in UTC.
         updated: Time of the last change, in UTC.
@@ -61,7 +61,7 @@ class SavedChat:
         target: Name of the model.
         system: The system prompt.
         sampling: Settings that differ from their defaults.
-        unfinished: Whether the last message has no reply or an incomplete one, because the program ended
+        unfinished: Whether the last message has no reply or an incomplete one, because the program exited
             early.
         pinned: Whether the chat stays at the top of the list of chats.
     """
@@ -79,7 +79,7 @@ class SavedChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the current branch, with one version of each."""
+        """The messages on the current branch, in one version each."""
         return self.tree.open_messages
 
     def encoded(self) -> bytes:
@@ -131,7 +131,7 @@ def _message_json(message: Message) -> dict[str, object]:
 
 
 def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
-    """Return all messages as JSON. `parent` is a message's parent, omitted if it is the previous message."""
+    """Return all messages as JSON. The key `parent` is omitted if the parent is the previous message."""
     previous: int | None = None
     items = []
     for place, (message, parent) in enumerate(zip(tree.messages, tree.parents, strict=True)):
@@ -187,7 +187,7 @@ def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
 
 
 def chat_from_json(data: Mapping[str, object]) -> SavedChat:
-    """Return the chat, without an ID, from a JSON object created by `SavedChat.to_json`.
+    """Create a chat, without an ID, from a JSON object that `SavedChat.to_json` returned.
 
     Raises:
         ValueError: The object is invalid.
@@ -246,11 +246,11 @@ def _typed(value: object, kind: type[_T], name: str) -> _T:
 
 
 def in_utc(time: datetime) -> datetime:
-    """Convert a time to UTC. A time without a time zone is in UTC.
+    """Convert a time to UTC. A time without a time zone is assumed to be in UTC.
 
     Raises:
-        ValueError, OverflowError: The year is the first or last one that Python supports. Converting such
-            times to local ones can fail.
+        ValueError, OverflowError: The year is the first or last that Python supports. Converting such times
+            to local time can fail.
     """
     converted = time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
     if not MINYEAR < converted.year < MAXYEAR:

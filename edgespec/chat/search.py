@@ -25,7 +25,7 @@ class FoundChat(NamedTuple):
 def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
     """Return the chats whose title or messages contain all words of `query`, ignoring case.
 
-    Pinned chats come first. Otherwise, the chats stay in their order. An empty query finds all chats.
+    Pinned chats come first. Otherwise, the order is kept. An empty query matches all chats.
     """
     words = query.casefold().split()
     found = []
@@ -44,7 +44,7 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
 
     Args:
         chats: The chats, newest first.
-        wanted: An ID, a part of a title, or `last` for the newest chat that can be read.
+        wanted: An ID, part of a title, or `last` for the newest readable chat.
 
     Returns:
         The chat, or None if there is no such chat.
@@ -57,7 +57,7 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
 
 
 def _best_line(chat: StoredChat, words: Sequence[str]) -> str:
-    """Return the line that contains the most of `words`, starting shortly before the first of them."""
+    """Return the line with the most of `words`, starting shortly before the first of them."""
     lines = chat.folded_text.splitlines()
     with_all = (number for number, line in enumerate(lines) if all(word in line for word in words))
     number = next(with_all, -1)

@@ -13,15 +13,14 @@ __all__ = ["StopSearch", "stop_searches"]
 class StopSearch:
     """Searches the text of one reply for stop strings.
 
-    The first stop string to be completed ends the reply. If several end at the same character, the longest
-    one counts.
+    The first complete stop string ends the reply. If several end at the same character, the longest one wins.
 
     Args:
         stop: The stop strings.
         splitter: Separates the answer from reasoning and tool calls, which are not searched. If None, the
             whole text is searched.
-        may_end: Returns whether the constraint allows the reply to end after an answer. A stop string that
-            would end the answer where this is not allowed is part of the answer.
+        may_end: Returns whether the constraint allows the reply to end after an answer. Where it does not, a
+            stop string is treated as part of the answer.
 
     Attributes:
         found: The stop string that ends the reply. Empty if none has been found.
@@ -40,11 +39,9 @@ class StopSearch:
         self._length = 0
 
     def feed(self, text: str) -> int:
-        """Add text of the reply.
-
-        Returns:
-            The length of the reply up to the stop string. If no stop string has been found, the length up to
-            the first character that could still belong to one.
+        """Add reply text. Returns:
+        The length of the reply up to the stop string. If no stop string has been found, the length up to
+        the first character that could still belong to one.
         """
         # Feed the splitter single characters, so that the position of the answer in the whole text is known.
         for part in text if self._splitter else [text]:
@@ -59,18 +56,18 @@ class StopSearch:
         return self._answer_end - self._undecided()
 
     def finish(self) -> int:
-        """Search the text that could not be classified before the reply ended. Returns the same as `feed`."""
+        """Search the text that was held back when the reply ended. Returns the same as `feed`."""
         rest = self._splitter.finish().answer if self._splitter else ""
         end = self._search(rest)
         return self._length if end is None else end
 
     @property
     def _answer_end(self) -> int:
-        """The length of the whole text up to the end of the answer so far."""
+        """The length of the whole text, up to the end of the answer so far."""
         return self._length - (self._splitter.pending if self._splitter else 0)
 
     def _search(self, text: str) -> int | None:
-        """Search `text`, which continues the answer. Return a stop string's position in the whole text."""
+        """Search the next part of the answer. Return the position of a stop string in the whole text."""
         self._answer += text
         for at, stop in self._matches(len(text)):
             if self._may_end is None or self._may_end(self._answer[:at]):

@@ -45,7 +45,7 @@ class StoredChat:
         problem: Why the file is unreadable. Empty if it is readable.
         pinned: Whether the chat stays at the top of the list.
         text: The text of all messages, for searching.
-        folded_text: `text` with case folded, for searches that ignore case.
+        folded_text: `text`, case-folded for case-insensitive searches.
     """
 
     id: str
@@ -70,7 +70,7 @@ class ChatStore:
         self._entries: dict[str, tuple[tuple[int, int], StoredChat]] = {}
 
     def new_id(self) -> str:
-        """Return an unused chat ID made of the current time and random digits."""
+        """Return an unused chat ID, made from the current time and random digits."""
         while True:
             chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
             if not os.path.exists(self._path(chat_id)):
@@ -93,7 +93,7 @@ class ChatStore:
         return path
 
     def add(self, chat: SavedChat) -> SavedChat:
-        """Save an imported chat under a new ID, and return it with this ID. Raises ChatFileError."""
+        """Save an imported chat under a new ID, and return it with that ID. Raises ChatFileError."""
         added = replace(chat, id=self.new_id())
         self.save(added)
         return added
@@ -126,7 +126,7 @@ class ChatStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock out other programs during the `with` block, if the file system supports locks."""
+        """Keep other programs out during the `with` block, if the file system supports locks."""
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS, mode=0o600)
@@ -151,7 +151,7 @@ class ChatStore:
     def delete(self, chat_id: str) -> None:
         """Delete the chat with this ID, hidden or not, if it exists.
 
-        If another program still had a hidden chat open and has saved it again, that version is kept.
+        If another program still had the hidden chat open and has saved it again, that version is kept.
 
         Raises:
             ChatFileError: The chat could not be deleted.
@@ -214,7 +214,7 @@ class ChatStore:
         return self._path(chat_id).with_name(f".{chat_id}.deleted")
 
     def list(self) -> list[StoredChat]:
-        """Return all chats, newest first, including unreadable files and why they cannot be read."""
+        """Return all chats, newest first, including unreadable files, with the reason for each."""
         try:
             with os.scandir(self.folder) as files:
                 found = [e for e in files if e.name.endswith(".json") and not e.name.startswith(".")]
@@ -230,7 +230,7 @@ class ChatStore:
         return sorted(entries, key=lambda chat: (chat.updated, chat.id), reverse=True)
 
     def _read_entry(self, file: os.DirEntry[str]) -> tuple[str, tuple[tuple[int, int], StoredChat]]:
-        """Return the item of `_entries` for a file. Read the file only if it has changed."""
+        """Return a file's item for `_entries`, reading the file only if it has changed."""
         state = (0, 0)
         with suppress(OSError):
             status = file.stat()

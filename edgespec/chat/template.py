@@ -27,7 +27,7 @@ __all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings"]
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """The inputs of a chat template besides the messages.
+    """A chat template's inputs other than the messages.
 
     Attributes:
         tools: The tools that the model may call, in the format of OpenAI's API.
@@ -38,7 +38,7 @@ class TemplateSettings:
     thinking: str = "auto"
 
     def variables(self) -> dict[str, object]:
-        """Return the template's variables, under every name that published templates use for them."""
+        """Return the template variables, under every name that published templates use."""
         tools = list(self.tools) or None
         variables: dict[str, object] = {"tools": tools, "xml_tools": tools}
         if self.thinking != "auto":
@@ -56,10 +56,10 @@ DEFAULT_SETTINGS = TemplateSettings()
 class ChatTemplate:
     """Renders messages with a model's Jinja template. Can be used from any thread.
 
-    Templates come with the model and can contain any code, so they are rendered in a sandboxed child process.
-    The process starts on first use, which takes about 0.1 seconds, and stops on `close` or when this object
-    is garbage-collected. If a template exceeds a limit, the process is stopped, and the next use starts a new
-    one.
+    Templates come with the model and can contain arbitrary code, so they are rendered in a sandboxed child
+    process. The process starts on first use, which takes about 0.1 seconds, and stops on `close` or when this
+    object is garbage-collected. If a template exceeds a limit, the process is killed, and the next use starts
+    a new one.
 
     Args:
         source: Source code of the template.
@@ -67,7 +67,7 @@ class ChatTemplate:
         eos_text: Text of the end token, which templates call `eos_token`.
 
     Attributes:
-        call_form: The format in which the model writes tool calls.
+        call_form: The model's tool-call format.
         source: Source code of the template.
     """
 
@@ -84,7 +84,7 @@ class ChatTemplate:
         self._closed = False
 
     def compile(self, progress: Progress | None = None) -> None:
-        """Start the process and compile the template, unless that is already done.
+        """Start the process and compile the template, unless already done.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -148,7 +148,7 @@ class ChatTemplate:
         raise error
 
     def _rejection(self, reason: str, progress: Progress | None) -> TemplateError:
-        """Return the error for rejected messages, which says whether a different chat can help."""
+        """Return the error for rejected messages. It says whether a different chat may help."""
         form = self._content_form("user", progress) or "text"
         # Some templates require a system prompt.
         probes = [PROBES["user"], PROBES["system"]]
@@ -191,7 +191,7 @@ class ChatTemplate:
         progress: Progress | None,
         settings: TemplateSettings,
     ) -> dict[str, str]:
-        """Render messages, each with its content in the given format. Return the child process's reply."""
+        """Render messages with their content in the given formats, and return the child process's reply."""
         request: dict[str, object] = {
             "messages": list(map(self._quirks.for_template, messages, forms)),
             "add_generation_prompt": True,

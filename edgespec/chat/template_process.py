@@ -30,8 +30,8 @@ _MAX_POLLS = 400
 class TemplateProcess:
     """A child process that compiles one chat template and renders it.
 
-    Call `ask` from one thread at a time, and `close` from any thread. See `ChildProcess` for when the process
-    stops.
+    Call `ask` from only one thread at a time, and `close` from any thread. `ChildProcess` describes when the
+    process stops.
 
     Raises:
         TemplateError: The process cannot be started.
@@ -118,6 +118,6 @@ def _exit_reason(process: ChildProcess) -> str:
 
 
 def _import_folders() -> list[str]:
-    """Return the folders that contain Jinja and the package that Jinja depends on."""
+    """Return the folders that contain Jinja and its dependency."""
     specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
     return [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]

@@ -70,7 +70,7 @@ def kinds_of(messages: Sequence[Message]) -> list[str]:
 
 
 class SourceQuirks:
-    """Peculiarities of one template that can be recognised in its source."""
+    """Quirks of one template that can be recognised from its source."""
 
     def __init__(self, source: str) -> None:
         # Mistral's templates accept only nine-character tool call ids.
@@ -93,10 +93,10 @@ Change: TypeAlias = "Callable[[Sequence[Message], ToolSupport], Sequence[Message
 
 
 def accepted_variants(messages: Sequence[Message], tool_support: ToolSupport) -> Iterator[Sequence[Message]]:
-    """Yield the messages, followed by variants that a template may accept instead.
+    """Yield the messages, followed by variants that the template may accept instead.
 
-    The variants with the fewest changes come first. They depend only on the messages, so that successive
-    prompts of a conversation keep a common prefix, which can be reused from the prefix cache.
+    Variants with fewer changes come first. They depend only on the messages, so that successive prompts of a
+    conversation share a prefix, which the prefix cache can reuse.
     """
     tried: list[list[Message]] = []
     for count in (0, 1, 2, len(CHANGES)):
@@ -137,9 +137,9 @@ def _with_valid_arguments(messages: Sequence[Message], _tool_support: ToolSuppor
 
 
 def _with_tools_as_text(messages: Sequence[Message], tool_support: ToolSupport) -> Sequence[Message]:
-    """Write tool calls and their results as text, for templates that reject them or their order.
+    """Render tool calls and their results as text, for templates that reject them or their order.
 
-    Mistral's templates, for example, require as many results as calls.
+    Mistral's templates, for example, require one result per call.
     """
     return [tool_support.as_text(message) for message in messages]
 
@@ -148,8 +148,8 @@ def _without_later_system(messages: Sequence[Message], _tool_support: ToolSuppor
     """Merge later system messages into user messages, for templates such as Qwen 3.5's.
 
     System messages at the start are joined. Each later one is merged into the user message before or after
-    it, because many templates require that roles alternate. The position of its text does not change, so that
-    the cached prefix of the conversation remains valid.
+    it, because many templates require alternating roles. Its text stays at the same position, so that the
+    conversation's cached prefix remains valid.
     """
     if all(message.role != "system" for message in messages[1:]):
         return messages
@@ -186,7 +186,7 @@ def _with_user_first(messages: Sequence[Message], _tool_support: ToolSupport) ->
 
 
 def _with_neighbours_merged(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
-    """Merge consecutive messages with the same role, for templates that require that roles alternate."""
+    """Merge consecutive messages with the same role, for templates that require alternating roles."""
     changed: list[Message] = []
     for role, group in groupby(messages, key=lambda message: message.role):
         neighbours = list(group)

@@ -39,19 +39,19 @@ _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 def memory_limit_bytes(request_bytes: int) -> int:
     """Return the memory limit for a request.
 
-    The interpreter and a short chat need about 100 MiB. Each character of a long chat takes up to 4 bytes,
-    and up to 8 copies of the chat exist at a time.
+    The interpreter and a short chat need about 100 MiB. In a long chat, each character takes up to 4 bytes,
+    and up to 8 copies of the chat exist at once.
     """
     return (512 << 20) + 32 * request_bytes
 
 
 def output_limit_bytes(request_bytes: int) -> int:
-    """Return the maximum size of a rendered prompt in bytes, with room for text that the template adds."""
+    """Return the maximum size of a rendered prompt in bytes, including text that the template adds."""
     return (1 << 20) + 4 * request_bytes
 
 
 def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[str, Any], int] | None:
-    """Read a message. Return it with its size in bytes, or None if it is too long or the stream ended."""
+    """Read a message and return it with its size in bytes, or None if it is too long or the stream ended."""
     header = stream.read(8)
     size_bytes = int.from_bytes(header, "big")
     if len(header) < 8 or (max_bytes is not None and size_bytes > max_bytes):
@@ -75,9 +75,9 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call, which print as JSON.
+    """The arguments of a tool call: a dictionary that prints as JSON.
 
-    Some published templates expect an object. Others expect text to print or concatenate.
+    Some published templates expect an object, others a string to print or concatenate.
     """
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ def compile_template(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """The tag `{% generation %}`, which templates use to mark replies for training. It has no effect."""
+        """The tag `{% generation %}`, which marks replies for training. It has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012 - the base class wants a set
 
@@ -164,7 +164,7 @@ def _limit_memory(limit_bytes: int) -> None:
 
 
 def _limit_cpu_time(seconds: float) -> None:
-    """End this process after `seconds` of CPU time, even during a native call. 0 removes the limit."""
+    """Kill this process after `seconds` of CPU time, even during a native call. 0 removes the limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -17,9 +17,9 @@ class ReleasedText(NamedTuple):
 
     Attributes:
         text: The text.
-        tokens: Number of tokens, oldest first, that belong to the reply's text up to here for certain. Tokens
-            of a stop string never do.
-        cut_bytes: Number of bytes at the end of the last of these tokens that belong to the stop string.
+        tokens: Number of tokens so far that definitely belong to the reply's text. Tokens of a stop string
+            never do.
+        cut_bytes: Number of trailing bytes of the last of these tokens that belong to the stop string.
     """
 
     text: str
@@ -30,8 +30,8 @@ class ReleasedText(NamedTuple):
 class ReplyText:
     """Collects the text of one reply token by token.
 
-    A character that spans several tokens is emitted when it is complete. Text that could be the start of a
-    stop string is withheld until later tokens show whether it is.
+    A character that spans several tokens is emitted once it is complete. Text that could be the start of a
+    stop string is held back until later tokens decide it.
 
     Attributes:
         stop_string: The stop string that ended the reply. Empty if none has.
@@ -77,10 +77,10 @@ class ReplyText:
         return bool(self.stop_string)
 
     def _release(self, ends: Sequence[int]) -> ReleasedText:
-        """Release the text up to the first stop string that was found, or else up to the smallest of `ends`.
+        """Release the text up to the first stop string found, or else up to the smallest of `ends`.
 
         Args:
-            ends: The length of the text that each search allows to be released.
+            ends: The text length that each search allows to be released.
         """
         found = [(end, each.found) for end, each in zip(ends, self._searches, strict=True) if each.found]
         if found:
@@ -95,10 +95,10 @@ class ReplyText:
         return ReleasedText(released, *self._release_tokens(rest))
 
     def _release_tokens(self, dropped: str = "") -> tuple[int, int]:
-        """Return the number of tokens that now belong to the text, and how much of the last one does not.
+        """Return how many tokens now belong to the text, and how many bytes of the last one do not.
 
         Args:
-            dropped: The stop string that was found, and the text after it.
+            dropped: The stop string that was found and any text after it.
         """
         count, cut, end = 0, 0, self._released_length
         if not self._searches:

@@ -22,7 +22,7 @@ def tokenize(
     """Convert text to token ids. Takes the arguments of `Vocabulary.tokenize`.
 
     Native calls cannot be interrupted, so long texts are tokenized in another thread. Ctrl-C and `progress`
-    can then end the wait at once. The thread exits when its call returns.
+    can then end the wait immediately. The thread exits when its call returns.
 
     Args:
         progress: Called every 50 ms. Returning False cancels the call.
@@ -37,18 +37,18 @@ def tokenize(
 
 
 def tokenize_whole(vocabulary: Vocabulary, text: str, progress: Progress | None = None) -> list[int]:
-    """Convert a prompt that was rendered elsewhere to token ids, adding the BOS token if the model needs it.
+    """Tokenize a prompt that was rendered elsewhere, adding the BOS token if the model needs one.
 
-    Many clients write the BOS token into the text. A second one would change the reply.
+    Many clients include the BOS token in the text, and a second one would change the reply.
     """
     written = bool(vocabulary.bos_text) and text.startswith(vocabulary.bos_text)
     return tokenize(vocabulary, text, special=True, start=not written, progress=progress)
 
 
 def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int) -> None:
-    """Raise ContextFullError if the texts certainly do not fit in the context.
+    """Raise ContextFullError if the texts cannot possibly fit in the context.
 
-    This check avoids tokenizing very long texts. Texts that pass may still have too many tokens.
+    This avoids tokenizing very long texts. Texts that pass may still have too many tokens.
     """
     if sum(map(len, texts)) <= context_tokens:
         return

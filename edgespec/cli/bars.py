@@ -98,12 +98,12 @@ def _about_context(preview: Preview, requested_tokens: int | None) -> str:
 
 
 def _line(words: str, style: str = "") -> Text:
-    """Return one line of text, without any control characters from model names."""
+    """Return a line of text, stripped of control characters from model names."""
     return Text(line_of(words), style)
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
-    """Return a bar that shows a memory pool's items, followed by its free or missing memory."""
+    """Return a bar of a memory pool's items, followed by its free or missing memory."""
     planned, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()
@@ -134,7 +134,7 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
-    """Return a table of the machines that the layers are on."""
+    """Return a table of the machines that hold the layers."""
     table = Table.grid(padding=(0, 2))
     for column in ("left", *("right",) * 7):
         table.add_column(justify="left" if column == "left" else "right")
@@ -182,5 +182,5 @@ def _spread(spread: SpreadPrediction) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """Return the name of a memory item to show to the user."""
+    """Return the display name of a memory item."""
     return name.replace("target ", "model ").replace("draft ", "draft model ")

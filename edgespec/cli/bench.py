@@ -161,7 +161,7 @@ def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt
 
 
 def _check_outputs(save: Path | None, plots: Path | None) -> None:
-    """Raise OptionError if the output files cannot be written. Called before anything is measured."""
+    """Raise OptionError if the output files cannot be written. Called before any measurement."""
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
         raise OptionError(f"cannot write to {save}", "specify a file in an existing folder")
     if plots is not None:
@@ -193,7 +193,7 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Benc
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Return the default methods: `auto` and all methods that it can choose from."""
+    """Return the default methods: `auto` and every method that it can choose."""
     return ("auto", *drafters, *(("model+suffix",) if "model" in drafters else ()))
 
 

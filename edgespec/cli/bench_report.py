@@ -38,7 +38,7 @@ _ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": 
 
 
 def print_report(report: BenchReport, machine: Mapping[str, object], *, plot: bool) -> None:
-    """Print a benchmark report. If `plot` is true, include bar charts."""
+    """Print a benchmark report, with bar charts if `plot` is set."""
     from edgespec.bench.charts import charts
 
     click.echo(

@@ -154,7 +154,7 @@ def command(
 
 
 def _has_screen() -> bool:
-    """Return whether the full-screen chat can be drawn: in a capable terminal, or by Textual in a browser."""
+    """Return whether the full-screen chat can run, either in a capable terminal or in a browser."""
     if os.environ.get("TEXTUAL_DRIVER"):
         return True
     is_dumb = os.name == "posix" and os.environ.get("TERM", "") in ("", "dumb")

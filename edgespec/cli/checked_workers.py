@@ -43,7 +43,7 @@ class CheckedWorker:
 
     @property
     def finding(self) -> str:
-        """The error, if there is one, and the worker's status in words."""
+        """The worker's status in words, preceded by the error if there is one."""
         facts = []
         if self.status is not None:
             devices = (
@@ -60,7 +60,7 @@ class CheckedWorker:
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
 
     def memory_for(self, library: Library) -> int:
-        """Return the memory in bytes that a target may use there, or 0 if the worker cannot run it.
+        """Return the memory in bytes that a target may use on this worker, or 0 if the worker cannot run it.
 
         `library` is the library that runs the target, with its version on this machine.
         """
@@ -86,7 +86,8 @@ class CheckedWorker:
 def check_workers(text: str, llama_cpp: str, stop: Stop) -> list[CheckedWorker]:
     """Check the workers in a list such as `host:port=16GiB,host:port`, without reserving them.
 
-    Workers that are reached by SSH are started, and ended again. All workers are checked at the same time.
+    Workers reached by SSH are started for the check and stopped afterwards. All workers are checked in
+    parallel.
 
     Args:
         text: The value of `--workers`.

@@ -27,8 +27,8 @@ class Server:
         url: The server's address, without a path.
         model: The model that the program should name.
         key: The API key. A placeholder if the server needs none, because many programs require a key.
-        context_tokens: The model's context length, from which agents know when to shorten the
-            conversation. None if the server does not run.
+        context_tokens: The model's context length, which tells agents when to shorten the conversation. None
+            if the server is not running.
     """
 
     url: str
@@ -42,12 +42,12 @@ class Client:
     """A program that can use the server.
 
     Attributes:
-        about: What the program is, for the list of programs.
+        about: A short description for the list of programs.
         configuration: Returns the text of the configuration.
         use: What to do once the configuration is in place. `{path}` stands for the configuration file.
         path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
             edit it without risking the user's other settings.
-        shared: Whether the file is a list of the user's entries, to which edgespec adds one.
+        shared: Whether the file is a list with entries of the user's own, to which edgespec adds one.
     """
 
     about: str
@@ -85,7 +85,7 @@ def _json(value: object) -> str:
 
 
 def _yaml(values: Mapping[str, object]) -> str:
-    """Return lines of YAML. Every JSON value is also a YAML value."""
+    """Return lines of YAML, writing values as JSON, which is valid YAML."""
     return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
 
 

@@ -107,7 +107,7 @@ def _print_problems(settings: Settings) -> int:
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """Return the settings that have their own value for the command `name`."""
+    """Return the settings that are set specifically for the command `name`."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)

@@ -159,7 +159,7 @@ def _folders(machine: MachineInfo) -> list[Check]:
 
 
 def _folder(name: str, path: Path, variable: str) -> Check:
-    """Check that files can be written to a folder, or next to a file.
+    """Check that files can be written to a folder or next to a file.
 
     Args:
         name: The kind of files in the folder, such as `models`.

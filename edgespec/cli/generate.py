@@ -140,7 +140,7 @@ def _why_cut_off(reply: Reply) -> str:
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    """Print the answer as it arrives, and the reasoning to stderr. End with a newline even after an error."""
+    """Print the answer as it arrives, and the reasoning to stderr. Always end with a newline."""
     last, reasoning = "", False
     try:
         with progress:

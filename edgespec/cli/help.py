@@ -25,7 +25,7 @@ class SectionOption(click.Option):
         super().__init__(*args, **settings)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the option's columns in the help. Switches are shown as `--[no-]name`."""
+        """Return the option's columns in the help. Flags are shown as `--[no-]name`."""
         record = super().get_help_record(ctx)
         return (f"--[no-]{self.opts[0][2:]}", record[1]) if record and self.secondary_opts else record
 
@@ -74,7 +74,7 @@ class HelpfulCommand(_Helpful):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, after the function that an option stored in `ctx.meta` for this moment."""
+        """Run the function that an option stored in `ctx.meta`, if any, then the command."""
         if before_run := ctx.meta.get(BEFORE_RUN):
             before_run(ctx)
         return super().invoke(ctx)

@@ -51,10 +51,10 @@ class Stop:
 
 
 class _WorkerThread:
-    """A daemon thread that runs one call after another and never ends.
+    """A daemon thread that runs one call after another and never exits.
 
-    When a thread that used MLX ends, MLX's thread-local destructors need the global interpreter lock (GIL).
-    If the interpreter is exiting by then, as after an error, this would abort the process.
+    When a thread that has used MLX exits, MLX's thread-local destructors acquire the global interpreter lock
+    (GIL). If the interpreter is already shutting down, as after an error, this aborts the process.
     """
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ def interruptible(
 ) -> _Result:
     """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
 
-    Call this function from the main thread, not from `work`. A second signal ends the process immediately
-    with exit status 130.
+    Call this function from the main thread, not from `work`. A second signal exits the process immediately
+    with status 130.
 
     Args:
         work: Called with a `Stop`. Must return soon after a stop is requested, unless `first_message` says
-            that this takes longer.
+            that it takes longer.
         first_message: Printed to stderr after the first signal. Nothing is printed if it is empty.
         second_message: Printed to stderr after the second signal.
 
@@ -139,5 +139,5 @@ def interruptible(
 
 
 def _line(message: str) -> str:
-    """Return the message for stderr. On a terminal, it replaces the progress line and the terminal's `^C`."""
+    """Format a message for stderr. On a terminal, it overwrites the progress line and the echoed `^C`."""
     return f"\r\x1b[K{message}" if sys.stderr.isatty() else message

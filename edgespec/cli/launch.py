@@ -114,7 +114,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> Server:
         api_key: The server's API key.
 
     Raises:
-        EdgespecError: The server does not answer, although `model` is None.
+        EdgespecError: `model` is None, and the server does not answer.
     """
     import httpx2
 
@@ -138,7 +138,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> Server:
 
 
 class _Written(NamedTuple):
-    """A configuration file, whether writing changed it, and the copy of its old contents, if any."""
+    """A written configuration file, whether it changed, and the backup of its old contents, if any."""
 
     path: Path
     changed: bool
@@ -154,12 +154,12 @@ class _Written(NamedTuple):
 
 
 def _write(path: Path, text: str, shared: bool) -> _Written:
-    """Write a configuration. Keep a copy of the file if it had other contents.
+    """Write a configuration, keeping a backup if the file had different contents.
 
     Args:
         path: The file.
         text: The configuration.
-        shared: Whether to keep the other entries of the file.
+        shared: Whether to keep the file's other entries.
     """
     try:
         old = path.read_text("utf-8-sig") if path.exists() else ""
@@ -185,7 +185,7 @@ def _with_entry(old: str, entry: str) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """Return an unused name for a copy of a file."""
+    """Return an unused name for a backup of a file."""
     number, copy = 1, path.with_name(f"{path.name}.bak")
     while copy.exists():
         number += 1

@@ -174,7 +174,7 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
     Args:
         entry: The model.
         here_bytes: Available memory of this machine.
-        local_bytes: Memory of this machine for layers if the others are on workers.
+        local_bytes: Memory of this machine for layers when the others are on workers.
         checked: The workers.
     """
     from edgespec.loading.speed_prediction import recommended_draft
@@ -192,7 +192,7 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
 
 
 def _size(entry: ModelEntry, files: Mapping[str, str]) -> str:
-    """Return the size of a model's default version: of its file, or an estimate if it is not here."""
+    """Return the size of a model's default version, estimated if its file is not on this machine."""
     path = files.get(entry.quantisation)
     if path is not None:
         with suppress(EdgespecError, OSError):
@@ -201,7 +201,7 @@ def _size(entry: ModelEntry, files: Mapping[str, str]) -> str:
 
 
 def _short_names(entry: ModelEntry) -> str:
-    """Return the first alias of a catalogue model and, if it has another one, its name in Ollama."""
+    """Return a catalogue model's first alias and, if different, its name in Ollama."""
     # Leave out aliases such as `qwen3:8b-mlx`, which are no shorter than the model's name.
     short = [alias for alias in entry.aliases if not (":" in alias and alias.endswith("-mlx"))]
     ollama = [alias for alias in short if ":" in alias]

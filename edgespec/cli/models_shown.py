@@ -79,7 +79,7 @@ class Shown:
 
     @property
     def is_too_small(self) -> bool:
-        """Whether the model is so small that a speed-up cannot be estimated from sizes."""
+        """Whether the model is too small for its size to predict a speed-up."""
         from edgespec.store.speedup_estimate import MIN_ESTIMABLE_BYTES
 
         size_bytes = self.info.pass_bytes if self.info else 0
@@ -333,7 +333,7 @@ def _draft_lines(
 
 
 def published_head(reference: str) -> HeadEntry | None:
-    """Return the catalogue entry of the head with this name or in this repository, or None."""
+    """Return the catalogue entry for the head with this name or repository, or None."""
     from edgespec.store.catalogue import load_catalogue
 
     return load_catalogue().find_head(reference.strip().removeprefix("hf:"))

@@ -95,8 +95,8 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
         """Parse and check a command line string. Values from settings are already parsed.
 
-        The result is the parsed value, because loading a model checks it again, and `Adapters` and `Size` do
-        not accept every value that their own checks return.
+        Returns the parsed value rather than the checked one. Loading a model checks it again, and `Adapters`
+        and `Size` do not accept every value that their own checks return.
         """
         if isinstance(value, str):
             if isinstance(self.kind, Text | TextList) and not isinstance(self.kind, ModelName):
@@ -119,11 +119,11 @@ class PromptText(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 class OutputPath(click.Path):
     """The click parameter type for the path of a new file or folder.
 
-    Empty text, for example from an unset shell variable, is rejected, because it would mean the current
+    An empty string, for example from an unset shell variable, is rejected, because it would mean the current
     folder.
 
     Args:
-        example: Path to suggest if a required option is missing.
+        example: Path to suggest when a required option is missing.
         settings: The arguments of `click.Path`.
     """
 
@@ -132,7 +132,7 @@ class OutputPath(click.Path):
         self._example = example
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:  # noqa: ARG002
-        """Return what to type if the option is missing."""
+        """Return a hint on what to type when the option is missing."""
         kind = "file" if self.file_okay else "folder"
         return f"Add a new {kind}, such as `{param.opts[-1]} {self._example}`" if self._example else None
 
@@ -184,12 +184,12 @@ _COMPLETERS = {ModelName: _complete_model, HeadName: _complete_head, MethodName:
 
 
 def model_reference(name: str) -> Decorator:
-    """Return a decorator for the REF argument of a command, a model reference with shell completion."""
+    """Return a decorator that adds the REF argument: a model reference with shell completion."""
     return click.argument(name, metavar="REF", shell_complete=_complete_model)
 
 
 def head_reference(name: str) -> Decorator:
-    """Return a decorator for the HEAD argument of a command, a reference to a head with shell completion."""
+    """Return a decorator that adds the HEAD argument: a reference to a head, with shell completion."""
     return click.argument(name, metavar="HEAD", shell_complete=_complete_head)
 
 
@@ -205,9 +205,9 @@ def _say_why_toy(ctx: click.Context, param: click.Parameter, target: str) -> str
 
 
 def drop_sampling_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the current command without the sampling settings that the user has not set.
+    """Drop the sampling settings that the user has not set from the options of the current command.
 
-    A model can have its own defaults for them.
+    The model may have its own defaults for them.
     """
     ctx = click.get_current_context()
     return {

@@ -123,7 +123,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 
 
 def _output_option(thing: str) -> Decorator:
-    """Return the decorator of the required option `--to`."""
+    """Return a decorator that adds the required option `--to`."""
     return click.option(
         "--to",
         metavar="FILE",
@@ -192,7 +192,7 @@ def _convert(
 
     Args:
         kind: `head` or `draft`.
-        convert: Converts a folder for a target, writes a file, and returns the size of the file in bytes.
+        convert: Converts a folder for a target, writes a file, and returns its size in bytes.
         find: Returns the folder to convert.
         reference: The target.
         to: The file to write.

@@ -21,7 +21,7 @@ __all__ = ["Program", "program"]
 
 
 class Program(HelpfulGroup):
-    """The group of all commands. Commands are imported on use, so that edgespec starts quickly."""
+    """The top-level command group. Commands are imported lazily, so that edgespec starts quickly."""
 
     foreign_commands = OLLAMA_COMMANDS
     missing_commands = MISSING_COMMANDS
@@ -40,7 +40,7 @@ class Program(HelpfulGroup):
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. It is not an error if the reader of its output, such as `head -1`, exits early."""
+        """Run the command. If the reader of its output, such as `head -1`, exits early, that is not an error."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

@@ -89,7 +89,7 @@ def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
 
 
 def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Race:
-    """Load the models and run the race. Show it unless the result is printed as JSON."""
+    """Load the models and run the race. Show it on the screen unless the result is printed as JSON."""
     from edgespec.bench.race import run_race
     from edgespec.bench.race_pictures import Picture
 

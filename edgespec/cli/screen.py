@@ -49,12 +49,12 @@ def terminal_width() -> int | None:
 
 
 def printable(text: str) -> str:
-    """Remove control characters, so that text from a model or file cannot control the terminal."""
+    """Remove control characters, so that untrusted text cannot control the terminal."""
     return _CONTROLS.sub("", text)
 
 
 def line_of(text: str) -> str:
-    """Return the text as a single printable line."""
+    """Collapse text to a single printable line."""
     return printable(" ".join(text.splitlines()))
 
 
@@ -65,7 +65,7 @@ def write_text(text: str) -> None:
 
 
 def rate(per_second: float) -> str:
-    """Format a speed, with one decimal place if it is below 10 and none otherwise."""
+    """Format a speed, with one decimal place below 10 and none above."""
     return f"{per_second:,.{1 if per_second < 10 else 0}f}"
 
 
@@ -91,12 +91,12 @@ def warn(text: str) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> None:
-    """Print a table, wrapped to the terminal width. In a pipe, it is not wrapped.
+    """Print a table, wrapped to the terminal width. Piped output is not wrapped.
 
     Args:
         heads: The headings of the columns.
         rows: The cells of each row.
-        optional: Headings of columns to leave out if the terminal is too narrow, least useful first.
+        optional: Headings of columns to omit if the terminal is too narrow, least useful first.
     """
     from rich.console import Console
 
@@ -138,7 +138,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[
 class ProgressLine:
     """A progress callback that prints to stderr and forwards stop requests.
 
-    On a terminal, updates one line in place and erases it at the end of the `with` block. In a pipe, prints
+    On a terminal, updates one line in place and erases it at the end of the `with` block. Otherwise, prints
     one line per slow step.
 
     Args:

@@ -118,7 +118,7 @@ def command(ctx: click.Context, /, as_json: bool, chat: bool, port: int | None, 
 
 
 def _serve(stop: Stop, as_json: bool, options: dict[str, Any], chosen: bool) -> None:
-    """Serve models until a stop is requested. `chosen` tells whether the user chose the target."""
+    """Serve models until a stop is requested. `chosen` says whether the user chose the target."""
     from edgespec.server.http_server import HttpServer
     from edgespec.server.settings import ServerSettings
 
@@ -168,7 +168,7 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any], chosen: bool) -> 
 
 
 class _Printable(logging.Formatter):
-    """Formats log lines and removes control characters, because requests can contain them."""
+    """Formats log lines without control characters, which requests could contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -192,7 +192,7 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 def _chat_words(ctx: click.Context, args: Sequence[str]) -> list[str]:
-    """Return the command that starts a chat process, including the options that `serve` passes on to it.
+    """Return the command line of a chat process, including the options that `serve` passes on.
 
     Args:
         ctx: The context of `serve`.

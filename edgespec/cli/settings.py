@@ -69,7 +69,7 @@ class SettingValue:
 
     Attributes:
         value: The value, converted to the type of its option.
-        source: ENVIRONMENT for an environment variable, or DEFAULT_MAP for the settings file.
+        source: ENVIRONMENT or DEFAULT_MAP (the settings file).
         where: The path of the file, or the name of the variable.
     """
 
@@ -90,7 +90,7 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value from the command line, or else from the preset, the settings or the default.
+        """Return the value from the command line, the preset, the settings or the default, in that order.
 
         Raises:
             ConfigurationError: A setting is invalid.
@@ -146,7 +146,7 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Return a setting from the environment or the settings file, or None if it is in neither."""
+        """Return a setting from the environment or the settings file, or None if it is not set."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 
@@ -186,7 +186,7 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint with the names in `known` that are most similar to `name`, ignoring `prefix`."""
+    """Return a hint listing the names in `known` that are most similar to `name`, ignoring `prefix`."""
     near = nearest(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
     return (
         f"did you mean {' or '.join(prefix + each for each in near)}?"
@@ -267,8 +267,7 @@ def _from_file(
 def _ignore_unread_settings(ctx: click.Context) -> None:
     """Ignore settings that no drafter in this run's method uses, printing a note for each.
 
-    On the command line, such an option is an error. Settings, however, apply to all runs, whatever the
-    method.
+    On the command line, such an option is an error, but settings apply to all runs, whatever the method.
     """
     from edgespec.cli.screen import note
 
@@ -281,7 +280,7 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """If a setting caused the error, add to its message the file or variable that contains the setting."""
+    """If a setting caused the error, add the setting's file or environment variable to the message."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     name = error.option or _model_setting(error, used)
     if name not in used or isinstance(error, CancelledError):

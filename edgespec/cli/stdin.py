@@ -26,7 +26,7 @@ _MAX_BYTES = 64 << 20
 
 
 def read_stdin() -> str:
-    """Read all text from stdin, without its last line break. Waits until the writer closes the pipe.
+    """Read all text from stdin, without the trailing line break. Waits until the writer closes the pipe.
 
     Raises:
         OptionError: The text is not UTF-8, is larger than 64 MiB, or cannot be read.
@@ -49,8 +49,8 @@ def read_stdin() -> str:
 def read_piped_text() -> str:
     """Read the text that a pipe or a file supplies on stdin, or return an empty string.
 
-    Returns an empty string at once for terminals, devices such as /dev/null, and a closed stdin. If a pipe
-    delivers nothing for 10 seconds, says so on stderr and returns an empty string.
+    Returns an empty string immediately for terminals, devices such as /dev/null, and a closed stdin. If a
+    pipe stays silent for 10 seconds, prints a note to stderr and returns an empty string.
 
     Raises:
         OptionError: As for `read_stdin`.

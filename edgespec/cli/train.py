@@ -52,9 +52,9 @@ class _Kind(NamedTuple):
 
     Attributes:
         name: Name of the command, such as `eagle3`.
-        title: Name with its article, such as `an EAGLE-3 head`.
+        title: Name with an article, such as `an EAGLE-3 head`.
         method: Name of the drafting method.
-        with_gguf: How the head is used with a GGUF model, as a sentence.
+        with_gguf: A sentence on how to use the head with a GGUF model.
     """
 
     name: str
@@ -71,7 +71,7 @@ class _Request(NamedTuple):
         draft: Reference to the draft model to train. None for heads.
         lora: Whether to train a LoRA adapter instead of the draft model's weights.
 
-    The other attributes are the options that `_training_options` adds.
+    The other attributes are the options added by `_training_options`.
     """
 
     kind: str
@@ -87,10 +87,10 @@ class _Request(NamedTuple):
 
 
 def _training_options(example: str) -> Decorator:
-    """Return a decorator that adds the options that all kinds of training share to a command.
+    """Return a decorator that adds the options shared by all training commands.
 
     Args:
-        example: Example of the folder to create.
+        example: Example of an output folder.
     """
     options = (
         model_reference("reference"),
@@ -272,7 +272,7 @@ def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> 
 
 @contextmanager
 def _hint_to_continue() -> Iterator[None]:
-    """Add advice on how to continue to a CancelledError in the block."""
+    """Add a hint on how to continue to any CancelledError raised in the block."""
     try:
         yield
     except CancelledError as error:
@@ -305,7 +305,7 @@ def print_result(result: TrainingResult, title: str) -> None:
 
 
 def _verdict(tokens_per_pass: float, title: str) -> str:
-    """Return whether a new drafter with these tokens per pass can make replies faster."""
+    """Return a sentence on whether a drafter with this many tokens per pass makes replies faster."""
     measured = f"With the new {title}, the model writes {tokens_per_pass:.2f} tokens per pass instead of 1"
     if tokens_per_pass >= _USEFUL_TOKENS_PER_PASS:
         return f"{measured}, so it can make replies faster."

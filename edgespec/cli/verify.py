@@ -203,7 +203,7 @@ def _verify(
 
 
 def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, Any]) -> str:
-    """Describe how many replies `verify` generates, and why."""
+    """Describe how many replies `verify` will generate, and why."""
     factors = [
         counted(prompts, "prompt"),
         counted(len(compared["temperatures"]), "temperature"),

@@ -131,9 +131,9 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 
 
 def _close_with_stdin(close: Callable[[], None]) -> None:
-    """If stdin is a pipe from the program that started the worker, call `close` when the pipe is closed.
+    """Call `close` when stdin is closed, if it is a pipe from the program that started the worker.
 
-    After the first bytes, `close` is also called if no more bytes follow for `STDIN_SILENCE_SECONDS`.
+    Once bytes have arrived, `close` is also called after `STDIN_SILENCE_SECONDS` without any.
     """
     if sys.stdin is None:
         return

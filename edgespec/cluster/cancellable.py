@@ -21,13 +21,13 @@ def wait_for(
     progress: ConnectProgress | None,
     discard: Callable[[_Result], None] = lambda _: None,
 ) -> _Result:
-    """Return the result of `work`, which runs in a thread. Exceptions are raised here.
+    """Run `work` in a thread and return its result, or re-raise its exception.
 
     Args:
         work: The call. It keeps running if the wait is cancelled.
         description: What the call does, such as `connecting to host:port`.
-        progress: Called while the wait lasts.
-        discard: Called with the result if the wait ended early.
+        progress: Called repeatedly during the wait.
+        discard: Called with the result if the wait was cancelled.
 
     Raises:
         CancelledError: `progress` returned False.

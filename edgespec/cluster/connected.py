@@ -22,7 +22,7 @@ _REASON_SECONDS = 2.0
 
 
 class ConnectedWorkers:
-    """Reserves all workers of a target until `close`, and starts those that are reached by SSH.
+    """Reserves all workers of a target until `close`. Starts those that are reached by SSH.
 
     Calls that reach the workers go through `call`.
 
@@ -36,8 +36,8 @@ class ConnectedWorkers:
         local_bytes: Memory of this machine for layers of the target.
 
     Raises:
-        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_workers`. No worker is reserved
-            then.
+        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_workers`. No worker stays
+            reserved.
     """
 
     def __init__(self, machines: Machines, library: Library, progress: ConnectProgress | None = None) -> None:
@@ -56,43 +56,43 @@ class ConnectedWorkers:
         self._speeds: dict[Link, LinkSpeed] = {}
 
     def speed_of(self, link: Link) -> LinkSpeed:
-        """Return the speed of the connection to a worker. Measures it only once. Raises WorkerError."""
+        """Return the speed of the connection to a worker, measured on the first call. Raises WorkerError."""
         if link not in self._speeds:
             self._speeds[link] = measure_link(link.address)
         return self._speeds[link]
 
     @property
     def is_lost(self) -> bool:
-        """Whether a worker was lost. Nothing that llama.cpp holds may be used or freed then."""
+        """Whether a worker was lost. After that, no llama.cpp object may be used or freed."""
         return self._calls.is_lost
 
     def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
-        """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost.
+        """Run `work` and return its result. Raises WorkerLostError as soon as a worker is lost.
 
         If `can_abandon` is set, raises CancelledError soon after an interrupt. See `GuardedCalls.call`.
         """
         return self._calls.call(work, can_abandon=can_abandon)
 
     def interrupt(self, enabled: bool) -> None:
-        """Abandon the current pass, and later ones until this is called with False."""
+        """Abandon the current pass and all later ones until called with False."""
         self._calls.interrupt(enabled)
 
     def run_later(self, work: Callable[[], None]) -> None:
-        """Run `work` after the calls so far, without waiting for it."""
+        """Queue `work` to run after all earlier calls, without waiting for it."""
         self._calls.run_later(work)
 
     def lose(self, what: str, next_step: str) -> None:
-        """Make all calls fail, because a worker was lost. See `GuardedCalls.fail`."""
+        """Make all calls fail because a worker was lost. See `GuardedCalls.fail`."""
         self._calls.fail(what, next_step)
 
     def report_abort(self) -> None:
-        """Make all calls fail, because llama.cpp lost the connection to a worker."""
+        """Make all calls fail because llama.cpp lost the connection to a worker."""
         self._calls.wait_for_failure(_REASON_SECONDS)
         names = ", ".join(str(link.address) for link in self.links)
         self._calls.fail(f"the connection to a worker broke ({names})", self.links[0].address.restart_advice)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Run the call `last` if that is possible, and release the workers. See `GuardedCalls.close`."""
+        """Run `last` if possible, then release the workers. See `GuardedCalls.close`."""
         try:
             self._calls.close(last)
         finally:

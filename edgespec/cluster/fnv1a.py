@@ -25,12 +25,12 @@ _Bytes = NDArray[np.uint8]
 def fnv1a(file: BinaryIO, goes_on: Callable[[], bool]) -> int | None:
     """Return the hash of a file. Takes about a second for 60 MB.
 
-    FNV-1a changes the hash h to (h ^ byte) * prime. Only the lowest byte of h decides what `^` adds to h.
-    These bytes are computed first. The hash is then a sum of products.
+    FNV-1a updates the hash h to (h ^ byte) * prime. What `^` adds to h depends only on the lowest byte of h,
+    so these bytes are computed first. The hash is then a sum of products.
 
     Args:
         file: The file, from its current position.
-        goes_on: Called for each block. If it returns False, the result is None.
+        goes_on: Called for each block. Returning False cancels, and the result is None.
 
     Raises:
         OSError: The file cannot be read.
@@ -48,7 +48,7 @@ def fnv1a(file: BinaryIO, goes_on: Callable[[], bool]) -> int | None:
 
 
 def _next(value: int, block: _Bytes) -> int:
-    """Return the hash after one more block. `value` is the hash before it."""
+    """Return the hash after another block, given the hash before it."""
     # Row i holds byte i of each lane.
     given = np.ascontiguousarray(block.reshape(_LANES, _STEPS).T)
     mixed = _mixed_low_bytes(value & 0xFF, given)
@@ -60,10 +60,10 @@ def _next(value: int, block: _Bytes) -> int:
 
 
 def _mixed_low_bytes(low: int, given: _Bytes) -> _Bytes:
-    """Return the lowest byte of the hash after the `^` of each byte, one bit after the other.
+    """Return the lowest byte of the hash after the `^` with each byte, computed one bit at a time.
 
-    A product's bit is the factor's bit, changed by the lower bits of the factor. Each bit is therefore the
-    exclusive or of all earlier changes.
+    Each bit of a product is the factor's bit, flipped or not depending on the factor's lower bits. It is
+    therefore the XOR of all earlier flips.
     """
     mixed = np.zeros_like(given)
     for place in range(8):
@@ -81,7 +81,7 @@ def _mixed_low_bytes(low: int, given: _Bytes) -> _Bytes:
 
 @cache
 def _powers() -> NDArray[np.uint64]:
-    """Return the factor of each byte of a block in the hash after the block."""
+    """Return the factor by which each byte of a block contributes to the hash."""
     powers = [_PRIME]
     for _ in range(_BLOCK_BYTES - 1):
         powers.append(powers[-1] * _PRIME % _MODULUS)

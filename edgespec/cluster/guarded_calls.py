@@ -31,10 +31,10 @@ class _Call:
 class GuardedCalls:
     """Runs calls one after another in its own thread.
 
-    llama.cpp ends the process if it loses a worker, and waits forever for a worker that hangs. In both cases,
-    the thread that called llama.cpp is abandoned. It stays blocked until the process ends.
+    llama.cpp aborts the process if it loses a worker, and waits forever for a worker that hangs. In both
+    cases, the thread that called llama.cpp is abandoned and stays blocked until the process exits.
 
-    A pass on workers can take seconds, so `interrupt` makes its caller return at once. The thread then
+    A pass on workers can take seconds, so `interrupt` makes the caller return immediately. The thread
     finishes the pass before it runs later calls.
     """
 
@@ -54,16 +54,16 @@ class GuardedCalls:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether an abandoned call has not ended."""
+        """Whether an abandoned call is still running."""
         return self._abandoned is not None and not self._abandoned.is_done
 
     def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
-        """Return the result of `work`, which runs in the thread. Exceptions are raised here.
+        """Run `work` in the thread and return its result, or re-raise its exception.
 
         Args:
             work: The call.
-            can_abandon: Whether an interrupt can abandon the call while it runs. A call that has not begun,
-                because an abandoned one is still running, can always be abandoned.
+            can_abandon: Whether an interrupt can abandon the call while it runs. A call that is still waiting
+                for an abandoned one can always be abandoned.
 
         Raises:
             WorkerLostError: `fail` was called, before this call or during it.
@@ -88,13 +88,13 @@ class GuardedCalls:
         return result
 
     def interrupt(self, enabled: bool) -> None:
-        """Abandon the current call, and later ones until this is called with False. See `call`."""
+        """Abandon the current call and all later ones until called with False. See `call`."""
         with self._changed:
             self._is_interrupted = enabled
             self._changed.notify_all()
 
     def run_later(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread after the calls so far, without waiting for it."""
+        """Queue `work` to run in the thread after all earlier calls, without waiting for it."""
         self._calls.put(_Call(work))
 
     def fail(self, what: str, next_step: str) -> None:
@@ -112,7 +112,7 @@ class GuardedCalls:
             self._changed.notify_all()
 
     def wait_for_failure(self, timeout_seconds: float) -> None:
-        """Wait until `fail` is called, but not longer than `timeout_seconds`."""
+        """Wait up to `timeout_seconds` for `fail` to be called."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost, timeout_seconds)
 
@@ -120,7 +120,7 @@ class GuardedCalls:
         """End the thread after its current call.
 
         Args:
-            last: A last call to run. It is skipped if a worker was lost or if an abandoned call does not end.
+            last: A final call to run. Skipped if a worker was lost or an abandoned call does not return.
         """
         if last is not None:
             with self._changed:

@@ -15,12 +15,12 @@ __all__ = ["LayerChild", "remove_folders", "temporary_folder"]
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a new temporary folder of this process. `remove_folders` finds it if the process is killed."""
+    """Create a temporary folder for this process, which `remove_folders` can find if the process is killed."""
     return tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()))
 
 
 def remove_folders(pid: int) -> None:
-    """Remove the temporary folders of a process that has ended or is about to end."""
+    """Remove the temporary folders of a process that has exited or is about to."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(pid)}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -33,8 +33,8 @@ class LayerChild:
     """A child process that runs layers until the target closes the connection.
 
     Args:
-        connection: The connection to the target. The child process uses its own copy of it.
-        memory_bytes: The memory for weights.
+        connection: The connection to the target. The child process uses a duplicate of it.
+        memory_bytes: The memory limit for weights.
         cache: Folder for received weights, or None to keep none.
 
     Raises:

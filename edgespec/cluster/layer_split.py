@@ -9,12 +9,11 @@ __all__ = ["split_layers"]
 
 
 def split_layers(layer_bytes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    """Return the number of consecutive layers for each device, or None if the layers do not fit.
+    """Assign consecutive layers to devices. Return the layer count per device, or None if they do not fit.
 
     Args:
         layer_bytes: The memory of each layer.
-        capacities: The memory of each device that layers may use, in the order of the layers. 0 or less for
-            a device without room.
+        capacities: The memory that layers may use on each device, in layer order. 0 or less if there is none.
     """
     rooms = [max(0, each) for each in capacities]
     if not sum(rooms):
@@ -37,7 +36,7 @@ def _fits(layer_bytes: Sequence[int], counts: Sequence[int], rooms: Sequence[int
 
 
 def _fill(layer_bytes: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
-    """Fill one device after the other."""
+    """Fill the devices one after another."""
     counts, layer = [], 0
     for room in rooms:
         first, used = layer, 0

@@ -47,7 +47,7 @@ _CHUNK = bytes(1 << 20)
 
 
 def set_timeouts(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm and enable TCP keepalive, so that unreachable machines are noticed."""
+    """Disable Nagle's algorithm, and enable TCP keepalive to detect unreachable machines."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -73,9 +73,9 @@ def worker_connection(
 
 
 def open_layers(address: WorkerAddress) -> socket.socket:
-    """Return a connection to a process on a reserved worker that runs layers of an MLX target.
+    """Connect to the process on a reserved worker that runs layers of an MLX target.
 
-    Receiving raises TimeoutError if the worker hangs. Raises WorkerError.
+    Receiving from the connection raises TimeoutError if the worker hangs. Raises WorkerError.
     """
     connection = _connect(address)
     with suppress(OSError):
@@ -119,17 +119,16 @@ def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, libr
 
 
 class Link:
-    """Reserves a worker until `close`, and notices when the worker ends or hangs.
+    """Reserves a worker until `close`, and notices when the worker exits or hangs.
 
     Args:
         address: The worker.
-        library: The library that runs the target, with its version on this machine, which must be the
-            worker's too.
+        library: The library that runs the target, with its version on this machine. The worker's must match.
 
     Attributes:
         address: The worker.
         status: The worker's status.
-        memory_bytes: The memory that the target may use there.
+        memory_bytes: The memory that the target may use on the worker.
 
     Raises:
         WorkerError: The worker is unreachable, busy, not a worker, or has another version.
@@ -147,9 +146,9 @@ class Link:
             raise
 
     def watch(self, on_lost: Callable[[str, str], None]) -> None:
-        """Call `on_lost` from another thread when the worker ends or hangs.
+        """Call `on_lost` from another thread when the worker exits or hangs.
 
-        Its arguments are two texts: which worker was lost and why, and what the user can do.
+        It is called with two strings: which worker was lost and why, and what the user can do.
         """
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
@@ -176,7 +175,7 @@ class Link:
 
 
 def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
-    """Return a connection to a worker and its status. It is reserved unless the status says it is busy."""
+    """Connect to a worker and return its status. The worker is now reserved, unless the status says busy."""
     end = time.monotonic() + _BUSY_SECONDS
     while True:
         connection = _connect(address)
@@ -222,7 +221,7 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Receive a line. Reads single bytes, because the bytes after the line belong to `Link.watch`."""
+    """Receive a line. Reads byte by byte, because whatever follows the line belongs to `Link.watch`."""
     line, end = b"", time.monotonic() + _STATUS_SECONDS
     while not line.endswith(b"\n"):
         more = connection.recv(1)
@@ -248,9 +247,9 @@ class LinkSpeed:
 
 
 def measure_link(address: WorkerAddress) -> LinkSpeed:
-    """Measure the latency and bandwidth of the connection to a worker, even if the worker is in use.
+    """Measure the latency and bandwidth of the connection to a worker, which may be in use.
 
-    On most networks, this takes less than a second.
+    Takes less than a second on most networks.
 
     Raises:
         WorkerError: The worker is unreachable, or the connection broke.

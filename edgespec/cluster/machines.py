@@ -32,9 +32,9 @@ class WorkerAddress:
     Attributes:
         host: The host name or IPv4 address.
         port: The port.
-        memory_bytes: The memory to use there, or None for all memory that the worker offers.
-        ssh_url: The machine's `ssh://` address if edgespec started the worker. `host` and `port` are then the
-            local end of the tunnel. Empty otherwise.
+        memory_bytes: The memory to use on the worker, or None for all that it offers.
+        ssh_url: The machine's `ssh://` address if edgespec started the worker, or an empty string. If set,
+            `host` and `port` are the local end of the tunnel.
     """
 
     host: str
@@ -47,7 +47,7 @@ class WorkerAddress:
 
     @property
     def restart_advice(self) -> str:
-        """What the user can do if the worker is lost."""
+        """Advice to the user for when the worker is lost."""
         if self.ssh_url:
             return "check that this machine runs and is reachable, then try again"
         return "start `edgespec worker` there again, then try again"
@@ -73,7 +73,7 @@ class Machines:
 
     Attributes:
         workers: The workers.
-        local_bytes: Memory for layers on this machine, which gets the first layers. 0 if it gets none.
+        local_bytes: Memory for layers on this machine, which holds the first layers. 0 if it holds none.
     """
 
     workers: tuple[WorkerAddress | SshAddress, ...]
@@ -127,7 +127,7 @@ def parse_address(
     Args:
         what: What the address is for, such as `worker`.
         text: The address.
-        hint: What to do about a wrong address.
+        hint: Advice to show for an invalid address.
         accepts: Returns whether a port number is allowed. By default, 0 is not.
     """
     host, _, port = text.rpartition(":")

@@ -27,7 +27,7 @@ class MessageConnection:
     """Sends and receives messages. `send` and `beat` can be called from any thread.
 
     Args:
-        connection: The connection, which the caller closes.
+        connection: The connection. The caller closes it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -53,20 +53,20 @@ class MessageConnection:
                 self._sending.release()
 
     def receive(self, max_data_bytes: int) -> tuple[dict[str, Any], bytearray]:
-        """Return the header and the data of the next message that is not empty. See `receive_any`."""
+        """Return the header and data of the next non-empty message. See `receive_any`."""
         while (message := self.receive_any(max_data_bytes)) is None:
             pass
         return message
 
     def receive_any(self, max_data_bytes: int) -> tuple[dict[str, Any], bytearray] | None:
-        """Return the header and the data of the next message, or None if it is empty.
+        """Return the header and data of the next message, or None if it is empty.
 
         Args:
-            max_data_bytes: The most data to accept.
+            max_data_bytes: Maximum size of the data.
 
         Raises:
-            OSError: The connection broke, or nothing arrived before its timeout.
-            ValueError: The other side sent no valid message, or more than `max_data_bytes`.
+            OSError: The connection broke or timed out.
+            ValueError: The message is invalid, or its data exceeds `max_data_bytes`.
         """
         header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))
         if header_bytes > _MAX_HEADER_BYTES or data_bytes > max_data_bytes * bool(header_bytes):

@@ -20,7 +20,7 @@ _PROBE_SECONDS = 5.0
 
 
 class RpcChild:
-    """A running RPC server, which writes a byte to `beats` every second.
+    """A running RPC server. It writes a byte to `beats` every second.
 
     Args:
         cache: Folder for received weights, or None to keep none.
@@ -32,7 +32,7 @@ class RpcChild:
         device_names: The names of the devices.
         on_cpu: Whether the only device is the CPU.
         server: The version of the protocol, and the memory of each device.
-        beats: The stream of bytes.
+        beats: The stream of heartbeat bytes.
 
     Raises:
         WorkerError: The server cannot be started.

@@ -32,7 +32,7 @@ class RpcServer:
 def probe_rpc_server(host: str, port: int, timeout_seconds: float) -> RpcServer:
     """Return what an RPC server reports about itself.
 
-    A server that is busy with another client accepts the connection, but does not answer.
+    A server that is busy with another client accepts the connection but does not answer.
 
     Raises:
         OSError: The server cannot be reached or does not answer in time (`TimeoutError`).

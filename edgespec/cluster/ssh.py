@@ -63,8 +63,8 @@ def reach_workers(
 ) -> Iterator[tuple[WorkerAddress, ...]]:
     """Return the addresses at which workers can be reached.
 
-    Starts a worker on the machine of each `SshAddress`. All of them start at the same time, and end with the
-    `with` block.
+    Starts a worker on the machine of each `SshAddress`. They start in parallel and are stopped at the end of
+    the `with` block.
 
     Args:
         machines: The machines in `--workers`.
@@ -97,7 +97,7 @@ def reach_workers(
 
 
 def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress | None) -> None:
-    """Wait until all workers run. If the ports of an `ssh` are taken, start it again with other ports.
+    """Wait until all workers run. If the ports of an `ssh` are taken, restart it with other ports.
 
     Raises the same errors as `reach_workers`.
     """
@@ -131,8 +131,9 @@ def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress
 class _Ssh:
     """An `ssh` process that runs a worker on another machine and forwards a local port to it.
 
-    The worker's port is chosen here, because `ssh` opens the tunnel before the worker starts. The worker
-    fails to start if another program uses the port, so the tunnel of a started worker leads to this worker.
+    This machine chooses the worker's port, because `ssh` opens the tunnel before the worker starts. If
+    another program uses the port, the worker fails to start, so the tunnel of a running worker always leads
+    to that worker.
     """
 
     def __init__(self, machine: SshAddress) -> None:
@@ -179,7 +180,7 @@ class _Ssh:
         """Wait for the worker's status line, and return whether it has arrived within `timeout_seconds`.
 
         Raises:
-            WorkerError: `ssh` or the worker ended.
+            WorkerError: `ssh` or the worker exited.
             _PortTakenError: Another program uses one of the ports.
         """
         end = time.monotonic() + timeout_seconds
@@ -194,7 +195,7 @@ class _Ssh:
         return False
 
     def _failure(self) -> Exception:
-        """Return the reason why `ssh` ended."""
+        """Return an exception that says why `ssh` exited."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._readers[1].join(_END_SECONDS)
@@ -217,7 +218,7 @@ class _Ssh:
         return WorkerError(f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}")
 
     def _show_life(self) -> None:
-        """Write to the worker's stdin until it is closed, which shows that the connection works."""
+        """Send a heartbeat to the worker's stdin until it is closed."""
         with suppress(OSError, ValueError):
             while True:
                 self._stdin.write(b"\n")
@@ -225,18 +226,18 @@ class _Ssh:
                 time.sleep(STDIN_SILENCE_SECONDS / 12)
 
     def end_worker(self) -> None:
-        """End the worker by closing its stdin, without waiting for it."""
+        """Stop the worker by closing its stdin, without waiting for it."""
         with suppress(OSError):
             self._stdin.close()
 
     def close(self, end: float) -> None:
-        """Wait until the worker has ended and freed its memory, or until `time.monotonic()` reaches `end`."""
+        """Wait until the worker has exited and freed its memory, or until `time.monotonic()` reaches `end`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, end - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
-        """End `ssh`. The other machine then closes the worker's stdin, which ends the worker."""
+        """Kill `ssh`. The other machine then closes the worker's stdin, which stops the worker."""
         self._process.kill()
         self._process.wait()
         self.end_worker()
@@ -274,7 +275,7 @@ def _printed_port(line: bytes) -> object:
 
 
 def _read_lines(stream: IO[bytes], add: Callable[[bytes], None]) -> None:
-    """Pass on all lines, and an empty one at the end."""
+    """Pass all lines to `add`, followed by an empty one at the end."""
     with suppress(OSError, ValueError), stream:
         while line := stream.readline(_MAX_LINE_BYTES):
             add(line)

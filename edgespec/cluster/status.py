@@ -48,10 +48,10 @@ class WorkerStatus:
 
     Attributes:
         edgespec: The version of edgespec.
-        llama_cpp: The version of llama-cpp-python. It must be the same on all machines of a GGUF target.
+        llama_cpp: The version of llama-cpp-python, which must be the same on all machines of a GGUF target.
         protocol: The version of llama.cpp's RPC protocol.
-        devices: The devices that the worker lends.
-        memory_bytes: The memory that the worker offers, on all devices together.
+        devices: The devices that the worker offers.
+        memory_bytes: The total memory that the worker offers, across all devices.
         busy: Whether another target uses the worker.
         speed: The measured speed of the machine, as written by `edgespec.loading.worker_speed`. Empty if
             it was not measured.
@@ -73,7 +73,7 @@ class WorkerStatus:
         return {LLAMA_CPP: self.llama_cpp, MLX: self.mlx_lm}[library]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as values for JSON."""
+        """Return the status as a JSON object."""
         return {
             "edgespec": self.edgespec,
             "llama_cpp": self.llama_cpp,
@@ -90,7 +90,9 @@ class WorkerStatus:
 
     @classmethod
     def from_json(cls, line: bytes) -> WorkerStatus:
-        """Parse a status line. Raises ValueError if it is invalid, as when another program uses the port."""
+        """Parse a status line. Raises ValueError if it is invalid, for example because another program
+        answered.
+        """
         try:
             given = json.loads(line)
             devices = tuple(Device(str(each["name"]), int(each["free_bytes"])) for each in given["devices"])

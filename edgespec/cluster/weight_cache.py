@@ -45,16 +45,16 @@ _verifying = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class WeightCache:
-    """A folder for received weights. Its size can exceed `max_bytes` until the next call to `prepare`."""
+    """A folder of received weights. It can exceed `max_bytes` until the next call to `prepare`."""
 
     folder: Path
     max_bytes: int
 
     def prepare(self) -> Path:
-        """Create the folder, delete the least recently used files above `max_bytes`, and return the folder.
+        """Create the folder, delete the least recently used files beyond `max_bytes`, and return its path.
 
-        Files that llama.cpp wrote and that `verify` has not checked yet are moved away, so that it cannot use
-        them.
+        Files that llama.cpp wrote but `verify` has not checked yet are moved away, so that llama.cpp cannot
+        use them.
 
         Raises:
             WorkerError: The folder cannot be written to.
@@ -89,7 +89,7 @@ class WeightCache:
         return self.folder
 
     def disk_warning(self) -> str:
-        """Return what the user should know about the free space on the folder's disk, or an empty string."""
+        """Return a warning about low disk space in the folder, or an empty string."""
         with suppress(OSError):
             if (free := free_bytes(self.folder)) < _LOW_DISK_BYTES:
                 return (
@@ -99,9 +99,9 @@ class WeightCache:
         return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
-        """Check the hidden files. Let llama.cpp use those that match the hash in their name. Delete others.
+        """Check the hidden files. Release those that match the hash in their name, and delete the others.
 
-        Ends early if `goes_on` returns False, or if a file cannot be read or moved.
+        Stops early if `goes_on` returns False, or if a file cannot be read or moved.
         """
         from edgespec.cluster.fnv1a import fnv1a
 
@@ -125,7 +125,7 @@ class WeightCache:
         return (self.folder / name).exists()
 
     def _states(self) -> Mapping[str, object]:
-        """Return the state of each verified file when it was verified, by name."""
+        """Return the state of each verified file at the time of its verification, by name."""
         with suppress(OSError, ValueError, RecursionError):
             states = json.loads(read_regular_file(self.folder / _STATES))
             if isinstance(states, dict):
@@ -134,7 +134,7 @@ class WeightCache:
 
 
 def hide_unverified(path: Path) -> Path:
-    """Hide a file that llama.cpp has written until `WeightCache.verify`, and return its new path.
+    """Hide a file that llama.cpp has written until `WeightCache.verify` checks it. Return its new path.
 
     Raises:
         OSError: The file cannot be moved.
@@ -143,7 +143,7 @@ def hide_unverified(path: Path) -> Path:
 
 
 def weight_digest(data: Buffer) -> str:
-    """Return the name of a weight in the cache."""
+    """Return the digest that names a weight in the cache."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -166,7 +166,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
 
 
 def write_weight(folder: Path, data: Buffer) -> None:
-    """Add a weight to the cache's folder. Has no effect if the file cannot be written."""
+    """Add a weight to the cache's folder. Does nothing if the file cannot be written."""
     with suppress(OSError):
         write_private_file(_path(folder, weight_digest(data)), bytes(data))
 

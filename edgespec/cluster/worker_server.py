@@ -51,7 +51,7 @@ _RESERVE_BYTES = 512 * 2**20
 
 
 class _SilentConnections:
-    """The connections whose clients have not said what they want. Can be called from any thread."""
+    """Connections whose clients have not sent a greeting yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class _SilentConnections:
     def add(self, connection: socket.socket) -> None:
         """Add a connection. If there are too many, close the oldest one.
 
-        A target sends its greeting at once, so the oldest silent connection is unlikely to be from a target.
+        A target sends its greeting immediately, so the oldest silent connection is unlikely to be a target's.
         """
         with self._lock:
             self._connections.append(connection)
@@ -70,21 +70,21 @@ class _SilentConnections:
                     self._connections.pop(0).shutdown(socket.SHUT_RDWR)
 
     def remove(self, connection: socket.socket) -> None:
-        """Remove a connection, if it is still there. Must be called before the connection is closed."""
+        """Remove a connection if it is still listed. Must be called before the connection is closed."""
         with self._lock, suppress(ValueError):
             self._connections.remove(connection)
 
 
 class WorkerServer:
-    """Listens on one port for a target on another machine. Call `serve`, and from any thread `close`.
+    """Listens on one port for a target on another machine. `close` can be called from any thread.
 
-    A target opens two kinds of connections. The first reserves the worker until the target closes it, and
-    carries a byte from the RPC server every second. The others are accepted only while the worker is
-    reserved. Those of a GGUF target are relayed to the RPC server. That of an MLX target is handed to a child
-    process, of which there is at most one.
+    A target opens two kinds of connections. The first one reserves the worker until the target closes it, and
+    carries a heartbeat byte from the RPC server every second. The others are accepted only while the worker
+    is reserved. A GGUF target's connections are relayed to the RPC server. An MLX target's connection is
+    handed to a child process, of which there is at most one.
 
-    The RPC server is a child process too. After each target, it is replaced, so that its memory is freed, and
-    the child process for MLX layers is ended.
+    The RPC server is a child process too. After each target, it is replaced to free its memory, and the child
+    process for MLX layers is stopped.
 
     Args:
         version: The version of edgespec.
@@ -94,7 +94,7 @@ class WorkerServer:
         cache: Keeps received weights, or None to keep none.
         threads: Number of CPU threads, or None for the default.
         speed: The measured speed of this machine. See `WorkerStatus`.
-        note: Called with a line of text when a target comes or goes.
+        note: Called with a line of text when a target connects or disconnects.
 
     Raises:
         WorkerError: The port is in use, the RPC server cannot be started, or the cache cannot be used.
@@ -143,7 +143,7 @@ class WorkerServer:
         return child
 
     def _prepared_cache(self) -> Path | None:
-        """Return the folder of the weight cache, or None if there is no cache or it cannot be used now."""
+        """Return the folder of the weight cache, or None if there is no usable cache."""
         try:
             return None if self._cache is None else self._cache.prepare()
         except WorkerError as error:
@@ -154,7 +154,7 @@ class WorkerServer:
         return self._leader is None and not self._is_closed
 
     def status(self) -> WorkerStatus:
-        """Return the worker's status, with the memory that is free now."""
+        """Return the worker's status, with the currently free memory."""
         child = self._child
         free = [free for free, _ in child.server.devices]
         if child.on_cpu:
@@ -173,7 +173,7 @@ class WorkerServer:
         )
 
     def serve(self) -> None:
-        """Serve targets until `close`. Raises WorkerError if the RPC server cannot be started again."""
+        """Serve targets until `close`. Raises WorkerError if the RPC server cannot be restarted."""
         self._listener.settimeout(_POLL_SECONDS)
         while not self._is_closed:
             try:
@@ -191,7 +191,7 @@ class WorkerServer:
             raise self._failure
 
     def close(self) -> None:
-        """Stop `serve`, and end the RPC server. This closes the current target's connections."""
+        """Stop `serve` and the RPC server. This closes the current target's connections."""
         self._is_closed = True
         with self._lock:
             self._child.close()
@@ -213,7 +213,7 @@ class WorkerServer:
                     self._slots.release()
 
     def _answer(self, connection: socket.socket, greeting: bytes) -> None:
-        """Do what the client asks for in its greeting. Raises OSError if the client goes away."""
+        """Handle a client according to its greeting. Raises OSError if the client disconnects."""
         if greeting == _RPC:
             # `_lead` sends the status before it sets `_leader`, and the client can connect in between. The
             # lock makes this thread wait until `_leader` is set.
@@ -267,7 +267,7 @@ class WorkerServer:
             self._note("the model was closed")
 
     def _lend_layers(self, connection: socket.socket) -> None:
-        """Hand the connection to a process that runs layers. Closes it if the worker is not reserved."""
+        """Hand the connection to a process that runs layers, or close it if the worker is not reserved."""
         memory_bytes = self.status().memory_bytes
         with self._lock:
             if self._leader is not None and self._layers is None and not self._is_closed:
@@ -299,7 +299,9 @@ class WorkerServer:
         self._is_closed = True
 
     def _forward_beats(self, child: RpcChild) -> None:
-        """Forward the bytes of the RPC server to the target. When it ends, end the target's connection."""
+        """Forward the RPC server's heartbeat to the target. When the server exits, close the target's
+        connection.
+        """
         while beat := _read_beat(child):
             if (leader := self._leader) is not None:
                 with suppress(OSError):
@@ -344,7 +346,9 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _end_if_unreachable(connection: socket.socket) -> None:
-    """Make the system end the connection if the other machine has vanished. Linux's default is 15 minutes."""
+    """Make the system drop the connection soon after the other machine vanishes. Linux waits 15 minutes by
+    default.
+    """
     if sys.platform == "darwin":
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, _UNREACHABLE_SECONDS)
     elif sys.platform == "linux":

@@ -21,14 +21,14 @@ _PROMPT_END_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The phase before any reasoning or answer. `tokens` are the opening marker's tokens generated so far."""
+    """The phase before any reasoning or answer. `tokens` holds the tokens of the opening marker so far."""
 
     tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The phase of the reasoning, which the marker `close` ends. `tail` holds the reasoning's last bytes."""
+    """The reasoning phase, which the marker `close` ends. `tail` holds the last bytes of the reasoning."""
 
     close: bytes
     tail: bytes = b""
@@ -36,30 +36,30 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The phase between the reasoning and the answer. Its first token can be whitespace."""
+    """The phase between reasoning and answer. Its first token can be whitespace."""
 
     allows_space: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The phase of the answer, to which the constraint applies."""
+    """The answer phase, to which the constraint applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unconstrained:
-    """The phase after the end of the reply, or after a drafted token that the target cannot choose."""
+    """The phase after the end of the reply, or after a drafted token that the target can never choose."""
 
 
 AnswerPhase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
 
 
 class AnswerStart:
-    """Tracks whether a reply is in its reasoning or in its answer.
+    """Tracks whether a reply is in its reasoning or its answer.
 
-    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model may write any
-    marker that its chat template contains, unless the prompt already contains the end of the reasoning, or an
-    answer can start with the same token.
+    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model may use any
+    marker from its chat template, unless the prompt already contains the end of the reasoning, or an answer
+    could start with the same token.
 
     Args:
         tokenizer: The vocabulary, with the tables that constraints need.
@@ -120,7 +120,7 @@ class AnswerStart:
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
     def allowed(self, phase: AnswerPhase) -> NDArray[np.bool_]:
-        """Return a mask of the tokens allowed in a phase, in addition to those that the constraint allows.
+        """Return a mask of the tokens that a phase allows in addition to those that the constraint allows.
 
         A reply must not end during its reasoning, because it would have no answer.
         """
@@ -156,7 +156,7 @@ def _phase_after(reply_start: str) -> tuple[AnswerPhase, str]:
 
 
 def _openings(vocabulary: Vocabulary, prompt: str) -> dict[tuple[int, ...], bytes]:
-    """Map the tokens of each marker that can start reasoning to the marker that ends it."""
+    """Map the tokens of each opening reasoning marker to its closing marker."""
     closes = tuple(close for close in REASONING_MARKERS.values() if close)
     if prompt.rstrip().endswith(closes):
         return {}

@@ -69,10 +69,10 @@ class _Compiled(NamedTuple):
 
 
 class ConstraintCompiler:
-    """Compiles constraints for one target. Can be called from any thread.
+    """Compiles constraints for one target. Thread-safe.
 
-    Caches the most recently used constraints. Replies that use a cached constraint do not wait while another
-    one is compiled.
+    The most recently used constraints are cached. Replies with a cached constraint do not wait for others to
+    be compiled.
 
     Args:
         vocabulary: The vocabulary of the target.
@@ -94,7 +94,7 @@ class ConstraintCompiler:
         self._matcher(constraint)
 
     def answer_rule(self, constraint: Constraint) -> AnswerRule:
-        """Return a constraint as part of the grammar of a reply that can also be calls of tools.
+        """Convert a constraint to a grammar rule for replies that may call tools instead.
 
         Raises OptionError if the constraint is invalid or no text satisfies it.
         """
@@ -110,16 +110,16 @@ class ConstraintCompiler:
         *,
         text_may_precede: bool = False,
     ) -> ConstraintProcessor:
-        """Return the logits processor that makes one reply satisfy a constraint.
+        """Create the logits processor that makes one reply satisfy a constraint.
 
         The constraint applies only to the answer, not to the reasoning before it.
 
         Args:
             constraint: The constraint.
-            prompt: Tokens of the prompt. Its end shows whether the model can still decide to reason.
+            prompt: Tokens of the prompt. Its end determines whether the model may still start to reason.
             reply_start: Text at the end of the prompt that belongs to the reply.
             text_may_precede: Whether `reply_start` may violate the constraint, such as text before a tool
-                call. If it does, the constraint applies only to the text after it.
+                call. If it does, the constraint applies only to what follows.
 
         Raises:
             CapabilityError: No token of the vocabulary ends a reply.
@@ -164,7 +164,7 @@ class ConstraintCompiler:
             return compiled.matcher.deep_copy()
 
     def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Cache a compiled constraint. Drop the least recently used ones if the cache is full."""
+        """Cache a compiled constraint, evicting the least recently used ones if the cache is full."""
         with self._lock:
             self._kept[constraint] = compiled
             while len(self._kept) > 1 and (
@@ -199,7 +199,7 @@ class ConstraintCompiler:
 
 
 def _checked_text(constraint: Constraint) -> str:
-    """Return the text of a constraint for llguidance.
+    """Return a constraint as text for llguidance.
 
     Raises OptionError if it is too long, or if llguidance would not enforce it exactly.
     """
@@ -265,7 +265,7 @@ def _refused(option: str, text: str, message: str) -> OptionError:
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
-    """Return where the first matching part of a schema is, for a message, or an empty string."""
+    """Return the path of the first matching part of a schema, for a message, or an empty string."""
     places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
     found = next(places, None)
     return f" (in {_shortened(found)})" if found else ""

@@ -15,8 +15,8 @@ __all__ = ["requires_endless_value"]
 def requires_endless_value(schema: Any) -> bool:
     """Return whether no finite value satisfies a schema, because each value must contain another one.
 
-    llguidance accepts such schemas, but the reply would never end. Keywords that this function does not know
-    are assumed to be satisfiable.
+    llguidance accepts such schemas, but the reply would never end. Unknown keywords are assumed to be
+    satisfiable.
     """
     search = _Search(schema)
     try:
@@ -43,13 +43,13 @@ class _Search:
         self._found = -1
 
     def finds_more(self) -> bool:
-        """Prepare another pass. Return False if it is not needed, because the last pass found nothing new."""
+        """Start another pass. Return False if the last pass found nothing new."""
         self._visited.clear()
         found, self._found = self._found, len(self._finite)
         return self._found > found
 
     def is_finite(self, schema: Any) -> bool:
-        """Return whether the search has found so far that a finite value satisfies `schema`."""
+        """Return whether a finite value satisfies `schema`, as far as the search has found so far."""
         if not isinstance(schema, Mapping):
             return True
         if isinstance(schema.get("$ref"), str) and not self._is_finite_reference(schema["$ref"]):

@@ -52,9 +52,9 @@ def as_expression(option: str, text: str) -> str:
 
 
 def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return a matcher at the start of the reply. Its `get_error` says whether the constraint is invalid.
+    """Create a matcher at the start of the reply. If the constraint is invalid, its `get_error` says why.
 
-    Creating a matcher can crash the process, or take minutes. See `trial.py`.
+    Creating a matcher can crash the process or take minutes. See `trial.py`.
 
     Args:
         option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
@@ -62,7 +62,7 @@ def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
         tokenizer: The vocabulary.
 
     Raises:
-        ValueError: llguidance refuses the constraint.
+        ValueError: llguidance rejects the constraint.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -80,10 +80,10 @@ def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def readable(message: str) -> str:
-    """Return an error message of llguidance without the parts that do not help users."""
+    """Strip the parts of an llguidance error message that do not help users."""
     return _NOISE.sub("", message).strip()
 
 
 def _choices(texts: Sequence[str]) -> str:
-    """Return the regular expression that matches the texts. A grammar can have only 2,000 alternatives."""
+    """Return a regular expression that matches the texts. A grammar is limited to 2,000 alternatives."""
     return "|".join(re.escape(text) for text in texts)

@@ -24,7 +24,7 @@ _MAX_MASKS = 128
 
 
 class _State:
-    """A node in the tree of all token sequences that the reply and its drafts have visited.
+    """A node in the tree of all token sequences visited by the reply and its drafts.
 
     Attributes:
         parent: The state before the token, or None at the start of the reply.
@@ -32,7 +32,7 @@ class _State:
         phase: The phase that the reply is in.
         in_answer: Whether the token is part of the answer, so that the matcher consumes it.
         depth: Number of tokens since the start of the reply.
-        children: The next states, by token.
+        children: The next states, keyed by token.
         mask: The tokens allowed next, bool [vocabulary]. None if not yet computed, or evicted.
     """
 
@@ -47,15 +47,15 @@ class _State:
 
 
 class ConstraintProcessor(LogitsProcessor):
-    """Removes the tokens that violate a constraint. Used for one reply.
+    """Masks the tokens that violate a constraint. Each instance serves one reply.
 
     `push` and `pop` only move between states. When a mask is needed, the matcher rolls back to the last
     common token and consumes the tokens after it. Drafts are not masked, so they can contain forbidden
-    tokens. The states after a forbidden token have no mask, because the target never chooses that token.
+    tokens. States after a forbidden token have no mask, because the target never chooses it.
 
     Args:
         tokenizer: The vocabulary.
-        matcher: A new llguidance matcher for the constraint, which no other reply uses.
+        matcher: A new llguidance matcher for the constraint, used only for this reply.
         start: Where the answer starts.
     """
 
@@ -70,7 +70,7 @@ class ConstraintProcessor(LogitsProcessor):
         self._initial, self._checked = matcher.deep_copy(), ""
 
     def may_end(self, answer: str) -> bool:
-        """Return whether the reply could end after `answer`, that is, whether it satisfies the constraint.
+        """Return whether the reply could end after `answer`, because it satisfies the constraint.
 
         Args:
             answer: The new text of the answer, excluding the part at the end of the prompt. It usually
@@ -105,7 +105,7 @@ class ConstraintProcessor(LogitsProcessor):
         return tokens[keep], logits[keep]
 
     def forced_tokens(self, limit: int) -> list[int]:
-        """Return the tokens that must come next, up to `limit`, and the token that then ends the reply."""
+        """Return up to `limit` tokens that must come next, including an end token if the reply must end."""
         if not (isinstance(self._state.phase, Answer) and self._follow()):
             return []
         forced = self._matcher.compute_ff_tokens()[:limit]
@@ -183,7 +183,7 @@ class ConstraintProcessor(LogitsProcessor):
         return consumed
 
     def _check(self) -> None:
-        """Raise OptionError if the matcher has reached one of its limits and can no longer be used."""
+        """Raise OptionError if the matcher has hit one of its limits and can no longer be used."""
         if self._matcher.is_error():
             message = readable(self._matcher.get_error())
             raise OptionError(

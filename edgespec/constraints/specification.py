@@ -19,7 +19,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint that a reply's options set, or None.
+    """Return the constraint set by a reply's options, or None.
 
     Raises:
         OptionError: Several options set a constraint.

@@ -29,7 +29,7 @@ class ConstraintTokenizer:
     """A vocabulary with the tables that constraints need. Building it takes up to a second.
 
     Attributes:
-        size: Number of tokens, which is the length of all masks.
+        size: Number of tokens, and the length of all masks.
         pieces: The bytes that each token adds to a reply. Control tokens add none.
         end_tokens: The tokens that end a reply.
     """
@@ -57,7 +57,7 @@ class ConstraintTokenizer:
 
     @cached_property
     def for_llguidance(self) -> LLTokenizer:
-        """The tokenizer in llguidance's form. Control tokens and end tokens never match text."""
+        """The tokenizer as an llguidance object. Control tokens and end tokens never match text."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(_Tokenizer(self, self._vocabulary)), eos_token=self.end_tokens)
@@ -82,7 +82,7 @@ class ConstraintTokenizer:
         )
 
     def longer_than(self, start: bytes) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that begin with `start`, followed by more than whitespace."""
+        """Return a mask of the tokens that start with `start` and continue with more than whitespace."""
         if start not in self._longer:
             pieces = enumerate(self.pieces)
             longer = [
@@ -104,7 +104,7 @@ class ConstraintTokenizer:
 
 
 class _Tokenizer:
-    """A tokenizer with the interface that llguidance's `TokenizerWrapper` expects."""
+    """Adapter with the interface that llguidance's `TokenizerWrapper` expects."""
 
     def __init__(self, tokenizer: ConstraintTokenizer, vocabulary: Vocabulary) -> None:
         ends = set(tokenizer.end_tokens)
@@ -122,10 +122,10 @@ class _Tokenizer:
         self._start = self._tokenize(_TEXT_START)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokenize text as the model usually writes it.
+        """Tokenize text in the way the model usually writes it.
 
-        If the vocabulary's tokenizer would change the text, choose the longest matching token at each
-        position.
+        If the vocabulary's tokenizer would change the text, greedily choose the longest matching token at
+        each position.
         """
         tokens = self._tokenize(_TEXT_START + text.decode("utf-8", "replace"))[len(self._start) :]
         if b"".join(self._pieces[token] for token in tokens) == text:

@@ -25,10 +25,9 @@ _MAX_TRIALS = 2
 
 
 class ConstraintTrial:
-    """A child process that tries to compile constraints. It starts with the first constraint.
+    """A child process that tries to compile constraints. It is started for the first one.
 
-    Use it from one thread at a time. The process ends when this object is deleted, or when the process that
-    owns this object ends.
+    Not thread-safe. The child process exits when this object is deleted or the parent process exits.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class ConstraintTrial:
     def run(self, option: str, text: str) -> int | str:
         """Compile a constraint in the child process.
 
-        The result does not say whether the constraint is valid, because checking that needs no child process.
+        The result does not say whether the constraint is valid. That can be checked without a child process.
 
         Args:
             option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.

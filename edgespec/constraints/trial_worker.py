@@ -64,6 +64,6 @@ def _limit_memory() -> None:
 
 
 def _limit_cpu_time(seconds: float) -> None:
-    """End this process after `seconds` of CPU time, even during a native call. 0 removes the limit."""
+    """Kill this process after `seconds` of CPU time, even during a native call. 0 removes the limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -28,14 +28,14 @@ class Distribution:
 
     @classmethod
     def point_mass(cls, token: int) -> Distribution:
-        """Return a distribution that gives one token a probability of 1."""
+        """Return a distribution in which one token has probability 1."""
         return cls(np.array([token], np.int64), np.array([1]))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def prob(self, token: int) -> float:
-        """Return the probability of a token, which is 0 if the distribution does not contain it."""
+        """Return the probability of a token, or 0 if the distribution does not contain it."""
         i = int(np.searchsorted(self.tokens, token))
         if i == len(self.tokens) or self.tokens[i] != token:
             return 0
@@ -48,7 +48,7 @@ class Distribution:
         return np.where(self.tokens[i] == tokens, self.probs[i], 0)
 
     def residual(self, other: Distribution, scale: float = 1) -> NDArray[np.float64]:
-        """Return max(scale * self - other, 0) for each token as float64 [n], without normalising it.
+        """Return the unnormalised max(scale * self - other, 0) for each token as float64 [n].
 
         This is the residual of rejection sampling (Leviathan et al. 2023, section 2.3).
         """

@@ -17,8 +17,7 @@ def best_draft_length(
 
     Args:
         acceptance_rate: The probability a that a drafted token is accepted.
-        cost: Function that returns the duration of drafting and verifying k tokens, relative to a
-            single-token target pass.
+        cost: Returns the duration of drafting and verifying k tokens, relative to a single-token target pass.
         longest: Maximum draft length to consider.
     """
 

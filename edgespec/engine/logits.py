@@ -24,15 +24,15 @@ class Noise(NamedTuple):
 class Logits(Protocol):
     """The logits of one model pass, with one row per token. Valid until the model's next pass.
 
-    The sampler requests only tokens that can be sampled, so that a device backend can filter on the device
-    and return a few candidates instead of copying whole rows.
+    The sampler requests only tokens that can be sampled, so a device backend can filter on the device and
+    return a few candidates instead of copying whole rows.
     """
 
     vocab_size: int
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that reading these logits had to wait for the model's pass to finish."""
+        """Seconds spent waiting for the model's pass to finish before these logits could be read."""
 
     @property
     def overlapped_seconds(self) -> float:
@@ -40,7 +40,7 @@ class Logits(Protocol):
 
     @property
     def other_tokens(self) -> int:
-        """Number of tokens of other replies in the pass."""
+        """Number of tokens in the pass that belong to other replies."""
 
     def __len__(self) -> int:
         """Return the number of rows, which is the number of the reply's own tokens in the pass."""
@@ -50,8 +50,8 @@ class Logits(Protocol):
     ) -> tuple[list[int], float]:
         """Return the `count` best tokens of a row after all logits processors, best first.
 
-        A backend that cannot run every processor on its device calls `best_on_host`. Among equal tokens, the
-        one with the lowest id comes first.
+        A backend that cannot run every processor on its device calls `best_on_host`. Ties are sorted by token
+        id.
 
         Args:
             row: Index of the row.
@@ -69,7 +69,7 @@ class Logits(Protocol):
         """Return at least the `count` largest logits of a row, including ties, or all if `count` is 0."""
 
     def above(self, row: int, margin: float) -> Candidates:
-        """Return every logit of a row that is within `margin` of the largest one."""
+        """Return all logits of a row that are within `margin` of the largest one."""
 
     def limit_vocab(self, vocab_size: int) -> Logits:
         """Return the same logits without token ids of `vocab_size` and above."""
@@ -81,7 +81,7 @@ class Logits(Protocol):
 def best_on_host(
     logits: Logits, row: int, count: int, processors: Sequence[LogitsProcessor], noise: Noise | None
 ) -> tuple[list[int], float]:
-    """Find the best tokens of a row on the host in double precision, as `Logits.best` describes."""
+    """Implement `Logits.best` on the host in double precision."""
     found, peak = candidates(logits, row, processors, 0 if noise else count)
     if not np.isfinite(peak):
         return [], peak
@@ -99,13 +99,13 @@ def best_on_host(
 def candidates(
     logits: Logits, row: int, processors: Sequence[LogitsProcessor], count: int = 0
 ) -> tuple[Candidates, float]:
-    """Return all tokens of a row that the logits processors might keep, without running the processors.
+    """Return all tokens of a row that the logits processors might keep, without running them.
 
     Args:
         logits: The logits of the pass.
         row: Index of the row.
         processors: The logits processors, in order.
-        count: Number of best tokens needed, or 0 for all. Overridden by filters such as top-k.
+        count: Number of top tokens needed, or 0 for all. Overridden by filters such as top-k.
 
     Returns:
         The candidates, which can include tokens that the processors will drop, and the row's largest logit.

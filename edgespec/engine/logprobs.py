@@ -13,7 +13,7 @@ __all__ = ["TokenLogprob", "token_logprob", "token_logprobs"]
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token, and those of the most likely tokens at its position, best first."""
+    """A token's log-probability, and those of the most likely tokens at its position, best first."""
 
     token: int
     logprob: float
@@ -27,7 +27,7 @@ def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogp
 
     Args:
         logits: The logits of the target's pass.
-        row: The row of the token before `token`.
+        row: The row of the preceding token.
         token: The token.
         count: Number of most likely tokens. Equally likely tokens are sorted by id.
     """

@@ -20,11 +20,11 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Verifier(Protocol):
-    """The target model as the decoding loop sees it. Its KV cache contains every token except the last."""
+    """The target, as seen by the decoding loop. Its KV cache contains every token except the last."""
 
     @property
     def free_tokens(self) -> int:
-        """Number of tokens that still fit into the target's context."""
+        """Number of further tokens that fit in the target's context."""
 
     def verify(self, tree: TokenTree) -> Logits:
         """Run a draft tree after the cached tokens. Row i of the result holds the logits after node i."""
@@ -34,13 +34,13 @@ class Verifier(Protocol):
 
 
 class Proposer(Protocol):
-    """The drafter as the decoding loop sees it."""
+    """The drafter, as seen by the decoding loop."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         """Return a draft tree of up to `draft_length` levels, whose root is the last token."""
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Read the target's logits for the verified draft tree, which are valid only during this call."""
+        """Observe the target's logits for the verified draft tree. They are valid only during this call."""
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Append the emitted tokens to the drafter's sequence."""
@@ -55,8 +55,8 @@ class Step:
         accepted: Number of leading `tokens` that are accepted draft tokens.
         finish_reason: Why the reply ends after these tokens, or None if it continues.
         logprobs: The log-probability of each token, if it was requested.
-        prompt_logprobs: The log-probability of each token of the prompt after the first, if this was
-            requested. Only the first step of such a reply has them.
+        prompt_logprobs: The log-probability of each prompt token after the first, if requested. Set only in
+            the first step of a reply.
     """
 
     tokens: tuple[int, ...]
@@ -95,18 +95,17 @@ def decode(
         acceptance: The acceptance rule.
         sampler: The sampler, whose history ends with `last_token`.
         last_token: The last token of the prompt.
-        first_logits: The logits after `last_token`, if the pass of the prompt verified it. The reply's first
-            token then needs no pass of its own.
+        first_logits: The logits after `last_token`, if the prompt's last pass computed them. The reply's
+            first token then needs no pass of its own.
         vocab_size: Size of the target's vocabulary. Drafted tokens with larger ids are dropped.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves of a draft tree.
-        draft_length: Maximum depth of a draft tree, not counting tokens at its start that a constraint
-            determines.
+        draft_length: Maximum depth of a draft tree, not counting leading tokens that a constraint determines.
         max_tokens: Maximum number of tokens to emit.
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
         is_cancelled: Called before each draft-and-verify round. Returning True ends the reply.
-        stats: Statistics of the reply, which are updated after each round.
-        logprobs: Number of most likely tokens whose log-probabilities to return with that of each emitted
+        stats: Statistics of the reply, updated after each round.
+        logprobs: How many of the most likely tokens' log-probabilities to return with that of each emitted
             token. None returns no log-probabilities.
 
     Yields:

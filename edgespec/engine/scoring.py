@@ -14,18 +14,18 @@ __all__ = ["score"]
 def score(
     target: Verifier, tokens: Sequence[int], count: int, *, max_width: int
 ) -> Iterator[tuple[TokenLogprob, ...]]:
-    """Compute the log-probability of each token of a text after the first, given the tokens before it.
+    """Compute the log-probability of each token of a text after the first, given the preceding tokens.
 
     Afterwards, the target's KV cache contains all tokens except the last.
 
     Args:
-        target: The target, whose KV cache is empty.
+        target: The target. Its KV cache must be empty.
         tokens: The text.
-        count: Number of most likely tokens whose log-probabilities to return at each position.
+        count: How many of the most likely tokens' log-probabilities to return at each position.
         max_width: Maximum number of tokens in a pass.
 
     Yields:
-        The log-probabilities that one pass computed.
+        The log-probabilities computed by one pass.
     """
     end = len(tokens) - 1
     for start in range(0, end, max_width):

@@ -13,19 +13,19 @@ __all__ = ["TokenTree", "TreeBuilder"]
 
 @dataclass(frozen=True)
 class TokenTree:
-    """The last emitted token (the root) and the tokens drafted after the root.
+    """The last emitted token (the root) and the tokens drafted after it.
 
     Node 0 is the root, which is not in the KV cache yet. Nodes are in topological order (`parents[i] < i`,
-    `parents[0] == -1`), and siblings are in the order in which they were drawn. A chain is a tree without
+    `parents[0] == -1`), and siblings are in the order in which they were sampled. A chain is a tree without
     branches.
 
     Attributes:
         tokens: The token of each node.
         parents: The parent of each node.
-        draft_probs: The distribution that each node was drawn from. None for nodes that were not drawn at
-            random, such as n-grams.
-        block_verifiable: Whether the drafter decided to draft a single chain before it drew any token, as
-            block verification requires. The length of the chain may depend on the drawn tokens.
+        draft_probs: The distribution that each node was sampled from. None for nodes that were not sampled,
+            such as n-grams.
+        block_verifiable: Whether the drafter committed to a single chain before sampling any token, as block
+            verification requires. The length of the chain may depend on the sampled tokens.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The depth of each node in the draft tree, which is 0 for the root."""
+        """The depth of each node in the draft tree. 0 for the root."""
         if self.is_chain:
             return tuple(range(self.width))
         depths = [0] * self.width
@@ -73,7 +73,7 @@ class TokenTree:
         return tuple(depths)
 
     def independent_ranges(self, begin: int) -> list[tuple[int, int]]:
-        """Split the nodes from `begin` on into ranges (first, end) that can be run one after the other.
+        """Split the nodes, starting at `begin`, into ranges (first, end) that can be run one after another.
 
         No range contains a node and its parent. Each range is as long as possible.
         """
@@ -87,7 +87,7 @@ class TokenTree:
         return ranges
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node, in the order they were drawn."""
+        """Return the children of a node, in the order in which they were sampled."""
         return [i for i in range(node + 1, len(self.parents)) if self.parents[i] == node]
 
     def child(self, node: int, token: int) -> int | None:
@@ -98,7 +98,7 @@ class TokenTree:
         return None
 
     def walk(self, tokens: Sequence[int], node: int = 0) -> tuple[int, ...]:
-        """Return `node` and the nodes below it that match `tokens`, up to the first mismatch."""
+        """Return `node` and its descendants that match `tokens`, up to the first mismatch."""
         nodes = [node]
         for token in tokens:
             child = self.child(nodes[-1], token)
@@ -118,7 +118,7 @@ class TokenTree:
         )
 
     def padded(self, width: int) -> TokenTree:
-        """Return a tree of at least `width` nodes, in which the last token is repeated as a chain."""
+        """Pad the tree to at least `width` nodes by repeating the last token as a chain."""
         more = width - self.width
         if more <= 0:
             return self
@@ -132,7 +132,7 @@ class TokenTree:
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:
-        """Return this tree without the nodes that exceed the limits, and without their descendants.
+        """Return this tree without nodes that exceed the limits, and without their descendants.
 
         Removing valid tokens because of their id or probability would bias rejection sampling.
 
@@ -168,10 +168,10 @@ class TokenTree:
 
 
 class TreeBuilder:
-    """A token tree under construction. Nodes are numbered in the order they are added.
+    """A token tree under construction. Nodes are numbered in the order in which they are added.
 
     Args:
-        chain: Tokens to start with. Each one is the parent of the next, and the first is the root.
+        chain: Initial tokens. The first is the root, and each is the parent of the next.
     """
 
     __slots__ = ("_places", "depths", "draft_probs", "is_chain", "parents", "tokens")

@@ -42,11 +42,11 @@ def find_advice(
     budget: Budget,
     headroom_bytes: int | None = None,
 ) -> str:
-    """Return advice for a plan that does not fit in memory: change an option, or choose a smaller model.
+    """Suggest an option to change or a smaller model for a plan that does not fit in memory.
 
     Args:
         fixed: The options that the user set.
-        fit: Returns the best load options that keep the given options unchanged, and their memory plan.
+        fit: Returns the best load options that leave the given options unchanged, and their memory plan.
         pair: The target and its draft model.
         options: The load options.
         budget: The memory budget.
@@ -93,7 +93,9 @@ def find_advice(
 def _weight_bytes_if_it_fits(
     model: Resolved, options: LoadOptions, room_bytes: int, headroom_bytes: int | None
 ) -> int:
-    """Return the size of a model's weights in bytes, or 0 if it does not fit even with a short context."""
+    """Return the size of a model's weights in bytes, or 0 if the model does not fit even with a short
+    context.
+    """
     context_tokens = options.context_tokens or _MIN_CONTEXT_TOKENS
     options = replace(options, context_tokens=context_tokens, memory_bytes=0)
     try:

@@ -40,9 +40,7 @@ class LowBitWeights:
         self.zeros: dict[tuple[Any, ...], mx.array] = {}
 
     def zeros_like(self, array: mx.array) -> mx.array:
-        """Return zeros of the same shape and type as `array`. Repeated calls share one array per shape and
-        type.
-        """
+        """Return a shared array of zeros with the shape and data type of `array`."""
         key = (array.shape, array.dtype)
         if key not in self.zeros:
             self.zeros[key] = mx.zeros_like(array)

@@ -227,7 +227,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Convert exceptions from file access, mlx, mlx-lm and transformers inside the block to EdgespecErrors."""
+    """Convert errors from file access, mlx, mlx-lm and transformers inside the block to EdgespecErrors."""
     try:
         yield
     except EdgespecError:

@@ -78,9 +78,7 @@ class UnrolledEagle(Module):
 
 
 class _UnrolledAttention:
-    """Attention in which row t of each step attends to rows 0 to t of the first step, and to row t of later
-    ones.
-    """
+    """Attention of row t in each step to rows 0 to t of the first step and to row t of later steps."""
 
     def __init__(self, length: int) -> None:
         rows = mx.arange(length)

@@ -25,11 +25,11 @@ To call a tool, write its name and its arguments like this:
 
 
 class ToolSupport:
-    """Rewrites conversations for a chat template that supports tools only in part, or not at all.
+    """Rewrites conversations for chat templates with partial or no tool support.
 
     Args:
         template: Source code of the template.
-        form: How the model writes tool calls.
+        form: The model's tool-call format.
     """
 
     def __init__(self, template: str, form: CallForm) -> None:
@@ -39,7 +39,7 @@ class ToolSupport:
         self._shows_results = bool(re.search(r"""['"]tool['"]""", template))
 
     def rewrite(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages, with everything that the template would leave out written as text."""
+        """Return the messages with everything that the template would omit written as text."""
         rewritten = [self._rewritten(message) for message in messages]
         if not tools or self._shows_tools:
             return rewritten

@@ -23,8 +23,8 @@ class ToolCall:
 
     Attributes:
         id: Identifies the call in the message with its result.
-        name: The tool's name, as the model wrote it. It may not be one of the tools.
-        arguments: The arguments as JSON text, which is incomplete if the reply ended within the call.
+        name: The tool's name, as the model wrote it. It may not be the name of an existing tool.
+        arguments: The arguments as JSON text. It is incomplete if the reply ended within the call.
     """
 
     id: str
@@ -40,7 +40,7 @@ class ToolCall:
         }
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it, with valid arguments as an object."""
+        """Return the call as chat templates expect it, with arguments as an object if they are valid."""
         written = read_arguments(self.arguments)
         parsed = parse_object(written)
         arguments = written if parsed is None else parsed
@@ -57,8 +57,8 @@ class ToolCallDelta:
 
     Attributes:
         index: The index of the call in `Reply.tool_calls`.
-        id: The call's id in the first part of the call, and an empty string in later parts.
-        name: The tool's name in the first part of the call, and an empty string in later parts.
+        id: The call's id in its first part, and an empty string in later parts.
+        name: The tool's name in the call's first part, and an empty string in later parts.
         arguments: The next part of the arguments' JSON text.
     """
 
@@ -69,7 +69,7 @@ class ToolCallDelta:
 
 
 def collect_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """Join the parts of tool calls."""
+    """Assemble tool calls from their parts."""
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.index == len(calls):
@@ -89,10 +89,10 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(given: Any) -> str:
-    """Return a call's arguments as a JSON object in text form, if they can be read as one.
+    """Return a call's arguments as JSON text, converted to an object if possible.
 
-    Programs send an object, JSON text, or doubly encoded JSON text. For no arguments, they send an empty
-    string, an empty list or null.
+    Programs send an object, JSON text, or doubly encoded JSON text. If there are no arguments, they send an
+    empty string, an empty list or null.
 
     Raises:
         TypeError: The arguments are neither text nor a JSON value.
@@ -117,7 +117,7 @@ def read_arguments(given: Any) -> str:
 
 
 def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
-    """Convert the tool calls of the `number`-th message, which are `ToolCall` or in OpenAI's format.
+    """Convert the tool calls of message `number`, given as `ToolCall` objects or in OpenAI's format.
 
     Raises:
         OptionError: A call is invalid.

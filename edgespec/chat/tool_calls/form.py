@@ -51,7 +51,7 @@ class ChoicePart:
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """A sequence of parts that the model may leave out."""
+    """A sequence of parts that the model may omit."""
 
     parts: Sequence[Part]
 
@@ -61,15 +61,15 @@ Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart"
 
 
 class CallForm(Protocol):
-    """A format for tool calls. Implementations are stateless, so replies can share them."""
+    """A tool-call format. Implementations are stateless, so replies can share them."""
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """The markers that begin one or several calls. None of them is a prefix of another."""
+        """The markers that begin one or more calls. None of them is a prefix of another."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers in calls that can be control tokens. Other control tokens add no text to a reply."""
+        """The markers in calls that may be control tokens. Other control tokens add no text to a reply."""
 
     @property
     def starts_bare(self) -> bool:
@@ -77,23 +77,23 @@ class CallForm(Protocol):
 
     @property
     def reasoning_ends(self) -> tuple[str, ...]:
-        """The markers that begin a call and at the same time end the reasoning."""
+        """The markers that begin a call and also end the reasoning."""
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
-        """Read calls from the position after an opening marker. Return False if the text is invalid.
+        """Read calls after an opening marker. Return False if the text is invalid.
 
-        Calls that were already reported to `writer` are kept.
+        Calls already reported to `writer` are kept.
         """
 
     def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
-        """Return the parts of a call to one tool, as the model was trained to write it."""
+        """Return the parts of a call to one tool, in the form that the model was trained on."""
 
 
 class CallWriter:
     """Receives the tool calls that a `CallForm` reads.
 
     Attributes:
-        used: The position after the last text that certainly belongs to a call. 0 if there is none.
+        used: The position after the last text that definitely belongs to a call. 0 if there is none.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class CallWriter:
         self._reported = False
 
     def parameter(self, name: str) -> Mapping[str, Any]:
-        """Return the schema of a parameter of the current call's tool, or an empty one if it is unknown."""
+        """Return the schema of a parameter of the called tool, or an empty one if it is unknown."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(name) if isinstance(properties, dict) else None
         return schema if isinstance(schema, dict) else {}
@@ -143,14 +143,14 @@ class CallWriter:
             self.used = self._reader.at
 
     def end(self) -> None:
-        """End the call, whether it is complete or the text stopped being valid."""
+        """End the call, whether it is complete or the text has become invalid."""
         self._count += self._reported
         self._reported = False
         self.used = self._reader.at
 
 
 def read_arguments_object(reader: TextReader, write: Callable[[str], None]) -> Wait[bool]:
-    """Read arguments: a JSON object, JSON in a string, or one of the ways to leave arguments out."""
+    """Read arguments: a JSON object, JSON in a string, or any way of writing no arguments."""
     if (yield from reader.peek()) == "{":
         return (yield from reader.json_value(write))
     parts: list[str] = []
@@ -164,7 +164,7 @@ def read_arguments_object(reader: TextReader, write: Callable[[str], None]) -> W
 
 
 def read_closes(reader: TextReader, closes: tuple[str, ...]) -> Wait[None]:
-    """Read the markers after calls. The markers may be missing, because small models forget them."""
+    """Read the markers after calls. Small models forget them, so they may be missing."""
     yield from reader.space()
     while closes and (yield from reader.literal(*closes)):
         yield from reader.space()

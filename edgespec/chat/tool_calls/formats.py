@@ -174,5 +174,5 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
 
 
 def call_form(template: str) -> CallForm:
-    """Return how the model with this chat template writes tool calls."""
+    """Return the tool-call format of the model with this chat template."""
     return next((form for texts, form in _FORMS if all(text in template for text in texts)), HERMES)

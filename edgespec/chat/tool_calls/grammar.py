@@ -47,7 +47,7 @@ class AnswerRule(NamedTuple):
 
     Attributes:
         expression: The constraint in llguidance's Lark format.
-        is_json: Whether answers are JSON. Text in JSON that looks like a call is part of the answer.
+        is_json: Whether answers are JSON. Text within JSON that looks like a call is part of the answer.
     """
 
     expression: str
@@ -57,13 +57,13 @@ class AnswerRule(NamedTuple):
 def tool_grammar(
     form: CallForm, tools: ToolSet, vocabulary: Vocabulary, answer: AnswerRule | None = None
 ) -> str | None:
-    """Return the grammar that a request with tools needs, or None if the model can write anything.
+    """Return the grammar for a request with tools, or None if the reply is unconstrained.
 
     Args:
-        form: How the model writes calls.
+        form: The model's tool-call format.
         tools: The tools of the request. If any of them is strict, the grammar covers all of them.
         vocabulary: The target's tokenizer.
-        answer: The constraint on the answer. The grammar then covers all tools.
+        answer: The constraint on the answer. If set, the grammar covers all tools.
     """
 
     def control_token(text: str) -> int | None:
@@ -81,7 +81,7 @@ def tool_grammar(
 
 
 def arguments_grammar(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    """Return a grammar for a tool's arguments only. It is invalid if the tool's full grammar would be."""
+    """Return a grammar for a tool's arguments alone. It is invalid if the tool's full grammar would be."""
     grammar = _Grammar(HERMES, lambda _: None, lenient=lenient)
     return grammar.text(grammar.rule([JsonPart(_closed(schema))]))
 
@@ -90,7 +90,7 @@ def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken
     """Return a grammar that makes the reply a single call to a required tool.
 
     Args:
-        form: How the model writes calls.
+        form: The model's tool-call format.
         tools: The tools of the request.
         control_token: Returns the id of the control token with the given text, or None.
     """
@@ -128,10 +128,10 @@ def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) ->
 def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: ControlToken) -> str:
     """Return a grammar that makes the reply either valid calls to the tools or an answer.
 
-    There is no text around the calls, because a model that may begin with any text need not write a call.
+    No text is allowed around the calls, because a model that may start with any text need not make a call.
 
     Args:
-        form: How the model writes calls.
+        form: The model's tool-call format.
         tools: The tools of the request. If none is strict, parts of their schemas that cannot be enforced are
             ignored.
         answer: The expression that answers match.
@@ -172,17 +172,17 @@ class _Grammar:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
 
     def rule(self, parts: Iterable[Part]) -> str:
-        """Add a rule for a sequence of parts. Return its name."""
+        """Add a rule for a sequence of parts, and return its name."""
         return self.rule_of(self._sequence(parts))
 
     def rule_of(self, expression: str, attributes: str = "") -> str:
-        """Add a rule for an expression. Return its name."""
+        """Add a rule for an expression, and return its name."""
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {expression}")
         return name
 
     def terminal(self, expression: str) -> str:
-        """Add a terminal, which is a rule of the lexer. Return its name."""
+        """Add a terminal (a lexer rule), and return its name."""
         name = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{name}: {expression}")
         return name
@@ -215,7 +215,7 @@ class _Grammar:
 
 
 def _after(opening: str, parts: Sequence[Part]) -> Sequence[Part] | None:
-    """Return the parts of a call after the marker `opening`, or None if the call begins differently."""
+    """Return the parts of a call after the marker `opening`, or None if the call starts differently."""
     first = parts[0]
     assert isinstance(first, str)
     _, found, rest = first.partition(opening)
@@ -230,9 +230,9 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _call_schema(parts: Sequence[Part]) -> Mapping[str, Any]:
-    """Return the schema of a call that is a JSON object, from its parts.
+    """Build the schema of a call that is a JSON object from its parts.
 
-    A call with literal text would exclude JSON answers: after `{"`, llguidance's lexer would expect the rest
+    Literal text in the call would rule out JSON answers: after `{"`, llguidance's lexer would expect the rest
     of that text.
     """
     before, arguments, after = parts

@@ -20,15 +20,15 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 class JsonForm:
     """Tool calls such as `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
 
-    A list of calls can also occur in place of a single call.
+    A list of calls can appear in place of a single call.
 
     Attributes:
         opens: The texts before the calls.
         closes: The texts after the calls.
-        around: The texts before the name's key and after the arguments of a call, as the model was trained to
-            write them.
-        argument_key: The key of the arguments that the model was trained to write.
-        name_key: The key of the name that the model was trained to write.
+        around: The texts before the name's key and after the arguments of a call, in the form that the model
+            was trained on.
+        argument_key: The key of the arguments that the model was trained on.
+        name_key: The key of the name that the model was trained on.
         starts_bare: Whether calls can begin without a marker at the start of the answer.
     """
 
@@ -104,4 +104,4 @@ class JsonForm:
 
 
 def _ignore(text: str) -> None:
-    """Drop the value of a key that does not matter, such as the index of the call."""
+    """Ignore the value of an irrelevant key, such as the index of the call."""

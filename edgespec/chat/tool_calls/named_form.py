@@ -28,11 +28,11 @@ class NamedForm:
         opens: The markers before a call, including any marker that only the first of several calls has.
         separators: The texts between the name and the arguments.
         closes: The markers after a call, including any marker that only the last of several calls has.
-        around: The texts before the name, between the name and the arguments, and after the arguments, as the
-            model was trained to write them.
-        header: A pattern of the text before the separator, whose first group is the name.
-        markers: The texts in calls that can be control tokens.
-        reasoning_ends: The markers that begin a call and at the same time end the reasoning.
+        around: The texts before the name, between the name and the arguments, and after the arguments, in the
+            form that the model was trained on.
+        header: Regular expression for the text before the separator. Its first group is the name.
+        markers: The texts in calls that may be control tokens.
+        reasoning_ends: The markers that begin a call and also end the reasoning.
     """
 
     opens: tuple[str, ...]

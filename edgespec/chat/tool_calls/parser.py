@@ -24,12 +24,12 @@ class ParsedText(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The format, schemas and ids with which to parse the tool calls of one reply.
+    """The format, schemas and ids used to parse the tool calls in one reply.
 
     Attributes:
-        form: How the model writes calls.
-        schemas: The JSON schema of each tool's parameters, by the tool's name.
-        id_prefix: The start of the ids of the calls, which must differ between replies.
+        form: The model's tool-call format.
+        schemas: The JSON schema of each tool's parameters, keyed by tool name.
+        id_prefix: Prefix of the call ids. It must differ between replies.
         calls_or_answer: See `ToolCallParser`.
     """
 
@@ -56,16 +56,16 @@ class CallSyntax:
 class ToolCallParser:
     """Splits an answer into text and tool calls as it arrives.
 
-    The result does not depend on how the answer is divided into parts. Text that turns out not to be a call
-    is returned as text. If this becomes clear only after the first arguments were reported, the call ends
-    there, and the rest is returned as text. Whitespace around calls is part of the calls.
+    The result does not depend on how the answer is split into chunks. Text that turns out not to be a call is
+    returned as text. If that becomes clear only after arguments have been reported, the call ends there, and
+    the rest is returned as text. Whitespace around calls belongs to the calls.
 
     Args:
-        form: How the model writes calls.
-        schemas: The JSON schema of each tool's parameters, by the tool's name.
+        form: The model's tool-call format.
+        schemas: The JSON schema of each tool's parameters, keyed by tool name.
         new_id: Returns the id of the call with the given index.
-        calls_or_answer: Whether the reply is either calls to known tools or an answer without calls, such as
-            JSON. Text in such an answer that looks like a call is not a call.
+        calls_or_answer: Whether the reply consists either of calls to known tools or of an answer without
+            calls, such as JSON, in which text that looks like a call is not one.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class ToolCallParser:
 
     @property
     def pending(self) -> int:
-        """Number of characters at the end of the answer that may still turn out to be text."""
+        """Number of characters that are held back and may turn out to be text."""
         return len(self._reader.text) - self._writer.used
 
     def feed(self, text: str) -> ParsedText:
-        """Add text of the answer. Return the text and parts of calls that can already be told apart."""
+        """Add answer text. Return all text and parts of calls that can be told apart by now."""
         self._reader.text += text
         next(self._parsing, None)
         return self._drain()
 
     def finish(self, text: str = "", *, cut: bool = False) -> ParsedText:
-        """Add the last text of the answer, and return everything that `feed` has not returned.
+        """Add the last of the answer's text, and return everything that was held back.
 
         Args:
             text: The text.
@@ -159,11 +159,11 @@ class ToolCallParser:
                 self._text.append(reader.text[used : reader.at])
 
     def _find_opening(self) -> Wait[int | None]:
-        """Read up to and including the next opening marker, and show the text before it.
+        """Read up to and including the next opening marker, and output the text before it.
 
         Returns:
-            The end of the marker, or None if the answer has no further marker. Only whitespace is left before
-            the marker.
+            The end of the marker, or None if there is no further marker. Only whitespace is left before the
+            marker.
         """
         reader = self._reader
         reader.drop_read_text()
@@ -191,7 +191,7 @@ class ToolCallParser:
             yield
 
     def _find_opening_at_start(self) -> Wait[int | None]:
-        """Read an opening marker that comes next. If there is none, show the rest of the answer."""
+        """Read an opening marker if it comes next. Otherwise, output the rest of the answer."""
         reader = self._reader
         if not self._is_answer:
             yield from reader.space()
@@ -208,7 +208,7 @@ class ToolCallParser:
             yield
 
     def _show(self, end: int) -> int:
-        """Show the text before `end` without trailing whitespace. Return the length of the whitespace."""
+        """Output the text before `end` without trailing whitespace, and return the whitespace's length."""
         reader = self._reader
         shown = reader.text[:end].rstrip(SPACE)
         self._text.append(shown)

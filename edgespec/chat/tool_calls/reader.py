@@ -26,10 +26,10 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class TextReader:
-    """Text that arrives in parts, and a position in it.
+    """Text that arrives in parts, with a read position.
 
-    The reading methods are generators: call them with `yield from`. They move the position past the text that
-    they have read. If the text does not match, they leave the position unchanged, except for `json_value` and
+    The reading methods are generators: call them with `yield from`. They advance the position past the text
+    that they read. If the text does not match, they leave the position unchanged, except for `json_value` and
     `json_string`.
     """
 
@@ -58,7 +58,7 @@ class TextReader:
             yield
 
     def literal(self, *literals: str) -> Wait[str]:
-        """Read one of the literals, preferring the longest. Return it, or an empty string if none follows."""
+        """Read the longest literal that comes next and return it, or an empty string if there is none."""
         while True:
             matching = [each for each in literals if self.text.startswith(each, self.at)]
             longest = max(matching, key=len, default="")
@@ -70,7 +70,7 @@ class TextReader:
             yield
 
     def until(self, literals: tuple[str, ...], max_characters: int) -> Wait[str | None]:
-        """Read the text up to one of the literals, but not the literal.
+        """Read the text up to, but not including, one of the literals.
 
         Returns:
             The text, or None if none of the literals follows within `max_characters`.
@@ -194,7 +194,7 @@ class TextReader:
         return True
 
     def _end(self, pattern: re.Pattern[str]) -> int:
-        """Return the end of the pattern's match at the position, or the position if there is none."""
+        """Return the end of the pattern's match at the position, or the position itself if there is none."""
         found = pattern.match(self.text, self.at)
         return found.end() if found else self.at
 

@@ -38,17 +38,18 @@ _JSON_TYPES: dict[type, frozenset[str]] = {
 class TaggedForm:
     """Tool calls such as `<function=add><parameter=a>1</parameter></function>`.
 
-    The parser translates the arguments to JSON. The schema of a parameter decides whether its value is text.
+    The parser converts the arguments to JSON. The parameter's schema decides whether a value is text.
 
     Attributes:
-        opens: The texts before the name of a tool, also those before the first of several calls.
+        opens: The texts before a tool's name, including those before the first of several calls.
         name_end: The text after the name. It may be missing.
         key: The texts before and after the name of a parameter.
-        value_open: The text before a value, if there is one besides the key.
+        value_open: The text before a value, in addition to the key, if any.
         value_end: The text after a value.
         call_end: The text after the last parameter.
-        padded: Whether each value is on separate lines. The line breaks around it are not part of the value.
-        closes: The texts after a call, also those after the last of several calls. They may be missing.
+        padded: Whether each value is on lines of its own. The line breaks around it are not part of the
+            value.
+        closes: The texts after a call, including those after the last of several calls. They may be missing.
     """
 
     opens: tuple[str, ...]
@@ -153,7 +154,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return `text` as JSON of an allowed type if it is such JSON, or else as a JSON string."""
+    """Return `text` unchanged if it is JSON of an allowed type, or else as a JSON string."""
     candidate = text.strip()
     candidate = _PYTHON_VALUES.get(candidate, candidate)
     try:

@@ -31,10 +31,10 @@ class ToolSet:
     """The tools that a model may call, after `tool_choice` has been applied.
 
     Attributes:
-        definitions: The tools as chat templates expect them, which is the format of OpenAI's API.
-        schemas: The JSON schema of each tool's parameters, by the tool's name.
-        required: The reply must call one of the tools with these names. Empty if the model decides.
-        strict: Whether a tool demands that all arguments match its schema.
+        definitions: The tools in the format of OpenAI's API, which chat templates expect.
+        schemas: The JSON schema of each tool's parameters, keyed by tool name.
+        required: Names of the tools of which the reply must call one. Empty if the model decides.
+        strict: Whether any tool requires that all arguments match its schema.
     """
 
     definitions: Definitions = ()
@@ -96,7 +96,7 @@ def _functions(number: int, tool: Any) -> list[dict[str, Any]]:
 
 
 def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) -> str:
-    """Render a chat template with tools, filling in the fields that templates take for granted.
+    """Render a chat template with tools, filling in fields that templates take for granted.
 
     Args:
         render: Renders the template with the given tools.
@@ -139,7 +139,7 @@ def _blamed(render: Callable[[Definitions], str], tools: Definitions) -> Templat
 
 
 def _complete(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool with all fields that chat templates use. Fields that were not set are empty."""
+    """Return a tool with all fields that chat templates use. Fields that were not set are left empty."""
     function = tool["function"]
     parameters = {"type": "object", "properties": {}, "required": [], **function.get("parameters", {})}
     complete = {"description": "", **function, "parameters": _complete_schema(parameters, _DEEPEST_PARAMETER)}
@@ -160,7 +160,7 @@ def _complete_schema(schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _type_name(schema: Mapping[str, Any]) -> str:
-    """Return a schema's type as a single name, because many templates concatenate it with other text."""
+    """Return a schema's type as a single string, because many templates concatenate it with text."""
     declared = schema.get("type")
     if isinstance(declared, str):
         return declared

@@ -34,11 +34,11 @@ def functions_in(tool: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the functions that a tool defines, in OpenAI's format.
 
     Returns:
-        The functions. Most tools define one. None if the tool is not a function that the caller runs, such as
-        web search run by the provider, or if its input is not JSON.
+        The functions, usually one. None if the tool is not a function that the caller runs, such as the
+        provider's web search, or if its input is not JSON.
 
     Raises:
-        OptionError: The meaning of the arguments' schema is uncertain.
+        OptionError: The schema of the arguments is ambiguous.
     """
     for read in _TOOL_FORMS:
         found = read(tool)
@@ -60,7 +60,7 @@ def _flat(tool: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _anthropic(tool: Mapping[str, Any]) -> list[Any] | None:
-    """Read an Anthropic tool with `"type": "custom"`. OpenAI's custom tools, unlike these, have no schema."""
+    """Read an Anthropic tool with `"type": "custom"`. OpenAI's custom tools have no schema."""
     return [tool] if tool.get("type") == "custom" and "input_schema" in tool else None
 
 
@@ -124,7 +124,7 @@ def read_choice(choice: ToolChoice, known: Sequence[str] = ()) -> ReadChoice:
 
     Args:
         choice: The tool choice, in the format of any API.
-        known: The names of the tools, any of which may be the choice.
+        known: The names of the tools, each of which is a valid choice.
 
     Raises:
         OptionError: The choice is in an unknown format.
