@@ -112,9 +112,7 @@ class MessagePrompts:
         return MessagePrompt(rendered, syntax, grammar)
 
     def remember(self, prompt: RenderedPrompt, reply_tokens: Sequence[int]) -> None:
-        """Remember the tokens generated after a prompt, so that the conversation's later prompts can reuse
-        them.
-        """
+        """Remember the tokens generated after a prompt, for reuse in later prompts of the conversation."""
         with self._lock:
             self._prompt_builder().remember(prompt, reply_tokens)
 

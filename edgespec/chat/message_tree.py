@@ -79,7 +79,7 @@ class MessageTree(Generic[T]):
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
-        """Return a tree whose current branch goes through a message and on to the newest versions after it."""
+        """Return a tree whose current branch runs through a message and on to the newest versions."""
         while children := self._children(place):
             place = children[-1]
         return replace(self, tip=place)

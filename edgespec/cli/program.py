@@ -40,7 +40,7 @@ class Program(HelpfulGroup):
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. If the reader of its output, such as `head -1`, exits early, that is not an error."""
+        """Run the command. It is not an error if the reader of the output, such as `head`, exits early."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

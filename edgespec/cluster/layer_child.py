@@ -15,7 +15,7 @@ __all__ = ["LayerChild", "remove_folders", "temporary_folder"]
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder for this process, which `remove_folders` can find if the process is killed."""
+    """Create a temporary folder that `remove_folders` can find if this process is killed."""
     return tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()))
 
 

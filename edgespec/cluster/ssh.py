@@ -231,7 +231,7 @@ class _Ssh:
             self._stdin.close()
 
     def close(self, end: float) -> None:
-        """Wait until the worker has exited and freed its memory, or until `time.monotonic()` reaches `end`."""
+        """Wait until the worker has exited and freed its memory, but no later than `end` (monotonic time)."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, end - time.monotonic()))
         self.kill()

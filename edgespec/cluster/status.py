@@ -90,9 +90,7 @@ class WorkerStatus:
 
     @classmethod
     def from_json(cls, line: bytes) -> WorkerStatus:
-        """Parse a status line. Raises ValueError if it is invalid, for example because another program
-        answered.
-        """
+        """Parse a status line. Raises ValueError if it is invalid, as when another program answers."""
         try:
             given = json.loads(line)
             devices = tuple(Device(str(each["name"]), int(each["free_bytes"])) for each in given["devices"])

@@ -299,9 +299,7 @@ class WorkerServer:
         self._is_closed = True
 
     def _forward_beats(self, child: RpcChild) -> None:
-        """Forward the RPC server's heartbeat to the target. When the server exits, close the target's
-        connection.
-        """
+        """Forward the RPC server's heartbeat to the target. Disconnect it when the server exits."""
         while beat := _read_beat(child):
             if (leader := self._leader) is not None:
                 with suppress(OSError):
@@ -346,9 +344,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _end_if_unreachable(connection: socket.socket) -> None:
-    """Make the system drop the connection soon after the other machine vanishes. Linux waits 15 minutes by
-    default.
-    """
+    """Make the system drop the connection soon if the peer vanishes. Linux waits 15 minutes by default."""
     if sys.platform == "darwin":
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, _UNREACHABLE_SECONDS)
     elif sys.platform == "linux":

@@ -93,9 +93,7 @@ def find_advice(
 def _weight_bytes_if_it_fits(
     model: Resolved, options: LoadOptions, room_bytes: int, headroom_bytes: int | None
 ) -> int:
-    """Return the size of a model's weights in bytes, or 0 if the model does not fit even with a short
-    context.
-    """
+    """Return the size of a model's weights in bytes, or 0 if it does not fit even with a short context."""
     context_tokens = options.context_tokens or _MIN_CONTEXT_TOKENS
     options = replace(options, context_tokens=context_tokens, memory_bytes=0)
     try:

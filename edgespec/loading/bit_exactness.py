@@ -1,10 +1,10 @@
-"""Find by trial which passes of a loaded model agree bit for bit: its classes of widths.
+"""Find out by trial which pass widths of a loaded model agree bit for bit.
 
-A kernel for several tokens at once can add numbers in a different order than the kernel for one token. The
-last bits then differ, and because weights and activations are quantised, the difference grows from layer to
-layer until the logits differ by 0.5 or more, which changes the text. The widths of passes therefore fall into
-classes whose logits and KV cells agree bit for bit. Which widths agree depends on the model, the build of the
-library, the device and the options, so it cannot be known without a trial.
+A kernel for several tokens can sum numbers in a different order than the kernel for one token. The last bits
+then differ, and because weights and activations are quantised, the difference grows from layer to layer until
+the logits differ by 0.5 or more, which changes the text. Pass widths therefore fall into classes whose logits
+and KV cells agree bit for bit. Which widths agree depends on the model, the library build, the device and the
+options, so only a trial can tell.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class WidthClass:
     """Passes of a model whose logits and KV cells agree bit for bit.
 
     Attributes:
-        widths: The numbers of tokens per pass, in ascending order. Never empty.
-        trees: Whether passes over token trees agree too.
-        block_tokens: Prompts must be read in passes of a multiple of this many tokens, so that their KV cells
-            do not depend on how they were split into passes. 1 if any split, decoding included, gives the
-            same cells.
-        any_threads: Whether the number of CPU threads makes no difference.
-        is_complete: Whether the class holds all widths that could save time.
+        widths: The pass widths in tokens, in ascending order. Never empty.
+        trees: Whether passes over token trees agree as well.
+        block_tokens: Prompts must be processed in multiples of this many tokens per pass, so that their KV
+            cells do not depend on how they were split. 1 if any split, including decoding, gives the same
+            cells.
+        any_threads: Whether the results are independent of the number of CPU threads.
+        is_complete: Whether the class contains all widths that could save time.
     """
 
     widths: tuple[int, ...]
@@ -94,7 +94,7 @@ class WidthClass:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the class holds all widths from 1 to `max_width`."""
+        """Whether the class contains all widths from 1 to `max_width`."""
         return self.widths == tuple(range(1, self.max_width + 1))
 
     @property
@@ -110,19 +110,19 @@ class WidthClass:
 
 
 def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
-    """Find the classes of widths that could be used for decoding: those that contain width 1 and width 2.
+    """Find the width classes that are usable for decoding: those that contain width 1 or width 2.
 
-    The trial reads a few hundred tokens, and compares the logits and KV cells of dozens of positions in a
-    short and in a long context. It runs about 80 single-token passes and 40 wider ones. The result is valid
-    for the loaded model with its options, on this machine and build. The cache is empty afterwards.
+    The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
+    short and a long context. It runs about 80 single-token passes and 40 wider ones. The result is valid only
+    for this model with these options, on this machine and build. The cache is empty afterwards.
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
         progress: Called between the passes. Returning False cancels the trial.
 
     Returns:
-        The class of width 1, followed by the class of width 2 if it is a different one. A model that cannot
-        roll back has only passes of width 1.
+        The class of width 1, followed by the class of width 2 if it is different. A model that cannot roll
+        back has only width 1.
 
     Raises:
         CancelledError: `progress` returned False, or the model was interrupted.
@@ -136,10 +136,10 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
 
 
 def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities:
-    """Return a model's capabilities if all its passes must belong to one class.
+    """Return a model's capabilities when restricted to passes of one class.
 
-    Passes whose width is not in the class are padded to the next width that is. Early exits compute the lower
-    layers of single tokens, whose KV cells the target keeps, so they need a class without gaps.
+    Passes of other widths are padded to the next width in the class. Early exits run the lower layers on
+    single tokens, whose KV cells the target keeps, so they require a class without gaps.
     """
     restricted = replace(capabilities, exact=True, reuse_block_tokens=found.block_tokens)
     if not capabilities.rollback:
@@ -172,7 +172,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
 
 
 class _Reference(NamedTuple):
-    """Results of passes of one width after a context.
+    """The results of passes of one width after a given context.
 
     Attributes:
         logits: A digest of the logits of each tested position.
@@ -185,7 +185,7 @@ class _Reference(NamedTuple):
 
 @dataclass
 class _Trial:
-    """The state of a trial: the random test tokens, and the widths that have agreed so far."""
+    """The state of a trial: random test tokens, and the widths that have agreed so far."""
 
     model: LanguageModel
     progress: Progress | None
@@ -249,7 +249,7 @@ class _Trial:
             raise CancelledError("loading the model was cancelled")
 
     def _read_contexts(self) -> list[int]:
-        """Read as long a context as the time for the trial allows. Return the context lengths to test."""
+        """Process as long a context as the trial's time allows. Return the context lengths to test."""
         model = self.model
         self._step(0)
         began = now()
@@ -297,7 +297,7 @@ class _Trial:
         self.model.prefill(self.tokens[self.model.length : length])
 
     def _pass(self, width: int, real: int | None = None) -> list[bytes]:
-        """Run the next tokens in one pass, and keep them (or only the first `real` ones) in the cache."""
+        """Run the next tokens in one pass, and keep all of them or the first `real` ones in the cache."""
         first, real = self.model.length, width if real is None else real
         root, *rest = self.tokens[first : first + real]
         digests = self._run(TokenTree.chain(root, [*rest, *self.tokens[: width - real]]))
@@ -328,7 +328,7 @@ class _Trial:
         return self.references[base, length]
 
     def _agrees(self, reference: _Reference, length: int, at: int, digests: Sequence[bytes]) -> bool:
-        """Return whether the logits of the last pass, which began at position `at`, and all cells agree."""
+        """Return whether all cells agree, and the logits of the last pass, which began at position `at`."""
         end = at + len(digests)
         return (
             list(digests) == reference.logits[at:end]
@@ -355,8 +355,8 @@ class _Trial:
     ) -> bool:
         """Return whether consecutive passes of one width agree with `reference` at all tested positions.
 
-        Activations are rounded to 8 bits, which hides small differences: about half of the rows of another
-        kernel agree by chance. The differences in the KV cells add up from pass to pass.
+        Activations are rounded to 8 bits, which hides small differences: about half of a different kernel's
+        rows agree by chance. Differences in the KV cells, however, add up from pass to pass.
         """
         self._rewind(length)
         positions = len(reference.logits)
@@ -372,14 +372,14 @@ class _Trial:
         return True
 
     def _could_pay(self, width: int) -> bool:
-        """Return whether a pass could save time, judged by the time of a pass that is one token narrower."""
+        """Return whether a pass could save time, judging by the duration of a pass with one token less."""
         if width <= _SURELY_TESTED_WIDTH or width in self.seconds or self.seconds[1] < _FAST_STEP_SECONDS:
             return True
         before = self.seconds.get(width - 1)
         return before is not None and before <= _MAX_SHARE_OF_SINGLE_PASSES * (width - 1) * self.seconds[1]
 
     def _trees_agree(self, base: int, widths: Sequence[int], length: int) -> bool:
-        """Return whether passes over trees agree with passes of width `base` after one branch is kept."""
+        """Return whether tree passes agree with passes of width `base` after one branch has been kept."""
         reference = self._reference(base, length)
         narrowest = min((width for width in widths if width >= 3), default=0)
         for width in (narrowest,) if self.is_short else (narrowest, widths[-1]):
@@ -403,7 +403,7 @@ class _Trial:
         return True
 
     def _threads_agree(self, length: int, wide: int) -> bool:
-        """Return whether passes of one and of `wide` tokens agree with those on a single CPU thread."""
+        """Return whether passes of 1 and of `wide` tokens give the same results on a single CPU thread."""
         model = self.model
         if (threads := model.max_threads) <= 1:
             return True
@@ -451,7 +451,7 @@ class _Trial:
     def _split_digest(
         self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]
     ) -> tuple[bytes, ...]:
-        """Read `count` tokens in passes of these sizes. Return digests of the cells or the next logits."""
+        """Process `count` tokens in passes of these sizes. Return digests of the cells or the next logits."""
         self.model.truncate(0)
         for size in cycle(sizes):
             first = self.model.length
@@ -464,7 +464,7 @@ class _Trial:
         return tuple(self._step(count + i) for i in range(_STEPS_AFTER))
 
     def _prompt_pass_agrees(self, count: int) -> bool:
-        """Return whether reading a prompt in one pass gives the same last logits as a single-token pass."""
+        """Return whether processing a prompt in one pass ends with the same logits as a single-token pass."""
         self.model.truncate(0)
         logits = self.model.prefill_prompt(self.tokens[:count])
         if logits is None:

@@ -37,7 +37,7 @@ def make_drafters(
 ) -> tuple[DrafterSet, tuple[str, ...]]:
     """Create the drafters for a loaded target, and return them with notices for the user.
 
-    Can clear the target's KV cache, to measure the target's speed.
+    May clear the target's KV cache to measure the target's speed.
 
     Args:
         pair: The target and its draft model.
@@ -47,7 +47,7 @@ def make_drafters(
         costs: Provides the target's cost curve.
         progress: Called with a description and the completed fraction. Returns False to cancel.
         shares_passes: Whether the target shares its passes with other replies.
-        live_costs: The live costs of another reply of this target, to share them. None creates new ones.
+        live_costs: The live costs to share with another reply of this target. None creates new ones.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
@@ -65,7 +65,7 @@ def make_drafters(
 
 
 class _DrafterFactory:
-    """Creates the drafters for one target. `made` maps names to the drafters created so far."""
+    """Creates the drafters for one target. `made` holds the drafters created so far, keyed by name."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _DrafterFactory:
         )
 
     def _why_not_shared(self, method: Method, *, is_loaded: bool) -> MissingDrafter:
-        """Return why a drafter that cannot draft for several replies at once is missing, and what it needs.
+        """Explain why a drafter that cannot serve concurrent replies is missing, and what it needs.
 
         Args:
             method: The method.
@@ -162,7 +162,7 @@ class _DrafterFactory:
         )
 
     def _automatic_drafters(self) -> set[str]:
-        """Return the names of the drafters that `auto` needs in addition to those that are always loaded."""
+        """Return the names of the drafters that `auto` needs besides those that are always loaded."""
         if "auto" not in self._options.methods:
             return set()
         names = {each.name for each in methods() if each.auto == "always" and not each.runs_model}
@@ -203,7 +203,7 @@ class _DrafterFactory:
         )
 
     def _curve(self) -> CostCurve:
-        """Return the duration of the target's forward passes by number of tokens, measured on first use."""
+        """Return the target's cost curve, measured on first use."""
         if self._measured_curve is None:
             self._measured_curve = self._costs.curve(self._progress)
         return self._measured_curve

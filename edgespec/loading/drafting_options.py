@@ -22,11 +22,11 @@ class DraftingOptions:
 
     Attributes:
         arguments: The checked arguments of `load`.
-        window_tokens: Number of most recent tokens that the draft model sees, or 0 for all tokens. If None,
-            the draft model sees at most as many tokens as it was trained for.
-        has_room_for_copy: Whether the memory plan leaves room for a low-bit copy of the target, which `auto`
-            can draft with.
-        draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.
+        window_tokens: Number of most recent tokens that the draft model attends to, or 0 for all. If None,
+            the limit is the context length that the draft model was trained for.
+        has_room_for_copy: Whether the memory plan leaves room for a low-bit copy of the target for `auto` to
+            draft with.
+        draft_kv_type: Data type of the draft model's KV cache. Empty means the target's data type.
     """
 
     arguments: LoadArguments
@@ -57,7 +57,7 @@ class DraftingOptions:
 
     @cached_property
     def named_drafters(self) -> frozenset[str]:
-        """The names of the drafters that the user selected explicitly, without those that `auto` chooses."""
+        """Names of the drafters that the user selected explicitly, excluding those that `auto` chooses."""
         return frozenset(name for names in self._named for name in names)
 
     @property

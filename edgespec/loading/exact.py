@@ -1,9 +1,9 @@
 """Load a target with the passes and kernels that keep its replies identical to plain decoding.
 
-The widths of passes fall into classes that agree bit for bit (see `bit_exactness`). Which class is best
-depends on the machine, and so does whether to repack the weights: repacked weights are faster, but can have
-narrower classes. Both are chosen by the expected speed. It is measured when a model is first loaded on a
-machine and build, and the choice is saved.
+Pass widths fall into classes that agree bit for bit (see `bit_exactness`). Which class is best depends on the
+machine, and so does whether to repack the weights: repacked weights are faster, but can have narrower
+classes. We choose both by the expected speed, which is measured the first time a model is loaded on a machine
+and build, and save the choice.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class DraftingForecast:
     """The expected speed and acceptance of drafting for a target.
 
     Attributes:
-        acceptance_rate: Share of drafted tokens that the target accepts.
-        token_cost: Time for drafting one token, in single-token passes of the target.
+        acceptance_rate: Fraction of drafted tokens that the target accepts.
+        token_cost: Time to draft one token, as a multiple of a single-token target pass.
     """
 
     acceptance_rate: float
@@ -65,7 +65,7 @@ class DraftingForecast:
 
         Args:
             seconds: Returns the duration of a pass of a given width.
-            widths: The widths that passes may have. Narrower passes are padded.
+            widths: The allowed pass widths. Narrower passes are padded.
         """
         step = seconds(1)
         best = 1.0 / seconds(widths[0])
@@ -77,7 +77,7 @@ class DraftingForecast:
 
 
 def forecast_drafting(pair: ModelPair) -> DraftingForecast:
-    """Forecast drafting with the pair's draft model or head, or from earlier text if there is neither."""
+    """Forecast drafting with the pair's draft model or head, or without a model if there is neither."""
     if pair.draft is not None:
         models = [(each.path, each.format) for each in (pair.target, pair.draft)]
         rate = measured_acceptance_rate(models[0], models[1])
@@ -98,7 +98,7 @@ class LoadedTarget:
 
     Attributes:
         models: One model for each concurrent reply.
-        costs: The durations of the target's passes.
+        costs: The pass costs of the target.
         options: The options that the target was loaded with.
     """
 
@@ -119,14 +119,14 @@ class LoadedTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A class of pass widths and the load options that it holds for.
+    """A class of pass widths and the load options that it applies to.
 
     Attributes:
         found: The class. If None, passes are unrestricted.
         repack: Whether the weights are repacked.
         speed: Expected speed, as a fraction of the speed of unrestricted passes. None if it was not measured.
-        is_disturbed: Whether other programs were busy, so that the speeds must be measured again when the
-            machine is quiet.
+        is_disturbed: Whether other programs were busy, so that the speeds must be remeasured when the machine
+            is idle.
     """
 
     found: WidthClass | None
@@ -148,7 +148,7 @@ def load_exact_target(
     file_states: Sequence[str],
     progress: Progress | None,
 ) -> LoadedTarget:
-    """Load a target, and restrict it to passes that agree bit for bit, as the option `exactness` requests.
+    """Load a target and restrict it to passes that agree bit for bit, as `exactness` requests.
 
     Args:
         pair: The target, its draft model and heads.
@@ -245,7 +245,7 @@ class _ExactLoading:
         return replace(self.options, exact=True, repack=repack)
 
     def _try_configurations(self) -> tuple[_Choice, LoadedTarget]:
-        """Return the best configuration, and the target, which is still loaded in the last one tried."""
+        """Return the best configuration, and the target as loaded in the last configuration tried."""
         loaded, classes, curve = self._try_one(repack=True)
         if curve is None:
             return _Choice(classes[0], True, 1.0), loaded
@@ -280,7 +280,7 @@ class _ExactLoading:
     def _try_one(
         self, *, repack: bool
     ) -> tuple[LoadedTarget, Sequence[WidthClass], Callable[[int], float] | None]:
-        """Load a configuration. Return the target, its classes, and its pass durations if they are needed."""
+        """Load a configuration. Return the target, its width classes, and its pass durations if needed."""
         loaded = self.load(self._options(repack))
         try:
             classes = find_width_classes(loaded.models[0], self.progress)
@@ -305,7 +305,7 @@ class _ExactLoading:
         *,
         repack: bool,
     ) -> list[tuple[float, float, WidthClass, bool]]:
-        """Return the expected speed of each usable class, on average and in repetitive texts."""
+        """Return the expected speed of each usable class, on average and for repetitive text."""
         speeds = []
         for found in classes:
             padding_loss = seconds(found.widths[0]) / seconds(1) - 1.0

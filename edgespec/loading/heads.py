@@ -32,8 +32,7 @@ class FoundHeads(NamedTuple):
         why_none: Why no head was chosen. Empty if `chosen` is not empty.
         notice: Message that tells the user which heads were chosen. Empty if there is nothing to report.
         suggestion: Clause that suggests a published head, to append to a message. Empty if there is none.
-        advice: What to do to draft with a head that is used only if the user names it. Empty if there is
-            none.
+        advice: How to draft with a head that is used only if the user names it. Empty if there is none.
     """
 
     chosen: tuple[HeadOption, ...] = ()
@@ -49,7 +48,7 @@ def find_heads(
     find_head: FindHead | None,
     progress: Progress | None,
 ) -> FoundHeads:
-    """Find the heads to draft with: the head that the user named, or heads in and beside the target's files.
+    """Find the heads to draft with: the one that the user named, or those in or next to the target's files.
 
     Args:
         target: The target.
@@ -143,7 +142,7 @@ def choose_heads(
 
 
 def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
-    """Return a one-line message about the chosen heads, or about an unusable head beside the target.
+    """Return a one-line message about the chosen heads, or about an unusable head next to the target.
 
     Returns an empty string if there are neither.
     """
@@ -160,7 +159,7 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:
-    """Return the head, marked as unusable if estimating its memory fails, for example if it is damaged."""
+    """Return the head, marked as unusable if its memory cannot be estimated, as when it is damaged."""
     estimate = target.file_format.estimate_head
     if estimate is not None and option.head is not None and option.is_usable:
         try:

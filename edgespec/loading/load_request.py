@@ -41,7 +41,7 @@ class LoadRequest:
         draft: str | PathLike[str] | None,
         given: Mapping[str, Any],
     ) -> LoadRequest:
-        """Create a request from the arguments of `load` or `plan`. Raise OptionError if one is invalid."""
+        """Create a request from the arguments of `load` or `plan`. Raises OptionError if one is invalid."""
         if target is None:
             target = default_model()
         target_name: str = MODEL_OPTIONS["target"].check("target", target)

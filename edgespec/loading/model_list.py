@@ -55,19 +55,20 @@ class AvailableModel:
 
     Attributes:
         reference: A reference to the model, for `load` and `download_model`.
-        place: Where it is: `embedded` (part of edgespec), `hub` (the Hugging Face cache), `ollama` or
-            `lmstudio`. `catalogue` and `search` (a result of `search_models`) are not on this machine.
+        place: Where the model is: `embedded` (part of edgespec), `hub` (the Hugging Face cache), `ollama` or
+            `lmstudio`. Models in `catalogue` and `search` (results of `search_models`) are not on this
+            machine.
         parameters: Number of parameters. 0 if unknown.
-        size_bytes: Size of its files. Approximate if it is not on this machine, and 0 if unknown.
-        draft: A reference to the draft model to use with it. Empty if there is none.
+        size_bytes: Size of the model's files. Approximate if they are not on this machine, and 0 if unknown.
+        draft: A reference to the recommended draft model. Empty if there is none.
         download_bytes: Total size of the files to download, for the model and the draft model.
         needed_bytes: Approximate memory for both models with a context of 8,192 tokens.
         fits: Whether `needed_bytes` is within the memory budget. True if the size is unknown.
         speed: The expected speed. None if this machine has not been measured.
-        path: Its file or folder. None if it is not on this machine.
-        entry: Its entry in the catalogue, or None if it has none.
+        path: The model's file or folder. None if it is not on this machine.
+        entry: The model's catalogue entry, or None if it has none.
         family: Name of the model family. Empty if unknown.
-        notice: A remark for people who want to use it. Usually empty.
+        notice: A note for users of the model. Usually empty.
     """
 
     reference: str
@@ -192,7 +193,7 @@ def _budget_bytes(memory: str | int | None) -> int:
 def installed_models(
     form: FileFormat, installed: InstalledModels, machine: MachineSpeed | None, budget_bytes: int
 ) -> Iterator[AvailableModel]:
-    """Yield the models of one format on this machine, except for models that can only be draft models."""
+    """Yield the installed models of one format, except those that can only serve as draft models."""
     embedded_drafts = {
         name for entry in load_catalogue().entries if entry.embedded_file for name in entry.drafts
     }
@@ -247,7 +248,7 @@ def _installed_model(
 
 
 def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int) -> DraftOption | None:
-    """Return the draft model of `--draft auto`. If there is none, return one that can be downloaded."""
+    """Return the draft model that `--draft auto` would use, or else one that can be downloaded."""
     target = resolve(model.reference, allow_download=False)
     options = draft_options(target, installed)
     chosen = None
@@ -261,7 +262,7 @@ def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int)
 
 
 def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> PassWeights | None:
-    """Return the weights of a model from its file or, if it is not on this machine, its catalogue entry."""
+    """Return a model's weights from its file or, if it is not installed, from its catalogue entry."""
     if path is not None and form.read_pass_weights is not None:
         return form.read_pass_weights(path)
     return catalogue_weights(entry) if entry else None

@@ -37,8 +37,8 @@ class PairEstimator:
 
     Attributes:
         target: Estimates the memory of the target alone.
-        why_in_turns: The reason why replies run one at a time although the user asked for several at once.
-            Empty if there is none.
+        why_in_turns: Why replies run one at a time although the user asked for concurrent ones. Empty
+            otherwise.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PairEstimator:
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
-        """Return the memory plan for a choice of load options. Can raise OptionError or MemoryBudgetError."""
+        """Return the memory plan for a choice of load options. May raise OptionError or MemoryBudgetError."""
         if choice not in self._plans:
             self._plans[choice] = self._make_plan(choice)
         return self._plans[choice]

@@ -46,7 +46,7 @@ class LoadedDraft:
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
-    """Load the target, and return one model for each of `options.parallel` concurrent replies.
+    """Load the target. Return one model for each of `options.parallel` concurrent replies.
 
     Raises the same errors as the backend's `load`.
     """

@@ -46,14 +46,14 @@ class ModelPair:
     Attributes:
         target: The target.
         draft: The draft model, or None.
-        why_no_draft: The reason why there is no draft model. Empty if there is one.
-        why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
-            recommends it.
+        why_no_draft: Why there is no draft model. Empty if there is one.
+        why_draft: Why `auto` chose this draft model. Empty if the user chose it or the catalogue recommends
+            it.
         draft_is_automatic: Whether `auto` chose the draft model. If loading it fails, it is replaced.
-        failed_drafts: Notice for the user about the draft models that `auto` preferred to this one, but that
-            cannot be loaded. Empty if there are none.
+        failed_drafts: Notice about draft models that `auto` preferred but could not load. Empty if there are
+            none.
         heads: Heads to draft with, at most one per method, most preferred first.
-        why_no_head: The reason why there is no head, or why heads were dropped. Empty otherwise.
+        why_no_head: Why there is no head, or why heads were dropped. Empty otherwise.
         why_heads: Notice for the user that names the chosen heads. Empty if the user chose the head.
         head_advice: How to draft with a head that is used only if the user names it. Empty if there is no
             such head.
@@ -86,7 +86,7 @@ class _DraftFailedError(Exception):
 
 @contextmanager
 def loading_draft(pair: ModelPair) -> Iterator[None]:
-    """Mark errors in this `with` block as failures of the pair's draft model; see `with_working_draft`.
+    """Mark errors in this `with` block as failures of the pair's draft model. See `with_working_draft`.
 
     Errors about options are raised unchanged, because only the user can resolve them.
     """
@@ -103,11 +103,11 @@ def loading_draft(pair: ModelPair) -> Iterator[None]:
 def with_working_draft(
     find: Callable[[Mapping[Path, str]], ModelPair], use: Callable[[ModelPair], _Result]
 ) -> _Result:
-    """Return `use(pair)`. If an automatic draft model cannot be loaded, try the next best, and finally none.
+    """Return `use(pair)`. If an automatic draft model fails to load, try the next best, and finally none.
 
     Args:
         find: Finds the pair, given a map from the paths of draft models that failed to the reasons.
-        use: Plans or loads the pair. It must mark the failures of the draft model with `loading_draft`.
+        use: Plans or loads the pair. It must mark draft model failures with `loading_draft`.
     """
     failed: dict[Path, str] = {}
     while True:
@@ -131,18 +131,18 @@ def find_pair(
     find_head: FindHead | None = None,
     failed_drafts: Mapping[Path, str] | None = None,
 ) -> ModelPair:
-    """Find the files of a target, its draft model and its heads, downloading files that the user named.
+    """Find the files of a target, its draft model and its heads, downloading those that the user named.
 
     Uses the files that `edgespec prepare layerskip` created for a GGUF target if a method names `layerskip`,
     or if `auto` has nothing else to draft with.
 
     Args:
         target: Reference to the target.
-        draft: Reference to the draft model. `auto` chooses from the models on this machine, or chooses none
-            if the user named a head.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if the
+            user named a head.
         drafting: The methods that replies can use.
         progress: Called during downloads. Returning False cancels them.
-        options: Memory and context limits for `auto` to respect when it chooses a draft model.
+        options: Memory and context limits for `auto` to respect when choosing a draft model.
         find_model: Finds a model by reference. The default downloads missing files.
         find_head: Finds a head by reference. The default downloads missing files, and converts the head to
             the target's format.
@@ -207,7 +207,7 @@ def find_pair(
 
 
 def with_own_adapters(options: LoadOptions, target: Resolved) -> LoadOptions:
-    """Add the adapters that are part of the target, as in some models of Ollama, before the user's own."""
+    """Prepend the adapters that are part of the target, as in some Ollama models, to the user's own."""
     own = (Adapter(str(path)) for path in target.adapters)
     return replace(options, adapters=(*own, *options.adapters))
 
@@ -241,7 +241,7 @@ def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: Dra
 
 
 def _prepared_target(found: Resolved, drafting: DraftingOptions, drafts_otherwise: bool) -> Resolved:
-    """Return the files that a method needs instead of the target's, or `found` if no method needs others."""
+    """Return the prepared files that a method needs, or `found` if no method needs any."""
     fallbacks = [each for each in methods() if each.auto == "fallback"]
     for each in methods():
         if each.find_target is None:
@@ -276,12 +276,12 @@ def _find_draft(
 def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
     """Check that models and heads can be loaded. Uses a child process, because damaged files can crash it.
 
-    Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
-    `check_loadable`, but drops heads that fail if `auto` chose them, and lets `with_working_draft` replace a
-    draft model that fails.
+    For models larger than the memory limit in `options`, only the metadata is read. Raises the same errors as
+    `check_loadable`, except that heads that `auto` chose are dropped if they fail, and `with_working_draft`
+    replaces a draft model that fails.
 
     Returns:
-        The pair without the heads that failed, and a notice for the user, which can be empty.
+        The pair without the heads that failed, and a possibly empty notice for the user.
     """
     models: list[TrialModel] = []
     drafts: list[TrialModel] = []
@@ -347,7 +347,7 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the options for loading `found`, one model of a pair.
+    """Return the options for loading `found`, which is one model of a pair.
 
     If the other model uses a different backend, options that the backend of `found` does not support are
     reset to their defaults.

@@ -77,16 +77,16 @@ class LoadPlan:
     Attributes:
         pair: The target and its draft model, if any.
         drafting: Drafting options, including the planner's changes.
-        options: Load options for both models together.
+        options: Load options that apply to both models.
         float32: Whether MLX converts 16-bit weights to float32 where that is faster.
         plan: The memory plan.
-        advice: Advice for the user if the plan does not fit. Otherwise empty.
+        advice: Advice for the user if the plan does not fit, otherwise empty.
         trained_tokens: Context length that the target was trained for. 0 if unknown.
-        longrope_switch_tokens: Context size above which the target uses its LongRoPE factors for long
-            contexts. 0 if it uses the same factors for all contexts.
-        draft_window: The draft model's attention window, or None if it sees the whole context.
-        why_in_turns: The reason why replies run one at a time although the user asked for several at once.
-            Empty if there is none.
+        longrope_switch_tokens: Context size above which the target switches to its long LongRoPE factors. 0
+            if it does not use LongRoPE.
+        draft_window: The draft model's attention window, or None if it attends to the whole context.
+        why_in_turns: Why replies run one at a time although the user asked for concurrent ones. Empty
+            otherwise.
         context_is_fixed: Whether the user chose the context length.
     """
 
@@ -124,7 +124,7 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """Text that tells the user what differs from the request. Empty if nothing does."""
+        """Message about what differs from the user's request. Empty if nothing does."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
@@ -132,7 +132,7 @@ class LoadPlan:
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
-    """Return the budgets of main memory and graphics memory for the models.
+    """Return the system and GPU memory budgets for the models.
 
     Args:
         backends: The backends of the models, the target's first.
@@ -155,7 +155,7 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    If the user did not set a context length, the plan can choose a longer one than the default.
+    If the user did not set a context length, the plan may choose one longer than the default.
 
     Raises:
         ModelFileError, BackendMissingError: A model cannot be opened.
@@ -256,8 +256,8 @@ def _with_prefix_cache(plan: MemoryPlan, first: MemoryPlan, requested_bytes: int
 
     Args:
         plan: The plan.
-        first: The plan before its context was extended. Its free memory determines the limit, so that a
-            longer context takes nothing from the prefix cache.
+        first: The plan before the context was extended. Its free memory determines the limit, so that a
+            longer context does not shrink the prefix cache.
         requested_bytes: The limit that the user set, or None for the default.
     """
     free = first.free_bytes("memory") if first.fits else 0

@@ -63,8 +63,8 @@ def create_prefix_cache(
         load_options: The options that the target was loaded with.
         costs: The durations of the target's forward passes.
         plan: The memory plan.
-        states_before: The result of `file_states` before loading. If the files have changed since then,
-            nothing is cached on disk, because the loaded weights are unknown.
+        states_before: The result of `file_states` before loading. If the files have changed since, nothing is
+            cached on disk, because it is unclear which weights were loaded.
     """
     if place == "none":
         return None
@@ -89,7 +89,7 @@ def create_prefix_cache(
 
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:
-    """Return a digest of all files and settings that affect the values in the KV cache."""
+    """Return a digest of all files and settings that affect KV cache values."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     parts = [
         models_fingerprint(target.facts),

@@ -34,18 +34,18 @@ class Preview:
     """The plan for loading a model, made without loading anything.
 
     Attributes:
-        target, draft: Names of the models; `draft` is None if there is no draft model.
+        target, draft: Names of the models. `draft` is None if there is no draft model.
         notes: User-facing notes on how the model names were resolved to files, and on draft models that
             cannot be loaded.
-        why_no_draft: Reason why there is no draft model. Empty if there is one.
+        why_no_draft: Why there is no draft model. Empty if there is one.
         heads: Names of the heads to draft with, most preferred first.
-        why_no_head: Reason why there is no head, or why heads were dropped. Empty otherwise.
+        why_no_head: Why there is no head, or why heads were dropped. Empty otherwise.
         why_heads: Notice that names the chosen heads. Empty if the user chose the head.
         plan: The memory plan.
         advice: Advice for the user if the plan does not fit. Otherwise empty.
         trained_context_tokens: Context length that the target was trained for. 0 if unknown.
         first_context_tokens: Initial context size, which grows on demand.
-        draft_window: The draft model's attention window, or None if it sees the whole context.
+        draft_window: The draft model's attention window, or None if it attends to the whole context.
         prediction: The expected speed on this machine. None if `edgespec recommend` has not measured it, or
             if the target is on several machines.
         spread: The measured connections to the workers and the expected speed on several machines. None
@@ -85,8 +85,8 @@ def plan(
 ) -> Preview:
     """Return what `load` would decide and how much memory it would use, without loading anything.
 
-    Downloads only the metadata of models that are not on this machine. With workers, `plan` reserves the
-    workers while it runs, and measures the connections to them.
+    For models that are not on this machine, only the metadata is downloaded. With workers, `plan` reserves
+    them while it runs, and measures the connections to them.
 
     Args:
         target: The model to run, as for `load`.
@@ -95,8 +95,8 @@ def plan(
         **options: See `edgespec.LoadArguments`.
 
     Raises:
-        EdgespecError: Any error raised by `load`. A plan that does not fit in memory is not an error, unless
-            there is too little memory to read a model's metadata.
+        EdgespecError: Any error that `load` raises. A plan that does not fit in memory is not an error,
+            unless there is too little memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()

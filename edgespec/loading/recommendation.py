@@ -50,9 +50,9 @@ class Candidate:
         download_bytes: Size of the files of the model and its draft model that are not on this machine.
         needed_bytes: Approximate memory that both models need with a context of 8,192 tokens.
         speed: The predicted speed.
-        faster_type: The quantisation type with which the model would be clearly faster because speculation
-            would save more time. Empty if there is none.
-        is_for_code: Whether the model was trained to write programs.
+        faster_type: A quantisation type that would make the model clearly faster, because speculation would
+            save more time. Empty if there is none.
+        is_for_code: Whether the model was trained to write code.
     """
 
     reference: str
@@ -103,10 +103,10 @@ def recommend(
     remeasure: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
-    """Recommend a model for this machine, and predict the speed of all that fit.
+    """Recommend a model for this machine, and predict the speed of every model that fits.
 
-    Measures this machine the first time, and once more if other programs disturbed the measurement and are
-    no longer busy. This takes up to 20 seconds. Downloads nothing.
+    Measures this machine the first time, and again if other programs disturbed the measurement and are no
+    longer busy. A measurement takes up to 20 seconds. Downloads nothing.
 
     Args:
         task: What the model will be used for.
@@ -133,7 +133,7 @@ def recommend(
 
 
 def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> Iterator[Candidate]:
-    """Yield the installed models of a format that fit, then the other models of the catalogue that fit."""
+    """Yield the models of a format that fit: the installed ones, then the rest of the catalogue."""
     installed = find_installed()
     names = {each.entry.name for each in installed.models if each.entry and each.format == form.name}
     for model in (
@@ -156,7 +156,7 @@ def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> I
 
 
 def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpeed) -> str:
-    """Return a quantisation type with which the model and its draft model are clearly faster, or ''."""
+    """Return a quantisation type that makes the model and its draft model clearly faster, or ''."""
     models, draft = entry.file_format.benchmark_models, recommended_draft(entry)
     if draft is None or models is None:
         return ""
@@ -173,7 +173,7 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
 
 
 def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
-    """Return the largest model that is comfortably or at least acceptably fast, or else the fastest model."""
+    """Return the largest model that is comfortably, or at least acceptably, fast, or else the fastest one."""
     suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
     for least in (_COMFORTABLE_SPEED, _ACCEPTABLE_SPEED):
         fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]

@@ -34,7 +34,7 @@ class SpeedPrediction:
     Attributes:
         tokens_per_second: Speed of plain decoding.
         pass_costs: Duration of a pass of 2, 4 and 8 tokens, relative to a single-token pass.
-        prompt_seconds: Time to the first token of the reply to a prompt of 1,000 tokens.
+        prompt_seconds: Time to first token for a prompt of 1,000 tokens.
         speedup: Speed-up with the recommended draft model. 1 if there is none.
         is_disturbed: Whether other programs were busy when this machine was measured, so that the speed is
             probably too low.
@@ -75,7 +75,7 @@ def predict_speed(
         speed: The measured speed of this machine.
         target: The weights of the target.
         draft: The weights of the draft model, or None.
-        size_ratio: The draft model's number of parameters divided by the target's.
+        size_ratio: The draft model's parameter count divided by the target's.
         acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
     """
     step = speed.pass_seconds(target)
@@ -122,7 +122,7 @@ def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
 
 
 def predict_entry(entry: ModelEntry, speed: MachineSpeed | None = None) -> SpeedPrediction | None:
-    """Predict the speed of a catalogue model with its recommended draft model, without their files.
+    """Predict the speed of a catalogue model and its recommended draft model, without their files.
 
     Args:
         entry: The model.
@@ -154,8 +154,8 @@ def catalogue_weights(entry: ModelEntry, type_name: str = "") -> PassWeights:
 
     Args:
         entry: The model.
-        type_name: Name of a quantisation type that all weights would have. Defaults to the typical mixture of
-            the model's quantisation.
+        type_name: Quantisation type to assume for all weights. Defaults to the typical mix of the model's
+            quantisation.
     """
     models = entry.file_format.benchmark_models
     size_bytes = entry.active_fraction * entry.approximate_file_bytes

@@ -26,12 +26,12 @@ _UNSUPPORTED = (
 
 
 def for_workers(drafting: DraftingOptions) -> DraftingOptions:
-    """Return the drafting options for a target on workers, without the cache of earlier chats.
+    """Return the drafting options for a target on workers, with the prefix cache disabled.
 
     Heads are used only if the user selected their method.
 
     Raises:
-        OptionError: The user chose an option or a method that does not work with workers.
+        OptionError: The user chose an option or method that does not work with workers.
     """
     arguments = drafting.arguments
     for name in _UNSUPPORTED:

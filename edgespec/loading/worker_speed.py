@@ -32,13 +32,14 @@ class SpreadPrediction:
         links: The measured connection to each worker.
         send_seconds: Time to send the weights to all workers over the measured connections, if none of them
             has cached weights. Loading takes longer if files or processors are slower than the network.
-        tokens_per_second: The speed. None if a machine has not been measured, or cannot be for the format.
-        unmeasured: The machines with a part of the target that `edgespec recommend` has not measured.
-        alone: The expected speed with all layers on one machine, for the machines that can hold them and
-            were measured.
+        tokens_per_second: The speed. None if a machine has not been measured or cannot be for this format.
+        unmeasured: The machines that hold part of the target but have not been measured by `edgespec
+            recommend`.
+        alone: The expected speed with all layers on one machine, for each measured machine that can hold
+            them.
         fits_here: Whether the whole target fits on this machine.
-        disturbed: The machines on which other programs were busy when their speed was measured.
-        faster_alone: The machine in `alone` that is faster than all machines together. Empty if none is.
+        disturbed: The machines on which other programs were busy during the measurement.
+        faster_alone: A machine in `alone` that is faster than all machines together. Empty if there is none.
     """
 
     links: tuple[LinkSpeed, ...]
@@ -102,7 +103,7 @@ def predict_spread(
     fractions = [share.read_fraction + (1.0 - in_layers if share.has_output else 0.0) for share in machines]
 
     def seconds(machine: int, fraction: float, layers: int) -> float | None:
-        """Return the time for a part of a pass on one machine. None if the machine was not measured."""
+        """Return the time for part of a pass on one machine, or None if the machine was not measured."""
         speed = speeds[machine]
         part = {name: round(size * fraction) for name, size in weights.bytes_of.items()}
         return None if speed is None else trips[machine] + speed.pass_seconds(PassWeights(part, layers))
@@ -139,9 +140,9 @@ def predict_spread(
 
 
 def output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> bool:
-    """Return whether passes are faster if the output layer is on the last worker instead of this machine.
+    """Return whether passes are faster with the output layer on the last worker than on this machine.
 
-    Returns False if the target has no output layer of its own, or if one of both machines was not measured.
+    Returns False if the target has no output layer of its own, or if either machine was not measured.
     Measures the connection to the worker only if the result depends on it.
 
     Raises:
@@ -162,14 +163,14 @@ def output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> b
 def _saves_time(
     output: OutputLayer, here: MachineSpeed, there: MachineSpeed, bytes_per_second: float
 ) -> bool:
-    """Return whether a worker computes the output layer faster, including the time to send the logits."""
+    """Return whether a worker computes the output layer faster, including the time to send logits back."""
     weights = PassWeights({output.type_name: output.size_bytes}, 0)
     sending = _OUTPUT_ROWS * output.row_growth_bytes / bytes_per_second
     return there.pass_seconds(weights) + sending < here.pass_seconds(weights)
 
 
 def saved_speed_json() -> dict[str, Any]:
-    """Return the measured speed of this machine with GGUF models as JSON-compatible values, or {}."""
+    """Return this machine's measured speed for GGUF models as JSON-compatible values, or {}."""
     speed = saved_machine_speed(format_of("gguf"))
     if speed is None:
         return {}
@@ -182,7 +183,7 @@ def saved_speed_json() -> dict[str, Any]:
 
 
 def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
-    """Return the speed of a worker's machine with single-token passes, or None if it was not measured."""
+    """Return the speed of a worker's machine for single-token passes, or None if it was not measured."""
     try:
         seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
         layer_seconds = float(values["layer_seconds"])

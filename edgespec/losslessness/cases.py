@@ -66,7 +66,7 @@ def count_replies(
 
 
 def count_case_replies(cases: Sequence[Case], acceptance: str, samples: int) -> tuple[int, int]:
-    """Return two numbers: how many replies are compared token by token, and how many are sampled."""
+    """Return how many replies are compared token by token, and how many are sampled."""
     sampled = [case for case in cases if case.is_sampled(acceptance)]
     plain = {(case.prompt.name, case.temperature) for case in cases if not case.is_sampled(acceptance)}
     return len(plain) + len(cases) - len(sampled), samples * len(sampled)

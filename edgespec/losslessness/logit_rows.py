@@ -1,4 +1,4 @@
-"""Compute the logits after the tokens of text again, and compare them."""
+"""Recompute the logits along a given text and compare them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Alone:
         self.batch_tokens = batch_tokens
 
     def before_pass(self, model: LanguageModel) -> int:  # noqa: ARG002
-        """Prepare the context for the next pass, and return the maximum number of prompt tokens in it."""
+        """Prepare the context for the next pass, and return how many prompt tokens it may contain."""
         return self.batch_tokens
 
     def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
@@ -41,7 +41,7 @@ class Alone:
 def logit_rows(
     model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], passes: Alone | None = None
 ) -> NDArray[np.float32]:
-    """Compute the logits after the tokens of a reply with single-token passes.
+    """Compute the logits along a reply with single-token passes.
 
     Overwrites the model's KV cache.
 
@@ -52,7 +52,7 @@ def logit_rows(
         passes: Runs the passes. By default, a single pass prefills the prompt.
 
     Returns:
-        The logits after the last tokens of `reply`, at most 64 of them, as float32 [tokens, vocab].
+        The logits after up to 64 last tokens of `reply`, as float32 [tokens, vocab].
     """
     passes = passes or Alone()
     model.truncate(0)

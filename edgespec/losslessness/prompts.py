@@ -28,7 +28,7 @@ class Prompt:
 
     Attributes:
         name: Name of the prompt in reports.
-        messages: The chat, which ends with a message of the user.
+        messages: The chat, ending with a user message.
         category: The kind of text, such as `code`.
         schema: The JSON schema that the reply must satisfy, as JSON text, or None.
     """

@@ -1,10 +1,10 @@
-"""Run the target passes of a reply again, in an empty context, and judge the reply by the result.
+"""Rerun the target passes of a reply in an empty context, and judge the reply by the result.
 
 A pass over several tokens can round differently than a pass over one token. A speculative reply may therefore
-differ from plain decoding although the loop, the rollback and the caches are right. A replay separates the
-two cases. It runs passes of the same shapes over the reply's own tokens, so that they are rounded in the same
-way. If this gives the same tokens, and the rejected tokens do not change a bit of the logits, the difference
-is rounding. Otherwise, it is a fault.
+differ from plain decoding even if the loop, the rollback and the caches are correct. A replay tells the two
+cases apart. It runs passes of the same shapes over the reply's own tokens, so that they round the same way.
+If this gives the same tokens, and the rejected tokens do not change a single bit of the logits, the
+difference is due to rounding. Otherwise, it is a fault.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ Verdict = Literal["rounding", "fault"]
 
 
 class Reason(StrEnum):
-    """Why a reply is wrong, as far as further replays can tell.
+    """Why a reply is wrong, to the extent that further replays can tell.
 
     Attributes:
         REJECTED_TOKENS: Rejected draft tokens change the logits of later passes, so they were not removed
             from the target's cache.
-        STALE_CACHE: The reply is wrong because of tokens that earlier replies left in the target's cache. It
-            is right if it starts with an empty cache.
-        OTHER_REPLIES: The text of another reply changes the logits, or a reply changes only when it is
-            generated together with others.
+        STALE_CACHE: The reply is wrong because of tokens that earlier replies left in the target's cache.
+            With an empty cache, it is correct.
+        OTHER_REPLIES: The text of another reply changes the logits, or the reply is wrong only when generated
+            together with others.
         NOT_REPEATABLE: The same passes give different logits each time.
         ENDING: The reply ended too early or too late.
-        NOT_REPRODUCED: The reply's own passes give other tokens. A drafter may have changed the target's
-            cache, or the acceptance rule may be wrong.
+        NOT_REPRODUCED: Rerunning the reply's own passes gives other tokens. A drafter may have changed the
+            target's cache, or the acceptance rule may be wrong.
     """
 
     REJECTED_TOKENS = "rejected_tokens"
@@ -70,7 +70,7 @@ class Reason(StrEnum):
 
 
 class PromptRead(NamedTuple):
-    """A prompt that the target read, and how many of its first tokens were already in the target's cache."""
+    """A prompt that the target processed, and how many of its leading tokens were already cached."""
 
     tokens: Sequence[int]
     cached_tokens: int
@@ -78,11 +78,11 @@ class PromptRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MadeReply:
-    """A finished reply, and how the target computed it.
+    """A finished reply, with a record of how the target computed it.
 
     Attributes:
-        reads: The prompts whose tokens are in the cache, in the order in which the target read them since the
-            cache was empty. The last one is the prompt of the reply.
+        reads: The prompts that the target has processed since the cache was empty, in order. The last one is
+            the reply's prompt.
         rounds: The draft-and-verify rounds.
         tokens: The tokens of the reply.
         sampler: Returns a new sampler with the reply's settings, whose history is the prompt.
@@ -105,12 +105,12 @@ class MadeReply:
 
 
 class Replayed(NamedTuple):
-    """The result of running the passes of a reply again.
+    """The result of rerunning the passes of a reply.
 
     Attributes:
         position: Index of the first token that differs from the reply, or None if all are equal.
         digests: A digest of the logits at each position, up to the first difference.
-        rows: The logits at the last positions before `rows_end`, at most 64, as float32 [tokens, vocab].
+        rows: The logits at up to 64 positions before `rows_end`, as float32 [tokens, vocab].
     """
 
     position: int | None
@@ -134,7 +134,7 @@ class Judgement(NamedTuple):
 
 
 def plain_rounds(made: MadeReply, count: int) -> list[Round]:
-    """Return rounds of plain decoding that compute the first `count` tokens of a reply."""
+    """Return the plain-decoding rounds that compute the first `count` tokens of a reply."""
     starts_in_prompt = made.rounds[0].in_prompt_pass
     return [Round((0,), (-1,), (), 1, in_prompt_pass=starts_in_prompt and i == 0) for i in range(count)]
 
@@ -147,7 +147,7 @@ def replay(
     truncates: bool = False,
     rows_end: int = 0,
 ) -> Replayed:
-    """Run the target passes of a reply again, over the reply's own tokens, in an empty context.
+    """Rerun the target passes of a reply over the reply's own tokens, in an empty context.
 
     Overwrites the target's KV cache.
 
@@ -157,8 +157,8 @@ def replay(
         filler: Selects one of several sequences of filler tokens. They replace the tokens that should not
             affect the reply: rejected tokens, and tokens of earlier prompts that are not reused. If None,
             the passes contain the original tokens.
-        truncates: Whether to keep the accepted tokens of a chain by truncating, so that `commit` removes
-            nothing. Otherwise, each pass ends with the same `commit` as in the reply.
+        truncates: Whether to truncate to the accepted tokens of a chain, so that `commit` removes nothing.
+            Otherwise, each pass ends with the same `commit` as in the reply.
         rows_end: Index after the last position whose logits are returned.
     """
     logits = _read_prompts(target, made, filler)
@@ -199,7 +199,7 @@ class _LastRows:
 
 
 def _read_prompts(target: LanguageModel, made: MadeReply, filler: int | None) -> Logits | None:
-    """Empty the context, and read the prompt in the same steps as for the reply.
+    """Clear the context, and process the prompt in the same steps as for the reply.
 
     If `filler` is given, its tokens replace those of earlier prompts that are not reused.
     """
@@ -224,17 +224,17 @@ def _read_prompts(target: LanguageModel, made: MadeReply, filler: int | None) ->
 
 
 def _filler_tokens(target: LanguageModel, filler: int, start: int, count: int) -> list[int]:
-    """Return filler tokens. The tokens of two different fillers differ at every position."""
+    """Return filler tokens. Two different fillers differ at every position."""
     vocab = target.facts.vocab_size
     offset = 7 + filler * (vocab // 2)
     return [(offset + 31 * (start + i)) % vocab for i in range(count)]
 
 
 def _renew_context(target: LanguageModel) -> None:
-    """Empty the target's cache, and allocate it again if the backend can do this.
+    """Clear the target's cache, and reallocate it if the backend can.
 
-    KV cells that an error has left in the cache would otherwise affect the replay too. llama.cpp
-    allocates a context only if its size changes, so the size changes twice.
+    KV cells left over from an error would otherwise affect the replay as well. llama.cpp reallocates a
+    context only if its size changes, so we change the size twice.
     """
     target.truncate(0)
     size = target.facts.context_tokens
@@ -277,14 +277,14 @@ def _keep(target: LanguageModel, made: Round, *, truncates: bool) -> None:
 
 
 def judge(target: LanguageModel, made: MadeReply, plain: MadeReply, position: int) -> Judgement:
-    """Decide why a reply differs from plain decoding: by rounding or by a fault.
+    """Decide whether a reply differs from plain decoding because of rounding or a fault.
 
     Overwrites the target's KV cache.
 
     Args:
         target: The target.
         made: The reply.
-        plain: The reply of plain decoding, which its own replay has reproduced.
+        plain: The reply from plain decoding, which its own replay has reproduced.
         position: Index of the first token that differs.
     """
     first = replay(target, made, 0, truncates=True, rows_end=position + 1)
@@ -302,15 +302,15 @@ def judge(target: LanguageModel, made: MadeReply, plain: MadeReply, position: in
 def find_fault(
     target: LanguageModel, made: MadeReply, *, finds_leaks: bool = False
 ) -> tuple[Reason, int] | None:
-    """Return why a reply is wrong and the position of the first wrong token, or None if it is right.
+    """Return why a reply is wrong and the position of the first wrong token, or None if it is correct.
 
     Overwrites the target's KV cache.
 
     Args:
         target: The target.
         made: The reply.
-        finds_leaks: Whether to check also that tokens that had to be removed from the cache do not change a
-            single bit of the logits.
+        finds_leaks: Whether to also check that tokens removed from the cache do not change a single bit of
+            the logits.
     """
     first = replay(target, made, 0, truncates=True)
     if first.position is not None:

@@ -16,7 +16,7 @@ _SIGNIFICANCE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A reply that differs from the reply of plain decoding, or a fault that did not change any token.
+    """A reply that differs from plain decoding, or a fault that did not change any tokens.
 
     Attributes:
         prompt: Name of the prompt.
@@ -28,9 +28,9 @@ class Divergence:
         other_token: Token from the method. None if its reply had ended.
         verdict: `rounding` or `fault`. See `judge`.
         reason: Why the reply is wrong. None for `rounding`.
-        largest_difference: Largest difference between the logits of the method's passes and of single-token
-            passes, over the same tokens. With several replies at once, also the largest difference
-            between the logits of a reply alone and together with other replies. None if it was not measured.
+        largest_difference: Largest difference between the logits of the method's passes and those of
+            single-token passes over the same tokens. With concurrent replies, this includes the difference
+            between the logits of a reply alone and together with others. None if it was not measured.
         leak: Largest difference in logits caused by the text of other replies. Unless it is 0, the reply read
             another reply's cached keys and values. None if replies were generated one at a time.
     """
@@ -51,7 +51,7 @@ class Divergence:
 class MethodResult:
     """The results of one drafting method.
 
-    Every prompt counts once, by its worst reply: identical + rounding + faults == prompts.
+    Every prompt is counted once, by its worst reply: identical + rounding + faults == prompts.
 
     Attributes:
         replies: Number of replies that were compared, or sampled in rejection mode.
@@ -59,8 +59,8 @@ class MethodResult:
         target_passes: Number of target passes for these replies, excluding passes over the prompt.
         shared_passes: Number of target passes that also processed tokens of other replies.
         identical: Number of prompts whose replies are all identical to plain decoding.
-        rounding: Number of prompts with replies that differ only because passes of different widths are
-            rounded differently.
+        rounding: Number of prompts with replies that differ only because passes of different widths round
+            differently.
         faults: Number of prompts with a reply that is wrong for another reason, or with a failed test.
         largest_difference: The largest `largest_difference` of the divergences. None if none was measured.
         divergences: The first difference of each reply that differs.
@@ -120,10 +120,10 @@ class VerifyReport:
     """The result of `verify`: one entry per method, and the names of the target and the draft model.
 
     Attributes:
-        parallel: Number of replies that were generated at once with each method.
+        parallel: Number of replies generated concurrently with each method.
         heads: Names of the loaded heads.
-        exact: Whether edgespec promised at load that all passes agree bit for bit. Replies that differ by
-            rounding then break the promise. See `Capabilities.exact`.
+        exact: Whether edgespec promised when loading that all passes agree bit for bit. If so, replies that
+            differ by rounding break the promise. See `Capabilities.exact`.
     """
 
     target: str
@@ -144,7 +144,7 @@ class VerifyReport:
 
     @property
     def broken_promises(self) -> int:
-        """Number of prompts whose replies differ by rounding although edgespec promised equal bits."""
+        """Number of prompts whose replies differ by rounding although edgespec promised bit-exactness."""
         return self.rounding if self.exact else 0
 
     @property
@@ -156,13 +156,13 @@ class VerifyReport:
 
     @property
     def nothing_shared(self) -> tuple[str, ...]:
-        """Names of methods whose replies shared no target pass, although they were generated at once."""
+        """Names of methods whose replies shared no target pass, although they were generated concurrently."""
         return tuple(
             name for name, result in self.methods.items() if self.parallel > 1 and not result.shared_passes
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as the object that `verify --json` prints."""
+        """Return the report as the JSON object that `verify --json` prints."""
         return asdict(self) | {
             "broken_promises": self.broken_promises,
             "nothing_drafted": list(self.nothing_drafted),

@@ -1,8 +1,8 @@
 """Measure how other replies in a shared context change the logits of a reply.
 
-There are two effects, and both are rounding errors. First, attention sums over a reply's KV cells in the
-order of their positions in memory, which depends on the other replies. Second, kernels can round differently
-in passes that also contain tokens of other replies. The texts of the other replies must not have any effect.
+There are two legitimate effects, both of them rounding errors. First, attention sums over a reply's KV cells
+in memory order, which depends on the other replies. Second, kernels can round differently in passes that also
+contain other replies' tokens. The texts of the other replies must have no effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class SharingErrors(NamedTuple):
     """The changes in a reply's logits caused by other replies in the same context.
 
     Attributes:
-        largest_difference: Largest difference between the logits alone and together with the others.
+        largest_difference: Largest difference between the logits of the reply alone and together with the
+            others.
         leak: Largest difference caused by the texts of the other replies. Unless it is 0, the reply read KV
             cells of another reply.
     """
@@ -57,7 +58,7 @@ def measure_sharing(
     *,
     width: int,
 ) -> SharingErrors:
-    """Compute the logits of a reply, both alone and together with other replies in the same context.
+    """Compare the logits of a reply alone with those computed together with other replies.
 
     Overwrites the KV caches of all models.
 
@@ -97,10 +98,10 @@ def _measure_leak(
     reply: Sequence[int],
     others: Sequence[Sequence[int]],
 ) -> float:
-    """Return the largest difference in logits between two runs that differ only in the other models' texts.
+    """Return the largest logit difference between two runs that differ only in the other models' texts.
 
-    Both runs use a single CPU thread, because the number of threads would otherwise follow the machine's load
-    and can change how sums are rounded.
+    Both runs use a single CPU thread. The thread count would otherwise follow the machine's load, and can
+    change how sums are rounded.
     """
     model = models[0]
     foreign = [[(token + 1) % model.facts.vocab_size for token in text] for text in others]
@@ -119,10 +120,10 @@ def _measure_leak(
 
 
 class _MovingPasses(Alone):
-    """Runs passes in KV cells that neighbours have given up, so that later tokens get earlier cells.
+    """Runs passes in KV cells that neighbours have freed, so that later tokens get earlier cells.
 
     A neighbour is another model that shares the context. At one or more random positions of the text, a
-    neighbour gives up a random number of its cells.
+    neighbour frees a random number of its cells.
 
     Args:
         models: The models that share the context. The first one runs the text.
@@ -191,7 +192,7 @@ class _SharedPasses(Alone):
         return logits
 
     def _step(self, neighbour: LanguageModel) -> None:
-        """Run the next tokens of a neighbour's text. If its context is full, empty it first."""
+        """Run the next tokens of a neighbour's text, clearing its context first if it is full."""
         if neighbour.free_tokens < self._width:
             neighbour.truncate(0)
         root, *rest = islice(self._tokens[neighbour], self._width)

@@ -23,11 +23,11 @@ _SUSPICIOUS_P_VALUE = 0.02
 
 
 def p_value(samples: Iterable[Sample]) -> float | None:
-    """Return the p-value of the hypothesis that all samples follow their expected distributions.
+    """Test whether all samples follow their expected distributions, and return the p-value.
 
     The test statistic is the sum of the samples' G statistics. Tokens with an expected count below 1 share
-    one bin. The p-value is found by simulation, because the expected counts are too small for the chi-square
-    approximation. The result is None if there is nothing to compare.
+    one bin. The p-value is simulated, because the expected counts are too small for the chi-square
+    approximation. Returns None if there is nothing to compare.
     """
     binned = [pair for sample in samples if len((pair := _binned(*sample))[0]) > 1]
     if not binned:

@@ -65,20 +65,20 @@ def verify(
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
     In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the passes
-    of the reply run again in an empty context (see `judge`). If they give the reply's tokens again, the
-    difference is rounding, otherwise it is a fault. The passes of every reply of plain decoding run again,
-    and so do those of one reply with each method and draft length.
+    of the reply are rerun in an empty context (see `judge`). If they give the reply's tokens again, the
+    difference is due to rounding; otherwise, it is a fault. The passes of every plain-decoding reply are
+    rerun too, as are those of one reply per method and draft length.
 
     In rejection mode above temperature 0, the first three tokens of many replies must follow the distribution
-    of plain decoding. A G-test checks each position, given the tokens before it. P-values below 0.001, after
-    Holm's correction over all tests of a method, are faults.
+    of plain decoding. A G-test checks each position, given the preceding tokens. P-values below 0.001 after
+    Holm's correction over all tests of a method count as faults.
 
-    With `at_once`, the methods generate as many replies at a time as the runtime allows, and plain decoding
-    one at a time. If a reply differs, the same method generates it alone, and that reply is judged. If the
-    text of another reply changes the logits (see `measure_sharing`), that is a fault too.
+    With `at_once`, the methods generate as many concurrent replies as the runtime allows, and plain decoding
+    generates one at a time. If a reply differs, the same method regenerates it on its own, and that reply is
+    judged. If the text of another reply changes the logits (see `measure_sharing`), that is a fault too.
 
-    Meanwhile, the number of CPU threads does not follow the load of the machine, because it can change how
-    logits are rounded.
+    During verification, the number of CPU threads does not follow the machine's load, because it can change
+    how logits are rounded.
 
     The report contains the number of drafted tokens. If it is 0, nothing was verified. Load the runtime with
     `always_draft` to draft even where drafting is slower.
@@ -151,7 +151,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Generated:
-    """A reply, and the prompts that its target read for it since its cache was empty."""
+    """A reply, and the prompts that its target has processed since its cache was empty."""
 
     reply: Reply
     reads: tuple[PromptRead, ...]
@@ -159,7 +159,7 @@ class _Generated:
 
 @dataclass
 class _Verification:
-    """One run of `verify`, with the replies from plain decoding that all methods are compared with."""
+    """One run of `verify`, with the plain-decoding replies that all methods are compared with."""
 
     runtime: Runtime
     max_tokens: int
@@ -194,7 +194,7 @@ class _Verification:
     def check_prompt(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
         """Check all cases of one prompt.
 
-        All replies to the prompt are generated before any is judged, because a replay empties the cache.
+        All replies to the prompt are generated before any is judged, because a replay clears the cache.
         """
         self._begin_prompt(cases[0].prompt)
         replies: list[tuple[Case, _Generated]] = []
@@ -212,9 +212,9 @@ class _Verification:
                 self._check_distribution(case, findings[case.method])
 
     def _begin_prompt(self, prompt: Prompt) -> None:
-        """Empty all caches, and read the start of another prompt into the target's cache.
+        """Clear all caches, and prefill the start of another prompt into the target's cache.
 
-        A replay can only reproduce the cached tokens that a reply used if it knows which prompts they came
+        A replay can reproduce the cached tokens that a reply used only if it knows which prompts they came
         from. The first reply to the prompt then reuses the tokens that both prompts share.
         """
         tokens, before = self._prompt_tokens(prompt), self.last_prompt
@@ -233,13 +233,13 @@ class _Verification:
     def _reuses_prefixes(self) -> bool:
         """Whether replies may use cached tokens.
 
-        For recurrent models, the passes over a prompt depend on the stored checkpoints of their state. In a
-        shared context, the positions of a reply's KV cells depend on the cached tokens of all replies.
+        For recurrent models, the passes over a prompt depend on the stored state checkpoints. In a shared
+        context, the positions of a reply's KV cells depend on the cached tokens of all replies.
         """
         return self.runtime.target.capabilities.partial_truncate and self.runtime.parallel == 1
 
     def _note_read(self, tokens: Sequence[int], reply: Reply) -> None:
-        """Record which tokens of the prompt came from the cache, and which ones the target has read."""
+        """Record which prompt tokens came from the cache, and which ones the target has processed."""
         cached = reply.stats.cached_prompt_tokens
         if self.reads:
             # A correct cache never keeps more than this. If it does, the replay must not do the same.
@@ -285,7 +285,7 @@ class _Verification:
         return stream.reply
 
     def check_at_once(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
-        """Generate concurrent replies, and compare each with a reply that plain decoding generated alone."""
+        """Generate concurrent replies, and compare each with a plain-decoding reply generated on its own."""
         for case in cases:
             self.description = f"{case.prompt.name}, alone"
             self._clear_cache()
@@ -355,7 +355,7 @@ class _Verification:
         )
 
     def _judge_plain(self, case: Case) -> tuple[Judgement, int] | None:
-        """Return the fault of plain decoding's reply and its position, or None if the reply is right."""
+        """Return the fault in the plain-decoding reply and its position, or None if the reply is correct."""
         key = (case.prompt.name, case.temperature)
         if key not in self.plain_faults:
             plain = self.plain[key]
@@ -396,7 +396,7 @@ class _Verification:
         return judgement, None
 
     def _judge_at_once(self, case: Case, position: int) -> tuple[Judgement, float | None]:
-        """Judge a reply that was generated together with others, after generating it again alone."""
+        """Judge a reply that was generated together with others, by regenerating it on its own."""
         alone = self._generated_alone(case, **self._drafting(case))
         plain = self._plain(case).reply.tokens
         found = Judgement("rounding")
@@ -420,7 +420,7 @@ class _Verification:
         return Judgement("rounding", None, largest), sharing.leak
 
     def _generated_alone(self, case: Case, **options: Any) -> _Generated:
-        """Generate a reply without cached tokens, while no other reply is being generated."""
+        """Generate a reply without cached tokens while no other reply is running."""
         self._clear_cache()
         reply = self._generate(case, **options)
         self._note_read(self._prompt_tokens(case.prompt), reply)
@@ -445,7 +445,7 @@ class _Verification:
         return MadeReply(generated.reads, generated.reply.stats.rounds, generated.reply.tokens, sampler)
 
     def _texts_beside(self, case: Case, count: int) -> list[Sequence[int]]:
-        """Return up to `count` texts, each of another prompt followed by its reply."""
+        """Return up to `count` texts, each consisting of another prompt and its reply."""
         names = [name for name in self.tokens if name != case.prompt.name][:count] or [case.prompt.name]
         return [[*self.tokens[name], *self.plain[name, case.temperature].reply.tokens] for name in names]
 
@@ -492,7 +492,7 @@ class _Verification:
         return self.options | ({"schema": prompt.schema} if prompt.schema else {})
 
     def _constraint(self, prompt: Prompt, reply: Sequence[int]) -> list[LogitsProcessor]:
-        """Return the processor of the constraint after the first tokens of a reply, if there is one."""
+        """Return the constraint's processor, advanced past the first tokens of a reply, if there is one."""
         constraint = self._settings(self._options(prompt)).constraint
         if constraint is None:
             return []

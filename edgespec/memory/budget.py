@@ -42,10 +42,9 @@ class Budget:
     Attributes:
         bytes: System memory that this process can use, in bytes.
         source: User-facing description of what determines `bytes`.
-        gpu_bytes: Usable memory on all graphics cards with their own memory, in bytes. None if there is no
-            such card.
+        gpu_bytes: Usable memory on all GPUs with dedicated memory, in bytes. None if there are none.
         reserve_bytes: Memory to keep free for other programs, in bytes. If less is free, cached prefixes are
-            dropped.
+            evicted.
     """
 
     bytes: int
@@ -55,7 +54,7 @@ class Budget:
 
     @property
     def total_bytes(self) -> int:
-        """Usable system memory and graphics memory, in bytes."""
+        """Usable system and GPU memory, in bytes."""
         return self.bytes + (self.gpu_bytes or 0)
 
 
@@ -64,13 +63,13 @@ def find_budget(
     cards: Sequence[tuple[str, int]] = (),
     reserve_bytes: int | None = None,
 ) -> Budget:
-    """Return how much memory this process may use.
+    """Determine how much memory this process may use.
 
-    If the system enforces a lower limit than the user's, such as a cgroup limit, the lower one applies.
+    If the system enforces a lower limit than the user's, such as a cgroup limit, the lower limit applies.
 
     Args:
         memory_bytes: The value of `--memory`, which limits system memory. Defaults to the available memory.
-        cards: Name and free bytes of each graphics card with its own memory.
+        cards: Name and free bytes of each GPU with dedicated memory.
         reserve_bytes: Memory to leave for other programs. Defaults to 5 % of the free memory, up to 512 MiB.
     """
 
@@ -100,7 +99,7 @@ def find_budget(
 
 
 def check_room_to_plan() -> None:
-    """Check that there is enough memory to read a model's metadata. With less, llama.cpp would abort.
+    """Check that there is enough memory to read a model's metadata. llama.cpp would abort without it.
 
     Raises:
         MemoryBudgetError: There is not enough memory.
@@ -115,7 +114,7 @@ def check_room_to_plan() -> None:
 
 
 def available_bytes() -> int:
-    """Return how many more bytes of memory the system and all limits allow this process to use."""
+    """Return how many more bytes of memory this process can use within all limits."""
     return min(limit.free_bytes for limit in process_limits())
 
 

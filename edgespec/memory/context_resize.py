@@ -22,7 +22,7 @@ _MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a memory plan leaves enough memory for a copy of the KV cache, as resizing needs.
+    """Return whether a memory plan leaves room for a copy of the KV cache, which resizing requires.
 
     If not, the full context is allocated when the models are loaded.
     """
@@ -34,10 +34,10 @@ def has_room_to_resize(plan: MemoryPlan) -> bool:
 
 
 class ResizableContext:
-    """Grows the contexts of a target and its draft model during replies, and shrinks them between replies.
+    """Grows the contexts of a target and its draft model during replies, and shrinks them in between.
 
     Use only on the thread that runs the models, and not between `verify` and `commit`. A resize preserves the
-    contents of the caches. Contexts at least double when they grow, to limit copying.
+    contents of the caches. To limit copying, contexts at least double when they grow.
 
     Attributes:
         limit_tokens: Maximum context size. Reduced if there is not enough memory to grow.
@@ -65,11 +65,11 @@ class ResizableContext:
         )
 
     def make_room(self) -> float:
-        """Grow the context if it is nearly full, and return the time taken in seconds."""
+        """Grow the context if it is nearly full. Return the time taken in seconds."""
         return self.grow_to(self._target.length + MIN_ROOM_TOKENS)
 
     def grow_to(self, tokens: int) -> float:
-        """Grow the context to at least `tokens`, if its limit and the available memory allow it.
+        """Grow the context to at least `tokens`, if its limit and the available memory allow.
 
         If there is not enough memory, the context keeps its size, and `limit_tokens` is reduced to that size.
 
@@ -99,10 +99,10 @@ class ResizableContext:
         return self._smaller_size(self._target, self._target.length + MIN_ROOM_TOKENS) is not None
 
     def shrink(self) -> int:
-        """Shrink each context to the size that its tokens need, if that frees at least half of it.
+        """Shrink each context to what its tokens need, if that frees at least half of it.
 
-        The target keeps all its tokens. The draft model drops tokens beyond its new size and processes them
-        again later.
+        The target keeps all its tokens. The draft model drops tokens beyond its new size and reprocesses them
+        later.
 
         Returns:
             The number of bytes freed.

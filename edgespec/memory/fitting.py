@@ -59,15 +59,15 @@ class PlanChoice:
 
     Attributes:
         context_tokens: Size of the target's context.
-        kv_type: Number format of the target's KV cache.
+        kv_type: Data type of the target's KV cache.
         draft: Whether to load the draft model.
         draft_window: Size of the draft model's attention window in tokens. None means the default.
-        gpu_layers: Number of layers on graphics cards. None means all layers.
+        gpu_layers: Number of layers on GPUs. None means all layers.
         float32: Whether MLX converts 16-bit weights to float32 where that is faster.
         copy: Whether to load a low-bit copy of the target for drafting, if one exists.
-        draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.
-        draft_form: Name of a smaller, lower-bit file of the draft model. Empty means the originally chosen
-            file.
+        draft_kv_type: Data type of the draft model's KV cache. Empty means the target's data type.
+        draft_form: Name of a smaller, lower-bit version of the draft model. Empty means the originally chosen
+            one.
         heads: Number of heads to load.
     """
 
@@ -103,7 +103,7 @@ def fit_to_budget(
         plan: Returns the memory plan for a choice.
         fixed: Options set by the user, which must not change.
         prefer: Whether to keep a long context or the draft model if only one of them fits.
-        gpu_layers: Number of layers that can be moved off the graphics cards.
+        gpu_layers: Number of layers that can be moved off the GPUs.
         draft_forms: Possible values of `PlanChoice.draft_form`, largest file first.
 
     Returns:
@@ -155,7 +155,7 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the load options that can be reduced and their reduced values, in the order to try them."""
+    """Return the options that can be reduced, with their reduced values, in the order to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
     # Drop heads last, because they need the least memory.

@@ -36,9 +36,9 @@ class Limit:
     """A limit on this process's memory.
 
     Attributes:
-        free_bytes: Memory that this process can still use in addition to its current usage, in bytes.
+        free_bytes: How many more bytes this process can use.
         what: User-facing description of what imposes the limit.
-        hard: Whether the system enforces the limit by refusing memory or killing the process.
+        hard: Whether the system enforces the limit, by failing allocations or killing the process.
     """
 
     free_bytes: int
@@ -63,7 +63,7 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
     """Yield the limits set by this process's cgroups (versions 1 and 2) and their parents.
 
-    Counts inactive page cache as free, because the kernel frees it on demand.
+    Inactive page cache counts as free, because the kernel reclaims it on demand.
     """
     for group in control_groups("memory", root):
         limit_file, usage_file, inactive_key = _NAMES[group.version_1]
@@ -83,7 +83,7 @@ def _number(text: str) -> int:
 def address_limit() -> Limit | None:
     """Return the address space limit (`ulimit -v`), or None if it is not set.
 
-    Mapped files and thread stacks count towards this limit even if they are not in memory.
+    Mapped files and thread stacks count towards this limit even if they are not resident.
     """
     if not address_space_is_limited():
         return None
@@ -94,7 +94,7 @@ def address_limit() -> Limit | None:
 
 
 def apple_limit() -> Limit:
-    """Return the limit on memory that a Mac's GPU can keep resident.
+    """Return the limit on the memory that a Mac's GPU can keep resident.
 
     Weights beyond this limit would be paged out between passes. The limit is `iogpu.wired_limit_mb` if set.
     Otherwise, it is two thirds of the memory on Macs with up to 36 GiB, and three quarters on larger ones.
@@ -109,7 +109,7 @@ def apple_limit() -> Limit:
 
 @functools.cache
 def _wired_bytes() -> int:
-    """Return the user's limit on memory that macOS keeps resident for the GPU, or 0 if it is not set."""
+    """Return the user's limit on resident GPU memory on macOS, or 0 if it is not set."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)

@@ -48,15 +48,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Planned memory use of the target, its drafters and this process, compared with a budget.
+    """The planned memory use of the target, its drafters and this process, compared with a budget.
 
     Attributes:
         budget: Limits on memory use.
         context_tokens: Size of the target's context.
-        kv_type: User-facing name of the number format of the target's KV cache.
-        items: All planned memory except the prefix cache, which is dropped on demand.
-        decisions: Reductions that the planner made to fit the items.
-        prefix_cache_bytes: Size limit of the prefix cache, which uses memory left over by the items.
+        kv_type: User-facing name of the target's KV cache data type.
+        items: All planned memory except the prefix cache, which is evicted on demand.
+        decisions: Reductions that the planner made to fit the items into the budget.
+        prefix_cache_bytes: Size limit of the prefix cache, which uses the memory that the items leave over.
         machines: The target's shares on several machines, this machine's first. Empty without workers.
     """
 
@@ -70,12 +70,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits in system memory and, if it is separate, in graphics memory."""
+        """Whether the plan fits in system memory and, if separate, GPU memory."""
         return all(self.free_bytes(pool) >= 0 for pool in self.pools)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """This machine's memory pools: system memory and, if separate, graphics memory."""
+        """This machine's memory pools: system memory and, if separate, GPU memory."""
         return ("memory",) if self.budget.gpu_bytes is None else ("memory", "gpu")
 
     def budget_bytes(self, pool: Pool) -> int:
@@ -87,7 +87,7 @@ class MemoryPlan:
         return sum(item.bytes for item in self.items if item.pool == pool)
 
     def free_bytes(self, pool: Pool) -> int:
-        """Return the bytes of a memory pool that the plan leaves free; negative if the pool is too small."""
+        """Return how many bytes of a memory pool the plan leaves free. Negative if the pool is too small."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
 
     @property
@@ -97,7 +97,7 @@ class MemoryPlan:
 
     @property
     def target_cache_bytes(self) -> int:
-        """Size of the target's KV cache in bytes, with full contexts for all concurrent replies."""
+        """Size of the target's KV cache in bytes, with a full context for every concurrent reply."""
         return sum(item.bytes for item in self.items if (item.role, item.kind) == ("target", "cache"))
 
     def to_json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _share_json(share: MachineShare) -> dict[str, Any]:
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
-    """Return the lines of a memory plan for one model, one for each purpose and pool."""
+    """Return the memory plan items of one model, one per purpose and pool."""
     sizes: Counter[tuple[ModelMemoryKind, Pool]] = Counter()
     for part in estimate.parts:
         sizes[part.kind, part.pool] += part.bytes
@@ -148,7 +148,7 @@ def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
 
 
 def shared_items(models_bytes: int, process_bytes: int, headroom_bytes: int | None) -> tuple[Item, ...]:
-    """Return the plan's items that belong to no single model: the process and the headroom.
+    """Return the plan items that do not belong to any one model: the process and the headroom.
 
     Args:
         models_bytes: Planned memory of all models.

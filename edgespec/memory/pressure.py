@@ -1,7 +1,7 @@
 """Free memory when other programs need it.
 
-Drops cached prefixes first, both between and during replies. If that is not enough, shrinks the context while
-edgespec is idle.
+Cached prefixes are evicted first, both between and during replies. If that is not enough, the context shrinks
+while edgespec is idle.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MemoryPressure:
 
     @property
     def can_reclaim(self) -> bool:
-        """Whether cached prefixes can be dropped or the context can shrink."""
+        """Whether cached prefixes can be evicted or the context can shrink."""
         return self._context.can_shrink or bool(self._store and self._store.memory_bytes)
 
     def begin_reply(self) -> None:
@@ -65,10 +65,10 @@ class MemoryPressure:
         self._unreported = []
 
     def drop_prefixes(self) -> float:
-        """Drop cached prefixes if memory is low, after writing them to disk if the disk cache is enabled.
+        """Evict cached prefixes if memory is low, after writing them to disk if the disk cache is enabled.
 
         Returns:
-            The time taken in seconds; 0 if memory is not low.
+            The time taken in seconds. 0 if memory is not low.
         """
         if not (self._store and self.is_low):
             return 0.0
@@ -77,13 +77,13 @@ class MemoryPressure:
         return now() - started
 
     def reclaim_idle(self) -> None:
-        """If memory is low between replies, drop cached prefixes and then shrink the context."""
+        """If memory is low between replies, evict cached prefixes, then shrink the context."""
         self.drop_prefixes()
         if self._context.can_shrink and self.is_low:
             self._report("of unused context", self._context.shrink())
 
     def check_during_reply(self) -> None:
-        """If memory is low during a reply, drop cached prefixes without writing them to disk.
+        """If memory is low during a reply, evict cached prefixes without writing them to disk.
 
         Call this after each draft has been verified. It checks the free memory at most once per second.
         """

@@ -33,8 +33,8 @@ _SCORED_TOKENS = 64
 class TargetCache:
     """Tracks which tokens are in the target's KV cache. Use only on the thread that runs the model.
 
-    A reply can be interrupted at any step, so the recorded tokens and the cache can differ in length, but one
-    is always a prefix of the other.
+    A reply can be interrupted at any step, so the recorded tokens and the cache can differ in length. One is
+    always a prefix of the other.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class TargetCache:
         self._adapter_scales = self._loaded_scales = tuple(adapter.scale for adapter in target.facts.adapters)
 
     def use_adapters(self, scales: tuple[float, ...]) -> bool:
-        """Set the scales of the target's adapters for the next reply, and return whether they changed.
+        """Set the adapter scales for the next reply, and return whether they changed.
 
-        A KV cache is only valid for the scales that it was computed with. The prefix cache holds sequences
-        for the scales that the target was loaded with, and is not used with other scales.
+        A KV cache is valid only for the scales that it was computed with. The prefix cache holds sequences
+        for the scales that the target was loaded with, and is bypassed for other scales.
 
         Raises:
             CapabilityError: The scales of the target's adapters are fixed.
@@ -71,7 +71,7 @@ class TargetCache:
         return True
 
     def set_aside(self) -> None:
-        """Empty the target's cache, and keep its tokens in the prefix cache if there is one."""
+        """Clear the target's cache, saving its tokens to the prefix cache if there is one."""
         if self._cache and self._tokens:
             self._truncate_to_reusable()
             self._cache.add(self._tokens)
@@ -91,7 +91,7 @@ class TargetCache:
         return common_prefix_length(self._tokens, tokens)
 
     def sync_length(self) -> None:
-        """Forget tokens that are no longer in the target's KV cache. Call this only between passes."""
+        """Forget tokens that are no longer in the target's KV cache. Call only between passes."""
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
@@ -114,10 +114,10 @@ class TargetCache:
         )
 
     def read_reply(self, should_continue: Callable[[], bool]) -> None:
-        """Read the last reply again, in the passes that the next prompt would use for it.
+        """Reprocess the last reply in the same passes that the next prompt would use for it.
 
-        The KV cells that decoding computed can differ from those that prefill computes. The next prompt could
-        then reuse only the tokens of the last prompt, and would have to wait until the reply is read.
+        KV cells from decoding can differ from those that a prefill computes. The next prompt could then reuse
+        only the tokens of the last prompt, and would have to wait for the reply to be reprocessed.
 
         Args:
             should_continue: Called between passes. Returning False stops the work.
@@ -138,7 +138,7 @@ class TargetCache:
     def reclaim_idle(self) -> None:
         """Free memory if other programs need it.
 
-        This can remove tokens from the end of the target's cache.
+        This may remove tokens from the end of the target's cache.
         """
         self.sync_length()
         self._memory_pressure.reclaim_idle()
@@ -147,12 +147,12 @@ class TargetCache:
     def prepare(
         self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None
     ) -> Logits | None:
-        """Prefill all prompt tokens except the last, and verify the last one in the same pass if possible.
+        """Prefill all prompt tokens except the last, which is verified in the same pass if possible.
 
         Args:
             tokens: The prompt. The caller appends the reply's tokens to this list.
             extra_tokens: Number of reply tokens to reserve space for.
-            stats: Records the time spent on resizing, and the tokens that were in a cache already.
+            stats: Records the time spent on resizing and the number of tokens that were already cached.
             progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
 
         Returns:
@@ -194,13 +194,13 @@ class TargetCache:
     def score(
         self, tokens: Sequence[int], count: int, stats: Stats, progress: Progress | None
     ) -> tuple[TokenLogprob, ...]:
-        """Return the log-probability of each token of a prompt after the first, given the tokens before it.
+        """Return the log-probability of each prompt token after the first, given the preceding tokens.
 
-        They are those of passes over one token at a time. The next reply is the same as without this call.
+        The values are the same as from single-token passes. The call does not change the next reply.
 
         Args:
             tokens: The prompt.
-            count: Number of most likely tokens whose log-probabilities to return at each position.
+            count: How many of the most likely tokens' log-probabilities to return at each position.
             stats: Records the time spent on resizing.
             progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
 
@@ -246,7 +246,7 @@ class TargetCache:
     def _keep_for_heads(self, tokens: list[int]) -> int:
         """Drop the last token if a head needs its hidden state, and return how many tokens are left.
 
-        Prefilling the token again computes the hidden state, without which the head could not use its KV
+        Prefilling the token again recomputes the hidden state, without which the head could not use its KV
         cache.
         """
         length, capabilities = self._target.length, self._target.facts.capabilities
@@ -276,9 +276,9 @@ class TargetCache:
 
 
 def _scoring_width(capabilities: Capabilities) -> int:
-    """Return the number of tokens per pass that scores a prompt. Passes of this width need no padding.
+    """Return the pass width for scoring a prompt. Passes of this width need no padding.
 
-    Wider passes than one token are used only if they give the same bits. On SmolLM2, others changed
+    Passes wider than one token are used only if they are bit-exact. On SmolLM2, others changed
     log-probabilities by up to 0.5.
     """
     limit = min(capabilities.max_width, _SCORED_TOKENS) if capabilities.exact and capabilities.rollback else 1
@@ -288,9 +288,9 @@ def _scoring_width(capabilities: Capabilities) -> int:
 def read_prompt(
     target: LanguageModel, tokens: Sequence[int], progress: Progress | None = None
 ) -> Logits | None:
-    """Prefill the tokens of a prompt that are not in the target's cache yet, except the last.
+    """Prefill the prompt tokens that are not in the target's cache yet, except the last.
 
-    The resulting KV cells and logits depend only on the prompt, not on how many of its tokens were cached.
+    The resulting KV cells and logits depend only on the prompt, not on how much of it was cached.
 
     Args:
         target: The target. Its cache holds a reusable prefix of the prompt (see `reusable_tokens`).
@@ -310,7 +310,7 @@ def read_prompt(
 
 
 def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | None) -> None:
-    """Append the tokens that are not in the cache yet, in passes that depend only on their positions."""
+    """Append the tokens that are not in the cache yet, split into passes only by their positions."""
     block = target.facts.capabilities.reuse_block_tokens
     begin, end = target.length, len(tokens)
     stops = [end]

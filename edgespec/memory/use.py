@@ -18,12 +18,12 @@ class MemoryUse:
         weight_bytes: Size of the target's and draft model's weights.
         kv_bytes: Current size of the target's and draft model's KV caches.
         resident_bytes: Resident memory of the process, including memory-mapped weights read so far.
-        plan: The memory plan that was made before loading.
+        plan: The memory plan made before loading.
         context_tokens: Current context size of the target.
         max_context_tokens: Maximum context size.
         available_bytes: Memory still available to other programs.
         reclaimed_bytes: Total memory freed for other programs so far.
-        last_reclaim: What was last freed, and why.
+        last_reclaim: What was freed last, and why.
     """
 
     weight_bytes: int

@@ -42,12 +42,12 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     Args:
         limits: Maximum width and number of branches of a verify pass, and of draft model passes before it.
-        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
-            target pass. The durations may change between drafts.
+        v: Returns the duration of a verify pass of a given width, relative to a single-token target pass. The
+            durations may change between drafts.
         siblings: Maximum number of children per node. If 1, the tree is a chain.
         clock: Returns the current time in seconds.
-        initial_pass_cost: Duration of a draft model pass, relative to a single-token target pass, until
-            drafts have been measured. 0 if unknown.
+        initial_pass_cost: Duration of a draft model pass, relative to a single-token target pass, to assume
+            until drafts have been measured. 0 if unknown.
     """
 
     chooses_length = True
@@ -226,7 +226,7 @@ class _Round:
 class _ChildAcceptance:
     """Estimates how likely a drafted node is to be accepted, given its rank and its draft probability.
 
-    The estimate ignores the token ids, because the tree shape must not depend on which tokens were drawn.
+    The estimate ignores token ids, because the tree's shape must not depend on which tokens were sampled.
     Initially, the draft model's probabilities are assumed to be correct.
     """
 

@@ -23,7 +23,7 @@ __all__ = ["Drafter", "DrafterMemory", "ForcedDraft", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class DrafterMemory:
-    """Memory used by a drafter: draft model weights and KV cache, and other data such as lookup indexes."""
+    """Memory used by a drafter: draft model weights, KV cache, and other data such as lookup indexes."""
 
     weight_bytes: int = 0
     cache_bytes: int = 0
@@ -43,17 +43,17 @@ class DrafterMemory:
 
 
 class Drafter(ABC):
-    """Proposes tokens for the target to verify. Drafts only affect how fast a reply is generated.
+    """Proposes tokens for the target to verify. Drafts affect only how fast a reply is generated.
 
     In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
     `commit`, and finally the drafter's `commit`. `propose` may be skipped. Before a draft is verified, the
     caller may shorten it or merge it with other drafts.
 
     The `auto` controller limits how many tokens a drafter's model prefills, and occasionally forces a short
-    draft to measure whether drafting saves time.
+    draft to find out whether drafting saves time.
 
     Attributes:
-        name: Name of the method in options and reports. Must equal the name in its record.
+        name: Name of the method in options and reports. Must match the name in its record.
         is_lookup: Whether drafts are looked up without running a model. Any part of such a draft can be
             verified on its own.
         chooses_length: Whether the drafter chooses the draft length itself, up to the limit passed to
@@ -76,7 +76,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply to the prompt `tokens`, reusing work on any prefix shared with the last sequence."""
+        """Begin a reply to the prompt `tokens`, reusing work on any prefix that it shares with the last
+        sequence.
+        """
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
@@ -84,29 +86,29 @@ class Drafter(ABC):
 
         Args:
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
-            acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
+            acceptance: The acceptance rule. Drafters that return draft probabilities also use it to sample
                 tokens.
             draft_length: Maximum depth of the tree. Leading tokens that a constraint determines do not count.
         """
 
     def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
-        """Draft like `propose`, and add all tokens that a constraint determines.
+        """Draft like `propose`, but also add all tokens that a constraint determines.
 
-        Instead of drafting these tokens one by one, the model runs them in one pass with the token before
-        them. Such tokens at the start of the draft do not count towards `draft_length`. Drafters without
-        `drafts_forced` add no such tokens.
+        Instead of drafting these tokens one by one, the model runs them in a single pass with the token
+        before them. Those at the start of the draft do not count towards `draft_length`. Drafters without
+        `drafts_forced` add none.
         """
         return ForcedDraft(self.propose(sampler, acceptance, draft_length))
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
-        """Read the target's logits for the verified draft tree, which are valid only during this call.
+        """Observe the target's logits for the verified draft tree. They are valid only during this call.
 
         Row i of the logits belongs to node i of the tree. The call leaves the sampler's state unchanged.
         """
 
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Append the tokens emitted after verification to the drafter's copy of the sequence."""
+        """Append the emitted tokens to the drafter's copy of the sequence."""
 
     @property
     def pending_tokens(self) -> int:
@@ -115,14 +117,14 @@ class Drafter(ABC):
 
     @property
     def full_pending_tokens(self) -> int:
-        """Number of tokens that the drafter's model must prefill to see the whole sequence.
+        """Number of tokens that the drafter's model must prefill to attend to the whole sequence.
 
         This is larger than `pending_tokens` if the last `prefill` skipped earlier parts of the sequence.
         """
         return self.pending_tokens
 
     def prefill(self, max_tokens: int) -> None:  # noqa: B027
-        """Prefill the drafter's model with the tokens it lacks, or with the most recent of them.
+        """Prefill the drafter's model with the missing tokens, or only the most recent of them.
 
         Args:
             max_tokens: Maximum number of tokens to prefill.
@@ -144,7 +146,7 @@ class Drafter(ABC):
         """
 
     def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> Drafter:
-        """Return a drafter with another `TreeGrowth`, but with the same model and KV cache.
+        """Return a drafter with a different `TreeGrowth` but the same model and KV cache.
 
         Do not use both drafters within one reply. Drafters without draft trees return themselves.
         """
@@ -157,7 +159,7 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that this drafter combines, or only itself if it combines none."""
+        """The drafters that this drafter combines, or just itself if it combines none."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027
@@ -168,7 +170,7 @@ class Drafter(ABC):
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
-        """Do work that improves later drafts, such as training, until `should_continue()` returns False.
+        """Perform work that improves later drafts, such as training, until `should_continue()` returns False.
 
         Runs between replies on a background thread. Call `should_continue` before every step, and keep steps
         short, because a new reply waits for the current step. This method may run the target, but must leave
@@ -176,7 +178,7 @@ class Drafter(ABC):
         """
 
     def reset(self) -> None:  # noqa: B027
-        """Clear everything that depends on the current sequence, but keep trained weights and statistics."""
+        """Clear everything that depends on the current sequence. Trained weights and statistics are kept."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
         """Abort a running `propose` with CancelledError. With `enabled=False`, allow drafting again.
@@ -189,7 +191,7 @@ class Drafter(ABC):
 
 
 class ForcedDraft(NamedTuple):
-    """A draft that includes tokens which a constraint determines.
+    """A draft that includes tokens determined by a constraint.
 
     Attributes:
         tree: The draft tree.

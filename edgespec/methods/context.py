@@ -1,4 +1,4 @@
-"""What a method gets to make its drafter for a loaded target, and what it returns if it cannot draft."""
+"""The context in which a method creates its drafter, and what it returns if it cannot draft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoadedHead(NamedTuple):
     """A head that drafts for a loaded target.
 
     Attributes:
-        name: The reference that names the head. A head in the target's own files has a description instead.
+        name: The reference to the head, or a description for a head in the target's own files.
         path: The path of the head's files. Empty for a head in the target's own files.
         state: The head's state, which the prefix cache stores.
     """
@@ -44,26 +44,26 @@ class LoadedHead(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterContext:
-    """A loaded target with everything that its drafters are made from.
+    """A loaded target, with everything needed to create its drafters.
 
     Attributes:
         target: The loaded target.
         files: The target's files.
         arguments: The checked arguments of `load`.
-        named: The methods that the user named, without those that `auto` chooses.
-        measured_curve: Returns the cost curve of the target: the duration of a pass for each number of
-            tokens. The first call measures it, which clears the target's KV cache.
+        named: The methods that the user named, excluding those that `auto` chooses.
+        measured_curve: Returns the target's cost curve: the duration of a pass by width. The first call
+            measures it, which clears the target's KV cache.
         calibration_prompt: Returns the tokens of a prompt for measurements.
-        window_tokens: Number of most recent tokens that a draft model sees. See `DraftingOptions`.
+        window_tokens: Number of most recent tokens that a draft model attends to. See `DraftingOptions`.
         has_room_for_copy: Whether the memory plan leaves room for a copy of the target.
         draft: The loaded draft model, or None.
-        draft_drafter: The drafter that the draft model must be used with, or None for any.
+        draft_drafter: The drafter that must be used with the draft model, or None for any.
         heads: The heads to draft with, at most one for each method.
-        why_no_head: The reason why there is no head. Empty if there is one.
+        why_no_head: Why there is no head. Empty if there is one.
         head_advice: How to draft with a head that is used only if the user names it. Can be empty.
-        progress: Reports progress of slow work. Can be None.
-        loaded_heads: The heads of the drafters made so far. Methods add theirs.
-        dropped_heads: The reasons why heads that were found are not used. Methods add theirs.
+        progress: Reports the progress of slow work. Can be None.
+        loaded_heads: The heads of the drafters created so far. Methods add theirs.
+        dropped_heads: Why heads that were found are not used. Methods add theirs.
         notices: Other sentences for the user about the drafters. Methods add theirs.
     """
 
@@ -92,12 +92,12 @@ class DrafterContext:
 
     @property
     def reference(self) -> str:
-        """The target's name for commands in messages."""
+        """The target's name, as used in suggested commands."""
         return shlex.quote(str(self.files.path)) if self.files.source == "path" else self.files.name
 
 
 def why_no_view(target: LanguageModel, self_draft: SelfDraft) -> MissingDrafter:
-    """Return the reason why a target does not support a kind of self-drafting."""
+    """Explain why a target does not support a kind of self-drafting."""
     reason, hint = f"{target.facts.name} cannot draft for itself", ""
     try:
         target.self_draft(self_draft).close()

@@ -29,7 +29,7 @@ class DraftCache:
 
     Attributes:
         model: The draft model.
-        visible_tokens: The tokens of the sequence that the model can see, including the last token.
+        visible_tokens: The tokens of the sequence that the model can attend to, including the last one.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -49,15 +49,15 @@ class DraftCache:
 
     @property
     def full_pending_tokens(self) -> int:
-        """Number of tokens to prefill so that the draft model sees the whole sequence."""
+        """Number of tokens to prefill so that the draft model can attend to the whole sequence."""
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def can_draft(self, max_width: int) -> bool:
-        """Return whether a pass of up to `max_width` tokens could process all tokens that the model lacks."""
+        """Return whether a pass of up to `max_width` tokens can process all missing tokens."""
         return self.lag_tokens <= min(2, max_width)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Switch to another token sequence, keeping the part of the KV cache that both sequences share."""
+        """Switch to another token sequence, keeping the shared prefix of the KV cache."""
         self._tokens = list(tokens)
         self._set_visible(self._tokens)
 
@@ -109,7 +109,7 @@ def top_probs(logits: Logits, row: int) -> Candidates:
 
 
 def is_confident(logits: Logits, row: int, token: int, min_confidence: float) -> bool:
-    """Return whether the model gives `token` at least the probability `min_confidence`, from 0 to 1."""
+    """Return whether the model gives `token` a probability of at least `min_confidence`, from 0 to 1."""
     if min_confidence <= 0.0:
         return True
     tokens, probs = top_probs(logits, row)

@@ -23,14 +23,15 @@ _COPY = struct.Struct("<QQQ")
 class HeadCache(DraftCache):
     """Keeps a head's KV cache in step with the token sequence. Prefills only on request.
 
-    A head can process a token only if the target's hidden state of the previous token is known. Old hidden
-    states are not kept. The hidden states of a prefix that the target restored from the prefix cache are also
-    unknown, unless the head's state was stored with the prefix (see `copy`). The head's KV cache then starts
-    after these tokens, which lowers the acceptance rate but does not change the reply.
+    A head can process a token only if the target's hidden state at the previous token is known. Old hidden
+    states are not kept, and those of a prefix restored from the prefix cache are unknown unless the head's
+    state was stored with the prefix (see `copy`). In such cases, the head's KV cache starts after these
+    tokens, which lowers the acceptance rate but does not change the reply.
 
     Args:
         model: The head.
-        name: Identifies the head and its files, so that only the same head restores a copy of its state.
+        name: Identifies the head and its files, so that a copy of its state can be restored only by the same
+            head.
     """
 
     model: HeadModel
@@ -63,7 +64,7 @@ class HeadCache(DraftCache):
         return self._can_run(self.model.length) and super().can_draft(max_width)
 
     def _can_run(self, position: int) -> bool:
-        """Return whether the hidden state that the token at `position` needs is known."""
+        """Return whether the hidden state required by the token at `position` is known."""
         return self.model.first_position <= position <= self.model.last_position
 
     def prefill(self, max_tokens: int | None = None, progress: Progress | None = None) -> None:
@@ -76,9 +77,10 @@ class HeadCache(DraftCache):
             super().prefill(progress=progress)
 
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
-        """Return whether the head has read all of `tokens`, but not the hidden state after the last one.
+        """Return whether the head has processed all of `tokens` but lacks the hidden state after the last
+        one.
 
-        The head can continue to draft if the target processes the last token again.
+        The head can continue drafting if the target reprocesses the last token.
         """
         return 0 < len(tokens) == self._read_tokens(tokens) and not self._can_run(len(tokens))
 
@@ -89,8 +91,8 @@ class HeadCache(DraftCache):
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
         """Return a copy of the head's state for `tokens[start:]`, or b"" if the state cannot be copied.
 
-        The copy contains the head's KV cache, and the target's hidden state after the last token, which the
-        next token needs. The head first processes the tokens that it lacks, which takes little time compared
+        The copy contains the head's KV cache and the target's hidden state after the last token, which the
+        next token requires. The head first processes any missing tokens, which takes little time compared
         with the target.
 
         Args:
@@ -112,7 +114,7 @@ class HeadCache(DraftCache):
     def restore(self, tokens: Sequence[int], copy: bytes) -> None:
         """Load a copy of the head's state after the target has restored the same tokens.
 
-        If the copy is empty or does not fit, the head's KV cache starts after the tokens.
+        If the copy is empty or incompatible, the head's KV cache starts after these tokens.
 
         Args:
             tokens: All tokens in the target's KV cache. The copied tokens are the last of these.

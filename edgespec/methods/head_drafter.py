@@ -1,4 +1,4 @@
-"""Make the drafter of a method that drafts with a head."""
+"""Create drafters for the methods that draft with a head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["make_head_drafter"]
 
 
 def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDrafter:
-    """Return a drafter that runs the target's head for a method, or the reason why there is none.
+    """Create the drafter that runs the target's head for a method, or explain why there is none.
 
     Args:
         context: The target and its heads.

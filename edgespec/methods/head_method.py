@@ -1,4 +1,4 @@
-"""The record of a method that drafts with a head."""
+"""Create `Method` records for the methods that draft with a head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["head_method"]
 def head_method(
     name: str, *, label: str, help_text: str, docs: MethodDocs, order: int, works_on_workers: bool = True
 ) -> Method:
-    """Return the record of a method that drafts with a head. The arguments are fields of `Method`."""
+    """Create the record of a method that drafts with a head. The arguments are fields of `Method`."""
 
     def make(context: DrafterContext) -> Drafter | MissingDrafter:
         # Imported only when used, because `edgespec --help` reads all records.

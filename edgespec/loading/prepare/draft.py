@@ -20,7 +20,7 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
     Args:
         folder: Folder of the draft model, in MLX or Hugging Face format.
         target: The GGUF model to draft for. Its tokenizer is copied into the new file.
-        output: The file to write. An existing file is replaced after the new one is complete.
+        output: The file to write. An existing file is replaced once the new one is complete.
 
     Returns:
         The size of the new file in bytes.

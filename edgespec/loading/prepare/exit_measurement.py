@@ -34,7 +34,7 @@ def measure_exits(
 ) -> ExitTable:
     """Measure how often each exit layer predicts the next token of the model's own reply to a prompt.
 
-    The cost of verify passes is measured on the device that the model normally runs on.
+    Verify pass costs are measured on the device that the model normally runs on.
 
     Args:
         path: The GGUF file.
@@ -88,7 +88,7 @@ def _layer_bytes(source: GgufParts) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufParts, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """Return the fraction of positions at which each layer's most likely token is the expected one.
+    """Return the fraction of positions at which each layer's top token is the expected one.
 
     The shape of `hidden` is (layers, tokens, embedding).
     """

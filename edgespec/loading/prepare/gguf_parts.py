@@ -61,7 +61,7 @@ class GgufParts:
         return default if field is None else field.contents()
 
     def shared(self) -> Tensors:
-        """Return the model's tensors that do not belong to a layer, such as the embedding."""
+        """Return the tensors that do not belong to any layer, such as the embedding."""
         return {name: tensor for name, tensor in self.tensors.items() if not _LAYER.fullmatch(name)}
 
     def output_head(self) -> Any:
@@ -97,7 +97,7 @@ class GgufParts:
         return metadata
 
     def metadata_with(self, upper: GgufParts) -> Metadata:
-        """Return the metadata of a model with this model's layers, followed by the layers of `upper`."""
+        """Return the metadata of a model with this model's layers followed by those of `upper`."""
         merged = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
             below = merged[key][0]
@@ -141,9 +141,9 @@ def write_gguf(
         path: File to write.
         architecture: Architecture of the model.
         metadata: Metadata of the model, as returned by `GgufParts.metadata`.
-        tensors: Tensors to write, by their names in the new file.
+        tensors: Tensors to write, keyed by their names in the new file.
         progress: Reports the fraction of bytes written so far.
-        header_only: Write a sparse file with a hole of the same size in place of the tensor data.
+        header_only: Whether to write a sparse file with a hole in place of the tensor data.
 
     Raises:
         OSError: The file cannot be written.

@@ -46,17 +46,17 @@ def prepare_layerskip(
     """Split a model at an exit layer for early-exit drafting (LayerSkip, arXiv 2404.16710).
 
     The lower part drafts, and the upper part verifies using the lower part's hidden states. Both share the
-    embedding and the output head. Before the split model is used, its logits are compared with the
-    original's. If a valid split model already exists, it is returned.
+    embedding and the output head. The split model's logits are compared with the original's before it is
+    published. If a valid split model already exists, it is returned.
 
     Args:
         path: Path of a GGUF file.
-        exit_layer: Number of layers in the lower part. If None, the fastest exit layer is measured.
+        exit_layer: Number of layers in the lower part. If None, the fastest one is found by measurement.
         to: Folder to create. Defaults to a folder in the store.
         progress: Reports progress while reading and writing.
 
     Returns:
-        The split model. Its facts are `layer_count` and `exits`, the measurements. `exits` is empty if the
+        The split model. Its facts are `layer_count` and `exits`, the measurements, which are empty if the
         model's hidden states cannot be read.
 
     Raises:

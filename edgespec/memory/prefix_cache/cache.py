@@ -43,7 +43,7 @@ class PrefixCacheUsage:
         disk_bytes: Disk space currently used by this model's segments, including those also held in memory.
         disk_limit_bytes: Size limit on disk, shared by all models.
         hits: Number of prompts that reused a cached prefix.
-        reused_tokens: Total number of prompt tokens reused instead of prefilled again.
+        reused_tokens: Total number of prompt tokens reused instead of prefilled.
         notice: User-facing reason why something is not cached, or an empty string.
     """
 
@@ -58,10 +58,10 @@ class PrefixCacheUsage:
 
 
 class PrefixCache:
-    """The prefix cache of one model, which copies KV states out of the model's cache and back into it.
+    """The prefix cache of one model. Copies KV states out of the model's cache and back into it.
 
-    Use only on the thread that runs the model; other threads can use `store`. Failures to store or
-    restore raise no error, because the model can always prefill the tokens again.
+    Use only on the thread that runs the model. Other threads can use `store`. Failures to store or restore
+    raise no errors, because the model can always prefill the tokens again.
 
     Args:
         model: The target.
@@ -70,7 +70,7 @@ class PrefixCache:
         heads: The heads that draft for the model. Their states are stored together with the KV states.
         reuse_costs: Determines whether a copy saves time.
         max_copied_bytes: Maximum size of one copy, or None for no limit. Larger KV states are split into
-            several segments, or not stored if the model can only copy them whole.
+            several segments, or not stored if the model can copy them only as a whole.
         available, reserve_bytes: See `SegmentStore`.
         notice: User-facing reason why the cache differs from what was requested, or an empty string.
     """
@@ -152,7 +152,7 @@ class PrefixCache:
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the maximum length of a sequence to store. A longer sequence would displace all others."""
+        """Return the maximum length of a stored sequence. A longer one would evict all others."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None
@@ -234,7 +234,7 @@ class PrefixCache:
         return segment
 
     def branch_point(self, prompt: Sequence[int], cached: int) -> int:
-        """Return the position at which to store the model's cache while a prompt is prefilled, or 0 for none.
+        """Return the position during a prefill at which to store the model's cache, or 0 for none.
 
         This is where the prompt diverges from a stored sequence. Models that can truncate their cache do not
         need this, because they can restore the longer sequence and truncate it.
@@ -286,7 +286,7 @@ class PrefixCache:
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
     def restore(self, segment: Segment, prompt: Sequence[int], cached: int) -> int:
-        """Load the longest prefix that a prompt has in common with a stored sequence into the model's cache.
+        """Load the longest prefix that a prompt shares with a stored sequence into the model's cache.
 
         Args:
             segment: The result of `find`.
@@ -325,7 +325,7 @@ class PrefixCache:
         return reusable_tokens(self._model.facts.capabilities, length)
 
     def _restore_segment(self, segment: Segment) -> bool:
-        """Append a cached segment to the model's KV cache, or delete the segment if this fails."""
+        """Append a cached segment to the model's KV cache, or delete the segment if that fails."""
         began = now()
         snapshot = self.store.read(segment)
         if snapshot is None or snapshot.start != self._model.length or snapshot.length != segment.end:
@@ -374,7 +374,7 @@ class PrefixCache:
         return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
     def _handle_failure(self, error: Exception) -> None:
-        """Disable the prefix cache if the model cannot copy its KV state. Other failures can be temporary."""
+        """Disable the prefix cache if the model cannot copy its KV state. Other failures may be temporary."""
         self._is_off = isinstance(error, BackendError | CapabilityError)
         self._notice = f"prefixes are not cached: {error}" if self._is_off else self._notice
 

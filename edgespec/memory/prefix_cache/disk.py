@@ -48,9 +48,9 @@ _FRESH_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
-    """Part of a token sequence whose KV state is on disk, as described by its file's header.
+    """A segment of a token sequence whose KV state is on disk, as described by its file header.
 
-    `after` is the digest of the tokens before the segment, or empty at the start of a sequence.
+    `after` is the digest of the tokens before the segment. Empty at the start of a sequence.
     """
 
     name: str
@@ -62,7 +62,7 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder of cached prefixes, which has a subfolder for each model and its settings."""
+    """Return the folder of cached prefixes. It has one subfolder per model and settings."""
     return data_folder() / "kept"
 
 
@@ -81,8 +81,8 @@ class PrefixCacheDisk:
     """Stores the prefix cache of one model on disk. Reports errors in `notice` instead of raising.
 
     Args:
-        identity: Digest of everything besides the tokens that affects the KV state, such as the weights, the
-            backend and its version, number formats and kernels.
+        identity: Digest of everything other than the tokens that affects the KV state, such as the weights,
+            the backend and its version, data types and kernels.
         quota_bytes: Size limit shared by all models. Defaults to `default_disk_bytes`.
         folder: Folder for all models' files. Defaults to `kept_folder`.
     """
@@ -199,7 +199,7 @@ class PrefixCacheDisk:
             _delete(self._path(name))
 
     def used_bytes(self) -> int:
-        """Return how many bytes of disk space the cached prefixes of all models take."""
+        """Return the disk space used by the cached prefixes of all models, in bytes."""
         return sum(map(_size, _files(self._root)))
 
     @property
@@ -269,7 +269,7 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete the cached prefixes of all models. Running processes drop theirs without writing them.
+    """Delete the cached prefixes of all models. Running processes discard theirs without writing them.
 
     Returns:
         The number of bytes freed.
@@ -303,7 +303,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _by_value(root: Path, now: float) -> list[Path]:
-    """Return all files, least valuable first. The value is prefill seconds saved per byte, divided by age."""
+    """Return all files, least valuable first. A file's value is the prefill time saved per byte, divided by
+    age.
+    """
     value: dict[Path, float] = {}
     after: dict[Path, str] = {}
     named: dict[tuple[Path, str], list[Path]] = {}

@@ -9,9 +9,9 @@ __all__ = ["HeadState"]
 
 
 class HeadState(Protocol):
-    """The state of a head, which drafts from its target's hidden states. `HeadCache` implements it.
+    """The state of a head that drafts from its target's hidden states. Implemented by `HeadCache`.
 
-    None of the methods raises an error, because a head without its state still drafts, only less accurately.
+    The methods never raise, because a head without its state can still draft, just less accurately.
     """
 
     name: str
@@ -21,10 +21,10 @@ class HeadState(Protocol):
         """Size of the head's state per token in bytes."""
 
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
-        """Return a copy of the state for `tokens[start:]`, given the first tokens in the target's cache."""
+        """Return a copy of the state for `tokens[start:]`. `tokens` is a prefix of the target's cache."""
 
     def restore(self, tokens: Sequence[int], copy: bytes) -> None:
-        """Load a copy after the target has restored the same tokens. `tokens` is the target's whole cache."""
+        """Load a copy after the target has restored the same tokens. `tokens` is the target's entire cache."""
 
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
-        """Return whether the head needs the target to process the last of `tokens` again."""
+        """Return whether the head needs the target to reprocess the last of `tokens`."""

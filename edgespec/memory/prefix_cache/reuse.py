@@ -27,10 +27,10 @@ def reusable_tokens(capabilities: Capabilities, length: int) -> int:
 
 
 class ReuseCosts:
-    """Tracks moving averages of the prefill time per token and the copy time per byte of KV state.
+    """Moving averages of the prefill time per token and the copy time per byte of KV state.
 
     Args:
-        prefill_seconds: Assumed time per prefill token until a prefill has been timed.
+        prefill_seconds: Prefill time per token to assume until a prefill has been timed.
     """
 
     def __init__(self, prefill_seconds: float) -> None:

@@ -42,10 +42,10 @@ class Segment:
 
     Attributes:
         name: See `name_of`.
-        parent: The preceding segment; None at the start of a sequence.
+        parent: The preceding segment. None at the start of a sequence.
         tokens: int32 [n], the tokens that follow the parent's.
         size_bytes: Size of the KV state in bytes, including the states of heads.
-        snapshot: The KV state; None if it is only on disk.
+        snapshot: The KV state. None if it is only on disk.
         on_disk: Whether the KV state is on disk.
         is_branch_point: Whether sequences are known to diverge after this segment.
         last_used: Time of last use, in seconds since the epoch.
@@ -86,21 +86,21 @@ class Segment:
         return np.concatenate([segment.tokens for segment in self.chain()])
 
     def subtree(self) -> list[Segment]:
-        """Return this segment and all segments that continue it."""
+        """Return this segment and all its descendants."""
         found = [self]
         for segment in found:
             found += segment.children
         return found
 
     def value(self, own_value: Callable[[Segment], float]) -> float:
-        """Return the highest `own_value` of this segment and all segments that continue it."""
+        """Return the highest `own_value` among this segment and its descendants."""
         return max(map(own_value, self.subtree()))
 
 
 class SegmentTree:
     """A tree of one model's cached token sequences.
 
-    Each segment is a run of consecutive tokens with their KV state. Sequences with a common prefix can share
+    Each segment is a run of consecutive tokens with their KV state. Sequences with a common prefix share
     segments.
     """
 
@@ -122,7 +122,7 @@ class SegmentTree:
         (segment.parent.children if segment.parent else self._roots).append(segment)
 
     def remove(self, segment: Segment) -> list[Segment]:
-        """Remove a segment and all segments that continue it, and return the removed segments."""
+        """Remove a segment and all its descendants, and return them."""
         if segment not in self:
             return []
         (segment.parent.children if segment.parent else self._roots).remove(segment)
@@ -133,14 +133,15 @@ class SegmentTree:
         return next((segment for segment in self if segment.name.startswith(prefix)), None)
 
     def longest_match(self, tokens: Tokens, *, whole: bool = False) -> tuple[Segment | None, int]:
-        """Return the segment whose sequence shares the longest prefix with `tokens`, and the length shared.
+        """Find the segment whose sequence shares the longest prefix with `tokens`.
 
         Args:
             tokens: The sequence to look up.
-            whole: Consider only segments that match completely.
+            whole: Whether to consider only segments that match completely.
 
         Returns:
-            The segment or None, and the length of the shared prefix. On a tie, the segment that ends first.
+            The segment or None, and the length of the shared prefix. On a tie, the segment that ends first
+            wins.
         """
         best: Segment | None = None
         longest, shortest_end = 0, 0

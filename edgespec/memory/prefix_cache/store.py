@@ -30,32 +30,32 @@ def default_memory_bytes(free_bytes: int, kv_bytes: int) -> int:
     """Return the default size limit of the prefix cache in bytes.
 
     Args:
-        free_bytes: The memory that the models leave free.
-        kv_bytes: The size of the target's KV cache, with full contexts for all concurrent replies.
+        free_bytes: The memory left free by the models.
+        kv_bytes: The size of the target's KV cache, with a full context for every concurrent reply.
     """
     return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)), _DEFAULT_KV_CACHES * kv_bytes)
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """Return the maximum size in bytes of a copy of the KV cache, given the memory that models leave free."""
+    """Return the maximum size in bytes of a KV cache copy, given the memory left free by the models."""
     return max(0, free_bytes) // _COPIES_AT_ONCE
 
 
 class SegmentStore:
     """Stores one model's cached prefixes in memory and on disk, divided into segments.
 
-    Can be used on any thread; `lock` guards `tree`, which contains the segments.
+    Thread-safe. `lock` guards `tree`, which contains the segments.
 
     Args:
-        max_bytes: Size limit in memory. Segments beyond it are moved to disk, or dropped if `disk` is None.
+        max_bytes: Size limit in memory. Segments beyond it are moved to disk, or evicted if `disk` is None.
         disk: Storage for segments on disk. If None, segments are kept only in memory.
-        available: Returns the bytes of system memory that are currently free.
+        available: Returns the currently free system memory in bytes.
         reuse_costs: Estimates the prefill time that a segment saves, which determines what stays on disk.
         reserve_bytes: Memory to leave for other programs, regardless of `max_bytes`.
 
     Attributes:
         hits: Number of prompts that reused a cached prefix.
-        reused_tokens: Total number of prompt tokens reused instead of prefilled again.
+        reused_tokens: Total number of prompt tokens reused instead of prefilled.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SegmentStore:
             return sum(segment.size_bytes for segment in self.tree if segment.snapshot)
 
     def has_room_for(self, size_bytes: float) -> bool:
-        """Return whether `size_bytes` are free in addition to the memory reserved for other programs."""
+        """Return whether `size_bytes` are free on top of the memory reserved for other programs."""
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
@@ -95,18 +95,18 @@ class SegmentStore:
         return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
     def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
-        """Keep a cached segment in memory after reading it from disk, if the size limit allows it."""
+        """Keep a segment in memory after reading it from disk, if the size limit allows."""
         if self.max_bytes >= segment.size_bytes:
             segment.snapshot = snapshot
 
     def touch(self, segment: Segment) -> None:
-        """Mark a cached segment, and all segments before it in the sequence, as used now."""
+        """Mark a cached segment and all its ancestors as just used."""
         clock = time.time()
         for part in segment.chain():
             part.last_used = clock
 
     def remove(self, segment: Segment) -> None:
-        """Remove a cached segment and all segments that continue it, from memory and disk."""
+        """Remove a cached segment and all its descendants from memory and disk."""
         names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
@@ -117,7 +117,7 @@ class SegmentStore:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write cached segments that are not on disk yet, for as long as `should_continue` returns True."""
+        """Write cached segments that are not on disk yet, as long as `should_continue` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -126,7 +126,7 @@ class SegmentStore:
             self._write(segment)
 
     def _write(self, segment: Segment) -> bool:
-        """Write a segment and all segments before it. Return whether the segment is now on disk."""
+        """Write a segment and all its ancestors. Return whether the segment is now on disk."""
         disk, snapshot = self.disk, segment.snapshot
         if segment.on_disk:
             return True
@@ -145,7 +145,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Update the segments after files on disk were deleted, for example by another process."""
+        """Update the segments after files have been deleted from disk, for example by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
@@ -153,11 +153,11 @@ class SegmentStore:
                     self.remove(segment)
 
     def reclaim(self, *, write: bool = True) -> int:
-        """Drop cached prefixes from memory until enough memory is free for other programs.
+        """Evict cached prefixes from memory until enough memory is free for other programs.
 
         Args:
-            write: Write segments to disk before dropping them. If False, segments that are already on disk
-                are dropped first.
+            write: Whether to write segments to disk before evicting them. If False, segments that are already
+                on disk are evicted first.
 
         Returns:
             The number of bytes freed.
@@ -168,7 +168,7 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least valuable cached segments until the size limit is met and enough memory is free."""
+        """Evict the least valuable segments until the size limit is met and enough memory is free."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)

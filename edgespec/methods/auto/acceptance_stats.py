@@ -20,11 +20,11 @@ MAX_PROB_SUM = 0.98
 
 
 class AcceptanceStats:
-    """Acceptance rates of one drafter's tokens by depth and rank, and the duration and size of its drafts.
+    """One drafter's acceptance rates by depth and rank, and the duration and size of its drafts.
 
-    For lookup drafters, acceptance also depends on how many tokens have just been accepted in a row.
+    For lookup drafters, acceptance rates also depend on how many tokens have just been accepted in a row.
 
-    To keep rejection sampling unbiased, the ids of rejected tokens are not recorded.
+    The ids of rejected tokens are not recorded, to keep rejection sampling unbiased.
 
     Attributes:
         draft_seconds: Mean duration of non-empty drafts, in seconds.
@@ -80,7 +80,7 @@ class AcceptanceStats:
             self.rows.add(tree.drafted)
 
     def node_probs(self, tree: TokenTree) -> list[float]:
-        """Return each node's probability of being accepted if its parent is accepted, or 1 for the root."""
+        """Return each node's acceptance probability given that its parent is accepted. 1 for the root."""
         probs = self._probs()
         return [1.0, *(float(probs[category]) for category in _categories(tree)[1:])]
 
@@ -95,7 +95,7 @@ class AcceptanceStats:
     def reach_probs(self, levels: int, *, long_term: bool = False) -> list[float]:
         """Return, for each level of the next draft, the probability that any of its tokens is accepted.
 
-        If `long_term` is set, the result depends less on the last drafts.
+        If `long_term` is set, the result depends less on the most recent drafts.
         """
         probs = self._probs(long_term=long_term)
         is_chain = self.rows.value <= self.levels.value
@@ -132,7 +132,7 @@ class AcceptanceStats:
         return {"tally": self._counts, **means}
 
     def limit_weight(self) -> None:
-        """Reduce the weight of earlier results when the drafter resumes after a long pause."""
+        """Reduce the weight of earlier results when a drafter resumes after a long pause."""
         self._counts.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
 

@@ -9,9 +9,9 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Thread-safe set of the replies that are being generated.
+    """Thread-safe set of the replies in progress.
 
-    This class relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
+    Relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class ActiveReplies:
 
     @property
     def count(self) -> int:
-        """Number of replies that are being generated."""
+        """Number of replies in progress."""
         return len(self._ids)
 
     def add(self, reply: object) -> None:

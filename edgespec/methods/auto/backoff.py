@@ -29,7 +29,7 @@ _RETRY_COST_FACTOR = 3
 
 
 class Backoff:
-    """Pauses drafting while drafting costs more time than it saves, and retries at increasing intervals.
+    """Pauses drafting while it costs more time than it saves, and retries at increasing intervals.
 
     On a small target, just searching for drafts can cost more time than the accepted tokens save.
     """
@@ -54,7 +54,7 @@ class Backoff:
         return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether to draft now. While drafting is paused, it is only retried occasionally."""
+        """Return whether to draft now. While paused, drafting is retried only occasionally."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
@@ -78,7 +78,7 @@ class Backoff:
         """Record a round in which drafting would have exceeded `--max-loss`.
 
         Args:
-            cost: Time spent on deciding whether to draft, relative to a single-token target pass.
+            cost: Time spent deciding whether to draft, relative to a single-token target pass.
         """
         if cost > _NEGLIGIBLE_COST:
             self.record_empty_draft(cost)

@@ -28,11 +28,11 @@ __all__ = ["ChosenTokens", "CombinedDrafter"]
 
 
 class ChosenTokens:
-    """The tokens that a drafter chose itself. Only these count in acceptance rates and draft lengths.
+    """The tokens that a drafter chose itself. Only these count towards acceptance rates and draft lengths.
 
     Attributes:
-        tree: The draft tree without the tokens that a constraint determines. The children of such a token
-            become children of the chosen token before it.
+        tree: The draft tree without tokens that a constraint determines. Their children are attached to the
+            nearest chosen ancestor.
         nodes: For each node of `tree`, the corresponding node of the draft.
     """
 
@@ -54,7 +54,7 @@ class ChosenTokens:
         self.tree: TokenTree = builder.build()
 
     def emitted(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the emitted tokens, except for those that a constraint determines."""
+        """Return the emitted tokens, except those that a constraint determines."""
         tree, forced = self._draft
         path = tree.walk(tokens)
         accepted = len(path) - 1
@@ -95,25 +95,23 @@ class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
     Lookup drafters run first, in every round. Then a `ModelSelector` chooses at most one of the drafters that
-    run a model (draft models and heads). With `grammar` among the drafters, the drafts of draft models
-    include the tokens that a constraint determines. Such tokens and those of lookups are dropped if they are
-    unlikely to be accepted. Other drafts are kept whole, because dropping tokens that were drawn at random
-    would bias rejection sampling.
+    run a model (draft models and heads). If `grammar` is among the drafters, draft models also draft the
+    tokens that a constraint determines. Such tokens and those from lookups are dropped if they are unlikely
+    to be accepted. Other drafts are kept whole, because dropping sampled tokens would bias rejection
+    sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
         limits: Maximum width and number of branches of a verify pass. Without branches, only the most
             promising chain is verified.
-        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
-            target pass.
-        allowance_seconds: Function that returns how much time the next round can lose compared with plain
-            decoding.
-        exploration_seconds: Function that returns how much time a draft without an expected gain can lose.
+        v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
+        allowance_seconds: Returns how much time the next round may lose compared with plain decoding.
+        exploration_seconds: Returns how much time a draft without an expected gain may lose.
         clock: Returns the time in seconds.
 
     Attributes:
-        model_name: Name of the drafter that ran its model in the last call to `propose`, or None.
-        drafted_levels: Depth of its draft.
+        model_name: Name of the drafter whose model ran in the last call to `propose`, or None.
+        drafted_levels: Depth of that drafter's draft.
         contributors: Names of the drafters that contributed tokens to the last non-empty draft.
     """
 
@@ -171,14 +169,14 @@ class CombinedDrafter(Drafter):
 
     @property
     def planned_prefill_seconds(self) -> dict[str, float]:
-        """Maximum time in seconds that the next `propose` spends on prefilling each model, by model name."""
+        """Maximum prefill time of each model in the next `propose`, in seconds, by model name."""
         return self._selector.planned_prefill_seconds
 
     @property
     def model_pass_seconds(self) -> dict[str, float]:
         """Duration of a single-token pass of each drafter that runs a model, by name.
 
-        The duration is measured before the first draft. It is 0 if it was not measured.
+        Measured before the first draft. 0 if it was not measured.
         """
         return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
 
@@ -216,13 +214,13 @@ class CombinedDrafter(Drafter):
         lookup_length: int,
         model_lengths: Mapping[str, int],
     ) -> TokenTree:
-        """Propose a draft of limited length.
+        """Propose a draft with a maximum length per drafter.
 
         Args:
             sampler: See `propose`.
             acceptance: See `propose`.
             lookup_length: Maximum length of a lookup drafter's draft.
-            model_lengths: Maximum length of the draft of each drafter that runs a model, by name.
+            model_lengths: Maximum draft length of each drafter that runs a model, by name.
         """
         self._proposals = {}
         self.model_name, self.drafted_levels = None, 0

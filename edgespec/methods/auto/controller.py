@@ -43,8 +43,8 @@ class AutoConfig:
     """Settings of `AutoController` for one target.
 
     Attributes:
-        statistics_key: Returns the key under which the statistics of the named drafters, such as
-            "model+suffix", are saved. If empty, they are not.
+        statistics_key: Returns the key under which to save the statistics of the named drafters, such as
+            "model+suffix". If it is empty, they are not saved.
         controls_named: Whether the controller is used for all methods, not only for `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
@@ -63,10 +63,10 @@ class _Round:
     Attributes:
         started: Start time of the round.
         was_considered: Whether drafting was neither paused nor ruled out by `--max-loss`.
-        was_asked: Whether a draft was requested from the drafters.
-        draft_done: Time when the draft was complete.
+        was_asked: Whether the drafters were asked for a draft.
+        draft_done: Time at which the draft was complete.
         pass_seconds: Duration of the target's pass.
-        other_tokens: Number of tokens of other replies in the target's pass.
+        other_tokens: Number of tokens in the target's pass that belong to other replies.
         width: Number of tokens in the target's pass.
     """
 
@@ -80,14 +80,15 @@ class _Round:
 
 
 class AutoController(Drafter):
-    """Decides in each round whether to draft and how far, and keeps the reply within the loss limit.
+    """Decides in each round whether and how far to draft, and keeps the reply within the loss limit.
 
-    A round drafts only if all of these conditions are met. Otherwise it is a target step without any drafting
-    or prefill.
+    A round drafts only if all of these conditions hold. Otherwise it is a plain target step without any
+    drafting or prefill.
 
-    - The duration of a target step is known. It is measured at the start, then at least once every 96 tokens.
+    - The duration of a target step is known. It is measured at the start, and then at least once every 96
+      tokens.
     - The backoff does not pause drafting.
-    - The worst case of the draft stays within the loss limit. This also limits the draft length.
+    - The draft's worst case stays within the loss limit. This also limits the draft length.
 
     The combined drafter then decides by expected gain which drafters to run. Worst cases and backoffs are
     tracked separately for each number of concurrent replies and of CPU threads.
@@ -97,11 +98,11 @@ class AutoController(Drafter):
         loss_tracker: Tracks the loss of each reply. It can be shared with `drafter`.
         costs: Live costs of the target's passes.
         text_kind: Returns the kind of text in a prompt.
-        run_ahead: Called with True if the next rounds are target steps, which the target can start early.
-        statistics_key: Key under which the statistics are saved. If empty, they are not.
+        run_ahead: Called with True if the next rounds are target steps, which the target can prelaunch.
+        statistics_key: Key under which to save the statistics. If empty, they are not saved.
         clock: Returns the time in seconds.
         count_replies: Returns the number of concurrent replies.
-        count_threads: Returns the number of CPU threads of the target's last pass.
+        count_threads: Returns the number of CPU threads used by the target's last pass.
     """
 
     chooses_length = True
@@ -155,11 +156,11 @@ class AutoController(Drafter):
 
     @property
     def allowance_seconds(self) -> float:
-        """Maximum time that the next draft can lose compared with plain decoding."""
+        """Maximum time that the next draft may lose compared with plain decoding."""
         return self.loss_tracker.allowance_seconds(self.target_step_seconds)
 
     def limit_loss(self, rate: float | None) -> None:
-        """Set the loss limit of the next reply, as a share of its plain decoding time. None means default.
+        """Set the next reply's loss limit, as a fraction of its plain decoding time. None means the default.
 
         Call this before `begin`.
         """
@@ -236,14 +237,14 @@ class AutoController(Drafter):
 
     @property
     def _pass_costs(self) -> WorstCaseCosts:
-        """The worst-case costs of verify passes, which are the same for all drafters."""
+        """The worst-case costs of verify passes. They are the same for all drafters."""
         return next(iter(self._worst_cases.values()))
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
-        """Drop tokens from the end of a draft until rejecting all of it costs at most `allowance_seconds`.
+        """Shorten a draft until rejecting all of it would cost at most `allowance_seconds`.
 
-        Tokens sampled from a distribution are never dropped, because which ones are dropped would depend on
-        the sampled values. This would bias rejection sampling.
+        Sampled tokens are never dropped, because which ones are dropped would depend on the sampled values,
+        which would bias rejection sampling.
         """
         width = tree.width
         while (

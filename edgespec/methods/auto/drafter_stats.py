@@ -25,12 +25,12 @@ _PREFILL_ROUNDS = 48
 
 
 class DrafterStats:
-    """A drafter with its acceptance statistics, costs and retry schedule.
+    """A drafter together with its acceptance statistics, costs and retry schedule.
 
     Attributes:
         acceptance: Acceptance statistics for the current kind of text, such as code.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: The requested draft length if the drafter chose to draft nothing, or 0 otherwise.
+        empty_draft_levels: The requested draft length if the drafter chose to draft nothing, otherwise 0.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 

@@ -14,7 +14,7 @@ __all__ = ["RoundEstimate"]
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimate:
-    """Estimate of the combined draft of all drafters selected so far in a draft-and-verify round.
+    """Estimate for the combined draft of all drafters selected so far in this round.
 
     Attributes:
         reach_probs: For each level of the draft, the probability that one of its tokens is accepted.
@@ -31,11 +31,10 @@ class RoundEstimate:
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
     def speed(self, v: CostFunction) -> float:
-        """Return the expected speed-up over plain decoding with the most profitable part of this draft.
+        """Return the expected speed-up over plain decoding with the most profitable prefix of this draft.
 
         Args:
-            v: Function that returns the duration of a verify pass of a given width, relative to a
-                single-token target pass.
+            v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
         """
         tokens = accumulate(self.reach_probs, initial=1.0)
         widths = accumulate(self.rows, initial=1)
@@ -49,7 +48,7 @@ class RoundEstimate:
         v: CostFunction,
         limits: PassLimits,
     ) -> float:
-        """Return the expected speed-up over plain decoding if a new draft is combined with the current one.
+        """Return the expected speed-up over plain decoding with a new draft added to the current one.
 
         All tokens of the new draft are verified. The current draft is shortened if that saves time.
 
@@ -57,8 +56,7 @@ class RoundEstimate:
             reach_probs: For each level of the new draft, the probability that one of its tokens is accepted.
             rows: Number of tokens in the new draft.
             cost: Time to create the new draft, relative to a single-token target pass.
-            v: Function that returns the duration of a verify pass of a given width, relative to a
-                single-token target pass.
+            v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
             limits: Limits of a verify pass. Without branches, only the new draft is verified.
         """
         alone = chain(reach_probs, repeat(0.0))
@@ -73,9 +71,9 @@ class RoundEstimate:
 
 
 def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Return, for each depth, the probability that at least one of two drafts is accepted.
+    """Return the probability, for each depth, that at least one of two drafts is accepted.
 
-    The result lies halfway between the probabilities for independent and for identical drafts.
+    The result is halfway between the probabilities for independent and for identical drafts.
     """
     probs = []
     for one, other in zip_longest(first, second, fillvalue=0.0):

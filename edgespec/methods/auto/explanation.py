@@ -16,12 +16,12 @@ class ControllerReport(NamedTuple):
     """Report on how drafting affects the speed of a reply.
 
     Attributes:
-        credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
-        max_loss: Maximum time that speculation may cost, as a share of the plain decoding time.
-        speed_up: Speed over plain decoding. None while the reply is too short to tell.
+        credit_seconds: Time saved so far. Negative if speculation has cost more than it saved.
+        max_loss: Maximum time that speculation may cost, as a fraction of the plain decoding time.
+        speed_up: Speed relative to plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
         drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
-        reason: Why drafts are used or not, in one clause.
+        reason: A clause that says why drafts are used or not.
     """
 
     target_step_seconds: float
@@ -35,7 +35,7 @@ class ControllerReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftingStatus:
-    """State of drafting in one reply. Costs and gains are relative to a single-token target pass.
+    """The state of drafting in one reply. Costs and gains are relative to a single-token target pass.
 
     Attributes:
         name: Name of the drafters, such as "model+suffix".
@@ -46,8 +46,8 @@ class DraftingStatus:
         asked_rounds: Number of rounds that requested a draft from the drafters.
         unaffordable_rounds: Number of rounds without a draft because of the loss limit.
         draft_cost_steps: Worst-case cost of the shortest draft.
-        allowance_steps: How much time the next round can lose.
-        round_gain_steps: Mean time saved by recent rounds that requested a draft.
+        allowance_steps: How much time the next round may lose.
+        round_gain_steps: Mean time saved in recent rounds that requested a draft.
         replies: Number of replies that this process is generating concurrently.
     """
 
@@ -66,7 +66,7 @@ class DraftingStatus:
 
     @property
     def reason(self) -> str:
-        """The reason why drafts are or are not used, in fewer than 100 characters."""
+        """Why drafts are or are not used, in fewer than 100 characters."""
         return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     @property

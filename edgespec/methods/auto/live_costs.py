@@ -59,8 +59,8 @@ class _Bucket:
     """Costs of the target's forward passes in one range of context lengths.
 
     Attributes:
-        log_ratios: Logarithm of measured cost divided by expected cost, for each number of tokens in a pass.
-        common_log_ratio: Value to use for numbers of tokens that are not in `log_ratios`.
+        log_ratios: Logarithm of the ratio of measured to expected cost, for each pass width.
+        common_log_ratio: The value for widths that are not in `log_ratios`.
         target_steps: Number of single-token passes measured.
         wide_passes: Number of multi-token passes measured.
         worst_ratio: Highest recent ratio of the measured to the expected duration of a verify pass.
@@ -74,7 +74,7 @@ class _Bucket:
     worst_ratio: float = 1.0
 
     def record_ratio(self, ratio: float, width: int, target_step_decay: float) -> None:
-        """Record a pass's measured duration divided by its expected duration."""
+        """Record the ratio of a pass's measured duration to its expected duration."""
         if width == 1:
             self.worst_ratio = max(self.worst_ratio * target_step_decay, 1.0)
             return
@@ -88,20 +88,20 @@ class _Bucket:
 class LiveCosts:
     """Costs of the target's forward passes, updated while replies are generated.
 
-    The costs are tracked separately for each range of context lengths, number of concurrent replies and
-    number of CPU threads.
+    Costs are tracked separately for each range of context lengths, number of concurrent replies and number of
+    CPU threads.
 
-    If concurrent replies share their passes, a pass takes longer for all of them when one drafts more. Costs
-    then assume that all replies verify the same number of tokens. Drafting as long as it pays off under this
-    assumption maximises the total number of tokens per second (goodput, arXiv 2406.14066).
+    If concurrent replies share their passes, a longer draft in one reply slows down all of them. Costs
+    therefore assume that all replies verify the same number of tokens. Drafting as long as it pays off under
+    this assumption maximises the total tokens per second (goodput, arXiv 2406.14066).
 
     Args:
         curve: The initial cost curve.
-        threads: Number of CPU threads used to measure the curve.
+        threads: Number of CPU threads with which the curve was measured.
         shares_passes: Whether concurrent replies share their passes.
 
     Attributes:
-        last_width: Number of tokens in the target's last pass, including padding. 0 after a prompt.
+        last_width: Width of the target's last pass, including padding. 0 after a prompt.
     """
 
     # Weight of the newest single-token pass in the estimated duration of a target step.
@@ -130,7 +130,7 @@ class LiveCosts:
         self._is_restored = False
 
     def for_another_slot(self) -> LiveCosts:
-        """Return costs for another reply that shares the target's passes. Both share their measurements."""
+        """Return costs for another reply that shares the target's passes. Both use the same measurements."""
         other = LiveCosts(self.curve, self._measured.threads, shares_passes=self._shares_passes)
         other._buckets, other._is_restored = self._buckets, True
         other._bucket = self._buckets[other._key]
@@ -183,13 +183,13 @@ class LiveCosts:
 
     @property
     def return_seconds(self) -> float:
-        """How much longer the next target step takes because the last pass had another width."""
+        """How much longer the next target step takes because the last pass had a different width."""
         return self.curve.change_seconds if self.last_width != 1 else 0.0
 
     def v(self, width: int) -> float:
         """Return the duration of a pass of `width` tokens per reply, relative to a single-token pass.
 
-        A pass of another width than the last pass takes `change_seconds` longer.
+        A pass whose width differs from the last pass takes `change_seconds` longer.
         """
         if width <= 1:
             return 1.0
@@ -214,12 +214,12 @@ class LiveCosts:
     def comparable_seconds(self, seconds: float, width: int, other_tokens: int) -> float:
         """Convert a shared pass's duration to that of a pass with `width` tokens for every reply.
 
-        A reply is therefore not charged for the prompts and the longer drafts of other replies.
+        This way, a reply is not charged for the prompts and longer drafts of other replies.
 
         Args:
             seconds: Duration of the pass.
             width: Number of the reply's own tokens in the pass.
-            other_tokens: Number of tokens of other replies in the pass.
+            other_tokens: Number of tokens in the pass that belong to other replies.
         """
         return seconds * self.v(width) / self.v(self._mean_width(width, other_tokens))
 
@@ -290,7 +290,7 @@ class LiveCosts:
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return the measured costs as named arrays, to save for a later run.
 
-        Costs measured with several concurrent replies or another number of CPU threads are left out.
+        Costs measured with concurrent replies or a different number of CPU threads are left out.
         """
         step = self.curve.target_step_seconds
         # Copy each bucket, because another thread may record passes in it meanwhile.
@@ -306,7 +306,7 @@ class LiveCosts:
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
         """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError.
 
-        Costs that another slot has restored already are not changed.
+        Costs that another slot has already restored are not changed.
         """
         if self._is_restored:
             return

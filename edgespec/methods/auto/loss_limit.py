@@ -15,10 +15,10 @@ _EXPLORATION_RATE = 0.01
 
 
 class LossLimits(NamedTuple):
-    """The maximum slowdown, compared with plain decoding, of a reply if no drafts are accepted.
+    """The maximum slowdown of a reply, relative to plain decoding, if no draft is ever accepted.
 
     Attributes:
-        rate: Share of the reply's plain decoding time, such as 0.02 for 2 %.
+        rate: Fraction of the reply's plain decoding time, such as 0.02 for 2 %.
         steps: Additional time, as a number of single-token target passes.
     """
 
@@ -29,11 +29,11 @@ class LossLimits(NamedTuple):
 class LossTracker:
     """Tracks how much time speculation has saved or cost in one reply, to limit the loss.
 
-    Costs are the time for drafting, verify passes over several tokens, prefill of a draft model, and deciding
+    Costs include the time spent on drafting, multi-token verify passes, draft model prefill, and deciding
     whether to draft.
 
     Attributes:
-        credit_seconds: Time saved so far; negative while speculation has cost more than it saved.
+        credit_seconds: Time saved so far. Negative while speculation has cost more than it saved.
         tokens: Tokens emitted in this reply.
         draft_rounds: Rounds of this reply that verified a draft.
     """
@@ -49,11 +49,11 @@ class LossTracker:
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
-        """Record a pass of the target without drafted tokens.
+        """Record a target pass without drafted tokens.
 
         Args:
             tokens: Number of tokens emitted in the round.
-            draft_seconds: Time lost on trying to draft.
+            draft_seconds: Time lost trying to draft.
         """
         self.tokens += tokens
         self.credit_seconds -= draft_seconds
@@ -75,13 +75,13 @@ class LossTracker:
     def allowance_seconds(self, target_step_seconds: float) -> float:
         """Return how many seconds the reply may lose if the next draft is rejected.
 
-        Negative if the reply has already lost more than `limits` permit.
+        Negative if the reply has already lost more than `limits` allows.
         """
         limit_steps = self.limits.rate * self.tokens + self.limits.steps
         return self.credit_seconds + limit_steps * target_step_seconds
 
     def exploration_seconds(self, target_step_seconds: float) -> float:
-        """Return how many seconds a draft without an expected gain may waste.
+        """Return how many seconds may be spent on a draft without an expected gain.
 
         This budget grows with the reply, so short replies spend little on exploration.
         """

@@ -14,7 +14,7 @@ __all__ = ["MergedTree", "merge_trees", "prune_optional"]
 
 
 class MergedTree(NamedTuple):
-    """Several draft trees merged into one. `node_maps[i][n]` is the merged-tree node for node n of tree i."""
+    """Several draft trees merged into one. `node_maps[i][n]` is the merged node for node n of tree i."""
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]
@@ -23,8 +23,7 @@ class MergedTree(NamedTuple):
 def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
     """Merge draft trees that share a root into one.
 
-    Siblings with the same token become one node, unless they were drawn at random (SpecInfer, arXiv
-    2305.09781).
+    Siblings with the same token become one node, unless they were sampled (SpecInfer, arXiv 2305.09781).
     """
     drafted = [tree for tree in trees if tree.drafted]
     if len(drafted) < 2:
@@ -56,11 +55,11 @@ def prune_optional(
 
     Args:
         merged: The merged tree.
-        node_probs: For each input tree and node, the probability of acceptance if the parent is accepted.
+        node_probs: For each input tree and node, the acceptance probability given that the parent is
+            accepted.
         optional: For each input tree, the nodes that may be dropped unless a node below them is kept.
         limits: Maximum width and number of branches of a verify pass.
-        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
-            target pass.
+        v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
         draft_cost: Duration of drafting, relative to a single-token target pass.
     """
     tree = merged.tree
@@ -96,9 +95,9 @@ def prune_optional(
 
 
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
-    """Return, for each node, the probability that it and all its ancestors are accepted.
+    """Return the probability of each node that it and all its ancestors are accepted.
 
-    A node that may be pruned is accepted only if all of its required siblings are rejected.
+    A prunable node is accepted only if all of its required siblings are rejected.
     """
     required_sums = [0.0] * tree.width
     for node in range(1, tree.width):

@@ -30,22 +30,19 @@ _MIN_INTERIM_GAIN = 1.15
 
 
 class ModelSelector:
-    """Chooses in each round which of the drafters that run a model should draft, and prefills its model.
+    """Chooses which drafter with a model should draft in each round, and prefills its model.
 
-    At most one of them runs in a round, because two models mostly draft the same tokens, but cost the sum of
-    their times. It is the drafter with the highest expected gain, if its recent acceptance rate justifies
-    its cost. Others are run instead for a small share of the time, to measure them and to notice when they
-    become better.
+    At most one of them runs per round, because two models would mostly draft the same tokens at twice the
+    cost. It is the one with the highest expected gain, if its recent acceptance rate justifies its cost. For
+    a small fraction of the time, others run instead, to measure them and to notice when they become better.
 
     Args:
         models: The drafters that run a model, by name.
-        target_step_seconds: Mean duration of a single-token target pass, which the caller updates.
+        target_step_seconds: Mean duration of a single-token target pass. Updated by the caller.
         limits: Maximum width and number of branches of a verify pass.
-        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
-            target pass.
-        allowance_seconds: Function that returns how much time the next round can lose compared with plain
-            decoding.
-        exploration_seconds: Function that returns how much time a draft without an expected gain can lose.
+        v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
+        allowance_seconds: Returns how much time the next round may lose compared with plain decoding.
+        exploration_seconds: Returns how much time a draft without an expected gain may lose.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -82,11 +79,10 @@ class ModelSelector:
         """Choose the drafter to run in this round, and prefill it. Return None if no drafter should run.
 
         Args:
-            lengths: Maximum draft length of each drafter, by name. 0 rules a drafter out.
+            lengths: Maximum draft length of each drafter, by name. 0 excludes a drafter.
             estimate: Estimate of the lookup drafters' drafts in this round.
-            other_estimate: The same estimate without the draft of `grammar`. It applies to drafters with
-                `drafts_forced`, whose drafts include the tokens that `grammar` drafts and continue after
-                them.
+            other_estimate: The same estimate without the draft of `grammar`. Used for drafters with
+                `drafts_forced`, whose drafts include and continue the tokens that `grammar` drafts.
         """
         self.prefill_seconds, self._estimate = 0.0, estimate
         self._other_estimate = other_estimate
@@ -107,8 +103,8 @@ class ModelSelector:
     def _ranked(self, levels: Mapping[DrafterStats, int]) -> list[DrafterStats]:
         """Sort drafters by expected gain, best first. A drafter that is being measured comes first.
 
-        The gains are computed from long-term acceptance rates. The recent rates of a drafter that is not in
-        use stay as they are, so a few unusual drafts would count for a long time.
+        Gains are computed from long-term acceptance rates. The recent rates of an unused drafter never
+        change, so a few unusual drafts would count for a long time.
         """
         if len(levels) < 2:
             return list(levels)
@@ -141,7 +137,7 @@ class ModelSelector:
         return self._prefill(stats)
 
     def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
-        """Return whether to run a drafter instead of a better one, to notice whether it has become the best.
+        """Return whether to run a drafter instead of a better one, to check whether it has become the best.
 
         `relative_gain` is the drafter's expected speed divided by the best expected speed.
         """
@@ -197,7 +193,7 @@ class ModelSelector:
 
     @property
     def planned_prefill_seconds(self) -> dict[str, float]:
-        """Maximum time that the next `choose` spends on prefilling each model, in seconds, by name."""
+        """Maximum prefill time of each model in the next `choose`, in seconds, by name."""
         step = self._target_step_seconds.value
         return {
             name: self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
@@ -208,14 +204,14 @@ class ModelSelector:
         return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
     def draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Return the expected duration of a draft, relative to a single-token target pass; 0 if unknown."""
+        """Return the expected duration of a draft, relative to a single-token target pass, or 0 if unknown."""
         step = self._target_step_seconds.value
         if not self._is_measured(stats) or step <= 0.0:
             return 0.0
         return stats.draft_cost(step, levels)
 
     def _expected_gain(self, stats: DrafterStats, draft_length: int, *, long_term: bool = False) -> float:
-        """Return the expected decoding speed with a drafter divided by the speed without it.
+        """Return the ratio of the expected decoding speeds with and without a drafter.
 
         The result is infinite if the drafter's speed is unknown and must be measured.
 

@@ -15,12 +15,12 @@ _RARE_FACTOR = 8
 class RetrySchedule:
     """Decides when to retry a drafter. The interval doubles after each retry.
 
-    Cheap retries can take place earlier, as long as all retries together take less than 0.75 % of the
-    decoding time.
+    Cheap retries may come earlier, as long as all retries together take less than 0.75 % of the decoding
+    time.
 
     Args:
         min_interval: Number of rounds between the first two retries.
-        max_interval: Maximum number of rounds between retries, reached after many have failed.
+        max_interval: Maximum number of rounds between retries, reached after many failures.
     """
 
     def __init__(self, min_interval: int = 4, max_interval: int = 128) -> None:
@@ -29,11 +29,11 @@ class RetrySchedule:
 
     @property
     def is_rare(self) -> bool:
-        """Whether the drafter is retried rarely, because several retries in a row saved no time."""
+        """Whether retries are rare because several in a row saved no time."""
         return self._interval >= _RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:
-        """Return whether to retry the drafter in this draft-and-verify round, and count the round.
+        """Count a round, and return whether to retry the drafter in it.
 
         Args:
             cost: Expected duration of a retry, relative to a single-token target pass.
@@ -45,10 +45,11 @@ class RetrySchedule:
         return True
 
     def is_affordable(self, cost: float) -> bool:
-        """Return whether to try the drafter instead of a better one in this round, and count the round.
+        """Count a round, and return whether to try the drafter in it instead of a better one.
 
         Unlike `is_due`, this returns False until `cost` is at most 0.75 % of the decoding time, however long
-        that takes. A draft model that must first process a long text may not be tried in the same reply.
+        that takes. A draft model that must first process a long prompt may not be tried in the same reply at
+        all.
         """
         self._waited += 1
         if self._waited < max(self._min_interval, cost / _RETRY_SHARE):
@@ -67,7 +68,7 @@ class RetrySchedule:
         self._interval, self._waited = max(self._interval // 2, self._min_interval), 0
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the interval between retries of the drafter as an array with one number."""
+        """Return the retry interval as a one-element array."""
         return np.array([self._interval])
 
     def restore(self, saved: NDArray[np.float64]) -> None:

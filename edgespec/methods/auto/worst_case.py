@@ -22,7 +22,7 @@ _MAX_LEVEL_COST_RATIO = 1.25
 
 
 class WorstCaseCosts:
-    """Estimates how much time is lost, at worst, if all tokens of a draft are rejected.
+    """Estimates how much time is lost in the worst case if all tokens of a draft are rejected.
 
     Args:
         costs: Live costs of the target's passes.
@@ -48,23 +48,23 @@ class WorstCaseCosts:
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:
-        """Return how much longer a `width`-token pass takes than a single-token pass, at worst.
+        """Return how much longer a `width`-token pass takes than a single-token pass in the worst case.
 
-        This includes the time to change back to single-token passes afterwards.
+        This includes the time to switch back to single-token passes afterwards.
         """
         costs = self._costs
         extra_steps = max(costs.worst_v(width) - 1.0, 0.0)
         return extra_steps * costs.target_step_seconds + costs.curve.change_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
-        """Return the time lost in the worst case if `levels` tokens are drafted and all of them are rejected.
+        """Return the worst-case time lost if `levels` tokens are drafted and all of them are rejected.
 
         `level_seconds` is the time to draft one token.
         """
         return levels * level_seconds + self.extra_pass_seconds(levels + 1)
 
     def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
-        """Return the largest draft length that costs at most `allowance_seconds` if the draft is rejected."""
+        """Return the largest draft length that costs at most `allowance_seconds` if it is rejected."""
         if level_seconds > 0.0:
             # Skip lengths whose drafting alone takes too long. On small targets, checking all of them takes
             # more time per round than the loss limit grows by, so a spent allowance would never recover.
@@ -77,7 +77,7 @@ class WorstCaseCosts:
     def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
         """Return how many tokens a draft model may draft without risking more than `allowance_seconds`.
 
-        The first two drafts of a reply usually use only half of the allowance, so that drafting can continue
+        The first two drafts of a reply usually get only half of the allowance, so that drafting can continue
         if one of them is rejected.
         """
         level = self.level_seconds
@@ -92,7 +92,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Slightly lower the worst-case time to draft a token, to forget outliers."""
+        """Decay the worst-case time to draft a token slightly, so that outliers are forgotten."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
 
     def record_draft(self, levels: int, seconds: float) -> None:

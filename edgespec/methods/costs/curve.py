@@ -1,8 +1,7 @@
 """Measure how the cost of a verify pass depends on its width, which is its number of tokens.
 
-The cost v(m) is the duration of an m-token pass divided by that of a target step, which is a one-token pass.
-It must be measured, because it depends on the machine, the quantisation and the kernels, and does not always
-increase with m.
+The cost v(m) is the duration of an m-token pass divided by that of a single-token pass. It must be measured,
+because it depends on the machine, the quantisation and the kernels, and does not always increase with m.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ class CostCurve:
     Attributes:
         widths: The measured widths in tokens, in ascending order starting at 1.
         seconds: The duration of a pass at each width, in seconds.
-        pass_widths: Widths in ascending order to which the model pads its passes. Wide ones may not be
-            measured. Empty if it does not pad them.
-        change_seconds: How much longer a pass takes if the pass before it had another width. Measured only
-            for models with `has_slow_width_changes`. `seconds` does not include this time.
+        pass_widths: Widths in ascending order to which the model pads its passes. Empty if it does not pad
+            them. Large widths may not have been measured.
+        change_seconds: How much longer a pass takes if the previous pass had a different width. Measured only
+            for models with `has_slow_width_changes`. Not included in `seconds`.
 
     Raises:
-        ValueError: The widths do not ascend from 1, or there is not one positive duration for each.
+        ValueError: The widths do not ascend from 1, or the durations are not one positive number per width.
     """
 
     widths: tuple[int, ...]
@@ -88,7 +87,7 @@ class CostCurve:
         return self.seconds[0]
 
     def padded(self, width: int) -> int:
-        """Return the number of tokens in a pass of `width` tokens, including padding.
+        """Return the padded width of a pass of `width` tokens.
 
         A pass of one token counts as one token even if it is padded, because it is the unit of all costs.
         """
@@ -124,26 +123,26 @@ def measure_costs(
 ) -> CostCurve:
     """Measure the durations of verify passes over different numbers of tokens.
 
-    The passes run after the tokens in the model's KV cache, and leave the cache unchanged. Widths 1, 2, 4 and
+    The passes run after the tokens in the model's KV cache and leave the cache unchanged. Widths 1, 2, 4 and
     8 are measured first. The others follow in ascending order until half of the time budget is spent. The
-    rest of the budget is spent on repeats, which replace the slower first measurements.
+    rest goes into repeats, which replace slower first measurements.
 
-    If the model pads its passes, only the widths to which it pads are measured. Those up to 9 are measured
-    even if the budget is spent.
+    If the model pads its passes, only the padded widths are measured, and those up to 9 even if the budget is
+    spent.
 
     Args:
         model: The target model.
         widths: The widths to measure in addition to 1. Widths that exceed the limits of the model or its
             context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: Time budget, which is raised to the duration of 12 single-token passes if it is
-            shorter. Once it is spent, only widths 1, 2, 4 and 8 are still measured.
+        budget_seconds: Time budget, but at least the duration of 12 single-token passes. Once it is spent,
+            only widths 1, 2, 4 and 8 are still measured.
         progress: Called before each pass, because a pass of a large model can take seconds. Returning False
             cancels the measurement.
 
     Raises:
         CancelledError: `progress` returned False, or `model.interrupt` was called.
-        ContextFullError: The context has no room for one more token.
+        ContextFullError: The context has no room for another token.
     """
 
     def pass_seconds(width: int) -> float:

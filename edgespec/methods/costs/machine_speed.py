@@ -59,7 +59,7 @@ class TypeSpeed:
     """The speed of this machine with weights of one quantisation type.
 
     Attributes:
-        curve: Duration of a pass for each number of tokens, in seconds per byte of weights.
+        curve: Duration of a pass by width, in seconds per byte of weights.
         prompt_seconds: Duration of prefilling one prompt token, in seconds per byte of weights.
     """
 
@@ -78,7 +78,7 @@ class MachineSpeed:
 
     Attributes:
         types: The measured speed of each quantisation type.
-        layer_seconds: Time that each layer adds to a pass, however small its weights are.
+        layer_seconds: Time that each layer adds to a pass, regardless of its size.
         busy_cores: Processor cores that other programs used on average during the measurement.
         notice: Why the measurement was not saved. Empty if it was saved.
     """
@@ -90,7 +90,7 @@ class MachineSpeed:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs were so busy during the measurement that this machine seems too slow."""
+        """Whether other programs were busy enough during the measurement to distort it."""
         return self.busy_cores > MAX_BUSY_CORES
 
     def pass_seconds(self, weights: PassWeights, width: int = 1) -> float:
@@ -118,7 +118,7 @@ class MachineSpeed:
 
 
 def _bits(type_name: str) -> int:
-    """Return the bit width that the name of a quantisation type contains, such as 4 for Q4_K."""
+    """Return the bit width in a quantisation type's name, such as 4 for Q4_K."""
     digits = "".join(letter if letter in "0123456789" else " " for letter in type_name).split()
     return int(digits[0]) if digits else 16
 
@@ -150,8 +150,8 @@ def save_machine_speed(form: FileFormat, speed: MachineSpeed) -> None:
 def measure_machine(form: FileFormat, progress: Progress | None = None) -> MachineSpeed:
     """Measure how fast this machine runs each quantisation type of a file format, and save the results.
 
-    Results that other programs disturbed do not replace undisturbed ones. Takes up to 20 seconds and up to
-    1 GiB of memory and of temporary files.
+    Disturbed results do not replace undisturbed ones. Takes up to 20 seconds, 1 GiB of memory, and 1 GiB of
+    temporary files.
 
     Raises:
         CapabilityError: The format has no benchmark models.
@@ -185,7 +185,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder, and delete it after the block. Write errors in the block say what to do."""
+    """Create a temporary folder for the block. Write errors inside the block get advice on what to do."""
     parent = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
@@ -199,7 +199,7 @@ def _temporary_folder() -> Iterator[Path]:
 
 
 def _best_speed(speeds: Sequence[TypeSpeed]) -> TypeSpeed:
-    """Return the shortest durations in several measurements of one type, at their common widths."""
+    """Merge several measurements of one type, taking the shortest duration at each common width."""
     seconds = [dict(zip(each.curve.widths, each.curve.seconds, strict=True)) for each in speeds]
     widths = sorted(set.intersection(*map(set, seconds)))
     curve = CostCurve(tuple(widths), tuple(min(each[width] for each in seconds) for width in widths))
@@ -238,7 +238,7 @@ def _to_json(speed: MachineSpeed) -> dict[str, Any]:
 
 
 def _from_json(saved: Any) -> MachineSpeed | None:
-    """Return the saved speed, or None if nothing was saved or it has another form."""
+    """Return the saved speed, or None if nothing was saved or the data is invalid."""
     try:
         types = {
             name: TypeSpeed(

@@ -1,4 +1,4 @@
-"""Limits on the size of a verify pass, and on the number of passes of the draft model before it."""
+"""Limits on the size of a verify pass, and on the number of draft model passes before it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["PassLimits"]
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Maximum size of the token tree in a verify pass, and number of draft model passes that it costs.
+    """Maximum size of the token tree in a verify pass, and of the draft model passes to build it.
 
     Attributes:
         max_width: The maximum number of tokens in the tree, including the root token.
         max_branches: The maximum number of leaves in the tree. With 1, the tree must be a chain.
-        max_draft_passes: The number of levels of the tree that take a draft model pass each. Deeper levels
-            need no further pass.
+        max_draft_passes: The number of tree levels that take one draft model pass each. Deeper levels need no
+            further passes.
     """
 
     max_width: int = 64

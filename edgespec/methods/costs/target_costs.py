@@ -19,7 +19,7 @@ _MAX_STEP_RATIO = 2.0
 
 
 class FreeCosts:
-    """Cost model that assumes that a pass over many tokens takes no longer than a single-token pass."""
+    """Cost model in which a pass takes the same time regardless of its width."""
 
     settings_key = "free"
     has_loss_limit = False
@@ -32,15 +32,14 @@ class FreeCosts:
 class TargetCosts:
     """Provides the cost curve of a loaded target and saves it for later runs.
 
-    Uses a saved curve only for the same model file, machine, load options, backend version and number of CPU
-    threads, which depends on what else runs on the machine. Both `curve` and `remeasure` clear the target's
-    cache.
+    A saved curve is used only for the same model file, machine, load options, backend version and number of
+    CPU threads, which depends on what else is running. Both `curve` and `remeasure` clear the target's cache.
 
     Args:
         model: The loaded target model.
         options: The options that the target was loaded with.
-        is_measuring: Whether to measure multi-token passes. If False and there is no valid saved curve,
-            measures only the target step and estimates the cost of multi-token passes.
+        is_measuring: Whether to measure multi-token passes. If False and there is no valid saved curve, only
+            the target step is measured, and the cost of multi-token passes is estimated.
 
     Attributes:
         settings_key: Key that identifies all settings that affect the duration of a pass.
@@ -60,18 +59,18 @@ class TargetCosts:
 
     @property
     def notice(self) -> str:
-        """Reason why the cost curve could not be saved; empty if there was no error."""
+        """Why the cost curve could not be saved. Empty if there was no error."""
         return Facts().notice
 
     def _key(self) -> str:
         return f"{models_fingerprint(self._model.facts)} {self.settings_key} {self._model.threads}"
 
     def choose_threads(self, progress: Progress | None = None, *, again: bool = False) -> None:
-        """Make the target use the fastest number of CPU threads. See `use_fastest_threads`."""
+        """Switch the target to the fastest number of CPU threads. See `use_fastest_threads`."""
         self.thread_seconds = use_fastest_threads(self._model, self.settings_key, progress, again=again)
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved cost curve if the target's speed has not changed much, or else measure a new one.
+        """Return the saved cost curve if the target's speed has barely changed, or else measure a new one.
 
         Args:
             progress: Called before each pass of a new measurement. Returns False to cancel it.
@@ -96,7 +95,7 @@ class TargetCosts:
     def remeasure(
         self, progress: Progress | None = None, repeats: int = 5, budget_seconds: float = 2.0
     ) -> CostCurve:
-        """Measure the durations of passes of different widths, and save them as a cost curve.
+        """Measure the durations of passes of different widths and save them as a cost curve.
 
         Args:
             progress: Called before each pass. Returns False to cancel the measurement.

@@ -56,7 +56,7 @@ def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
 def use_fastest_threads(
     model: LanguageModel, settings_key: str, progress: Progress | None = None, *, again: bool = False
 ) -> Mapping[int, float]:
-    """Make a model use the number of CPU threads that is fastest on this machine.
+    """Switch a model to the number of CPU threads that is fastest on this machine.
 
     Thread counts are compared once for each model and machine, in an empty context. If other programs are
     busy, the result is not used, and the comparison is repeated when the model is next loaded.
@@ -65,7 +65,7 @@ def use_fastest_threads(
         model: The loaded model. Its cache is cleared.
         settings_key: Identifies this machine and all options that affect the duration of a pass.
         progress: Called before the measurement. Returning False cancels it.
-        again: Whether to measure even if there is a saved result.
+        again: Whether to measure again even if there is a saved result.
 
     Returns:
         Duration of a single-token pass in seconds for each number of threads. Empty if there was nothing to

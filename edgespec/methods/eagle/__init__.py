@@ -1,4 +1,4 @@
-"""Draft with an EAGLE head, a network with one layer that reads the target's hidden states."""
+"""Draft with an EAGLE head, a one-layer network that reads the target's hidden states."""
 
 from __future__ import annotations
 

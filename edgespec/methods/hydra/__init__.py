@@ -1,4 +1,4 @@
-"""Draft with Hydra heads, which also read the tokens drafted before their own."""
+"""Draft with Hydra heads, each of which also reads the previously drafted tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the drafter that runs the first layers of the target."""
+"""Create the drafter that runs the first layers of the target."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MAX_REPLY_TOKENS = 96
 
 
 def preparation(context: DrafterContext) -> str:
-    """Return the command that prepares the target for early exit. Empty if it needs no preparation."""
+    """Return the command that prepares the target for early exit, or an empty string if none is needed."""
     if "layerskip" in context.file_format.preparations:
         return f"edgespec prepare layerskip {context.reference}"
     return ""
 
 
 def make(context: DrafterContext) -> Drafter | MissingDrafter:
-    """Return the drafter, or the reason why the target cannot exit early.
+    """Create the drafter, or explain why the target cannot exit early.
 
     Raises:
         OptionError: `exit_layer` was set, but the files are split at another layer.
-        CapabilityError: No exit layer makes replies faster, or the context is too small to measure them.
+        CapabilityError: No exit layer makes replies faster, or the context is too small to measure this.
         ModelFileError: The prepared files are damaged.
     """
     target, facts = context.target, context.target.facts
@@ -55,7 +55,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
 
 
 def _measure_best_exit(context: DrafterContext) -> int:
-    """Measure and return the fastest exit layer. Raise CapabilityError if none beats plain decoding."""
+    """Find the fastest exit layer by measurement. Raises CapabilityError if none beats plain decoding."""
     target, measure = context.target, context.file_format.measure_exits
     assert measure is not None
     prompt = context.calibration_prompt()

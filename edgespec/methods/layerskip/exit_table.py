@@ -45,7 +45,7 @@ class Exit:
 
     @property
     def shortfall(self) -> str:
-        """Reason to show the user if early exit is not faster than plain decoding, or an empty string."""
+        """Why early exit is not faster than plain decoding, for the user, or an empty string."""
         if self.is_faster:
             return ""
         reason = (
@@ -104,8 +104,8 @@ def exit_table(
         agreements: Agreement with the full model for each exit layer, from 1 to the number of layers - 1.
         layer_bytes: Weight bytes of each layer.
         head_bytes: Weight bytes of the output head, which is read after the last layer.
-        v: Function that returns the cost of a verify pass for a number of tokens, as a multiple of the cost
-            of a single-token pass.
+        v: Returns the cost of a verify pass of a given width, as a multiple of the cost of a single-token
+            pass.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []

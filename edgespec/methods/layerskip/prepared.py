@@ -12,11 +12,11 @@ __all__ = ["find_split_model"]
 
 
 def find_split_model(found: Resolved, *, is_named: bool) -> Resolved:
-    """Return the files of the model as prepared for early exit, or `found` if there are none.
+    """Return the model's files prepared for early exit, or `found` if there are none.
 
     Args:
         found: The target.
-        is_named: Whether the user named the method. Damaged or outdated files are then an error.
+        is_named: Whether the user named the method. If so, damaged or outdated files are an error.
 
     Raises:
         ModelFileError: The files are damaged or outdated.

@@ -1,10 +1,10 @@
 """Lookahead decoding (arXiv 2402.02057): draft with the target's own passes, without a draft model.
 
 In addition to the tokens to verify, each pass runs a window of guesses about future tokens. The window has W
-columns, one per future position, and a column has N - 1 levels. Each level contains the target's predictions
-from the previous level (Jacobi iteration). When all levels of a column are complete, the column is added to a
-pool as an n-gram. The draft consists of the n-grams in the pool that begin with the last token. Lookahead
-decoding needs wider passes, but no extra space in the target's KV cache.
+columns, one per future position, with N - 1 levels each. Each level contains the target's predictions from
+the previous level (Jacobi iteration). Once all levels of a column are filled, the column is added to a pool
+as an n-gram. The draft consists of the n-grams in the pool that start with the last token. Lookahead decoding
+needs wider passes, but no extra space in the target's KV cache.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LookaheadWindow(NamedTuple):
     """Size of the window in lookahead decoding, called W, N and G in the paper (arXiv 2402.02057).
 
     Attributes:
-        columns: W, the number of future tokens predicted in parallel. If 0, only n-grams from the sequence
-            are drafted.
+        columns: W, the number of future tokens predicted in parallel. If 0, only n-grams that occur in the
+            sequence are drafted.
         ngram_tokens: N, the length of an n-gram, including its first token, which is the lookup key.
         candidates: G, the number of n-grams verified per pass.
     """
@@ -94,7 +94,7 @@ _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
 
 def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: int) -> LookaheadWindow | None:
-    """Return the lookahead window with the highest expected speed-up, or None if none speeds up decoding."""
+    """Return the window with the highest expected speed-up, or None if none speeds up decoding."""
 
     def speed_up(window: LookaheadWindow) -> float:
         return (1 + window.expected_tokens) / curve.v(window.rows)
@@ -132,8 +132,8 @@ class _Column:
     """A sequence of guessed future tokens in lookahead decoding.
 
     Attributes:
-        tokens: The guessed tokens. At first, they are drawn at random.
-        predicted: Number of guessed tokens, counted from the end, that the target predicted.
+        tokens: The guessed tokens, initially random.
+        predicted: How many of the last guessed tokens were predicted by the target.
         next: The token that the target predicted after `tokens`, or None before verification.
     """
 
@@ -146,11 +146,11 @@ class LookaheadDrafter(Drafter):
     """Implements lookahead decoding (Fu et al. 2024, arXiv 2402.02057), which needs no draft model.
 
     Drafts n-grams that occurred earlier in the sequence. If the target can verify trees, n-grams that the
-    target has predicted are drafted too. No n-grams are kept between replies.
+    target has predicted are also drafted. N-grams are not kept between replies.
 
     Args:
         capabilities: Capabilities of the target.
-        curve: Measured duration of verify passes by number of tokens. By default, a typical curve is assumed.
+        curve: Measured duration of verify passes by width. By default, a typical curve is assumed.
         window: Size of the lookahead window. By default, the fastest size is chosen.
 
     Raises:

@@ -35,7 +35,7 @@ _MAX_SHARE = 0.86
 
 
 def can_save_time(copy_bytes: int, source_bytes: int) -> bool:
-    """Return whether drafting with a copy can be faster, given the weight bytes that both models read."""
+    """Return whether drafting with a copy can save time, given the weight bytes that both models read."""
     return copy_bytes < _MAX_SHARE * source_bytes
 
 
@@ -99,7 +99,7 @@ def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
 
     Args:
         target: The target.
-        is_named: Whether the user named the method. Otherwise, a copy that cannot save time is ignored.
+        is_named: Whether the user named the method. If not, a copy that cannot save time is ignored.
 
     Raises:
         ModelFileError: The user named the method, but the copy is damaged or outdated.

@@ -1,4 +1,4 @@
-"""Make the drafter that runs the target at lower precision."""
+"""Create the drafter that runs the target at lower precision."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["make", "preparation"]
 
 
 def preparation(context: DrafterContext) -> str:
-    """Return the command that makes the low-bit copy. Empty if there is one, or none is needed."""
+    """Return the command that creates the low-bit copy, or an empty string if none is needed."""
     if context.file_format.low_bit_copy_format and find_lowbit(context.files.path) is None:
         return f"edgespec prepare lowbit {context.reference}"
     return ""
 
 
 def make(context: DrafterContext) -> Drafter | MissingDrafter:
-    """Return the drafter, or the reason why the target cannot draft at lower precision.
+    """Create the drafter, or explain why the target cannot draft at lower precision.
 
     Raises:
         ModelFileError: The low-bit copy is damaged or outdated.

@@ -41,8 +41,8 @@ class ModelDrafter(Drafter):
         model: The draft model.
         vocab_size: Vocabulary size of the target. Token ids outside it are never drafted.
         branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
-            an empty tuple drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree,
-            and that no other drafter uses.
+            an empty tuple drafts chains. Alternatively, an unshared `TreeGrowth` that chooses the shape of
+            each tree.
         min_confidence: Drafting stops after a token with a lower probability. The token itself is kept,
             because removing it would bias rejection sampling.
         name: Name of the drafter shown in reports.
@@ -210,7 +210,7 @@ class ModelDrafter(Drafter):
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
+        """See `Drafter.commit`. Tokens missing from the KV cache are run with the next draft."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
             # Exclude the last emitted token, which is not part of the KV cache.
@@ -235,15 +235,15 @@ class ModelDrafter(Drafter):
 class _DraftTree:
     """A draft tree under construction, and the part of it that the draft model runs.
 
-    The draft model processes the tokens missing from its KV cache, followed by the nodes to expand. It
-    skips leaves.
+    The draft model processes the tokens missing from its KV cache, followed by the nodes to expand. Leaves
+    are skipped.
 
     Args:
         last_token: The last emitted token, which is the root of the draft.
         lag: Tokens to run first because they are missing from the draft model's KV cache, ending with
             `last_token`.
         max_width: Maximum number of tokens in a pass of the draft model.
-        max_forced_tokens: Maximum number of successive tokens to add because a constraint determines them.
+        max_forced_tokens: Maximum number of consecutive tokens to add because a constraint determines them.
 
     Attributes:
         drafted: The draft tree. Node 0 is the root.
@@ -254,9 +254,9 @@ class _DraftTree:
         model_nodes: For each drafted node, the corresponding node in `model_tree`, or -1 if it is not
             expanded.
         draws: For each expanded node, the draft model's highest next-token probabilities, and the tokens
-            drawn from them.
+            sampled from them.
         forced: The drafted nodes whose tokens a constraint determines.
-        max_depth: Maximum depth of a node that was drawn.
+        max_depth: Maximum depth of a sampled node.
     """
 
     def __init__(self, last_token: int, lag: Sequence[int], max_width: int, max_forced_tokens: int) -> None:
@@ -286,7 +286,7 @@ class _DraftTree:
         return node
 
     def can_expand(self, node: int) -> bool:
-        """Return whether a token may be drawn after a node without exceeding the maximum depth."""
+        """Return whether a token may be sampled after a node without exceeding the maximum depth."""
         return self.drafted.depths[node] < self.max_depth
 
     @contextmanager
@@ -306,9 +306,9 @@ class _DraftTree:
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
     def build(self, block: bool) -> ForcedDraft:
-        """Return the draft. Nodes that the draft model has processed come first.
+        """Return the draft, with the nodes that the draft model has processed first.
 
-        For these nodes, a target that shares layers with the draft model can reuse the model's results.
+        A target that shares layers with the draft model can reuse the results for these nodes.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
         forced = frozenset(at for at, node in enumerate(order) if node in self.forced)
