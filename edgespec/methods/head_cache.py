@@ -77,8 +77,7 @@ class HeadCache(DraftCache):
             super().prefill(progress=progress)
 
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
-        """Return whether the head has processed all of `tokens` but lacks the hidden state after the last
-        one.
+        """Return whether the head has processed all of `tokens` but lacks the last hidden state.
 
         The head can continue drafting if the target reprocesses the last token.
         """

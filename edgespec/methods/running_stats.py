@@ -16,7 +16,7 @@ class RunningMean:
     """A running mean of roughly the last ten values.
 
     Attributes:
-        value: The mean, in the unit of the values; 0 before the first value.
+        value: The mean, in the unit of the values. 0 before the first value.
         count: Number of values added so far.
     """
 
@@ -25,7 +25,7 @@ class RunningMean:
         self.count = 0
 
     def add(self, value: float) -> None:
-        """Add a value. The first ten values have equal weight; each later value has a weight of 1/10."""
+        """Add a value. The first ten values have equal weight, and each later one has a weight of 1/10."""
         self.count += 1
         self.value += (value - self.value) / min(self.count, _MEAN_VALUES)
 
@@ -42,9 +42,9 @@ class RunningMean:
 
 
 class AcceptanceCounts:
-    """Counts drafted and accepted tokens in several categories. Recent tokens have the most weight.
+    """Counts drafted and accepted tokens per category, giving recent tokens the most weight.
 
-    Also keeps long-term counts, whose earlier tokens lose their weight more slowly.
+    Also keeps long-term counts, which decay more slowly.
 
     Args:
         accepted: Initial number of accepted tokens per category, float64.
@@ -98,7 +98,8 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace the recent counts with long-term counts, scaled to at most `max_drafted` drafted tokens.
+        """Replace the recent counts with the long-term counts, scaled to at most `max_drafted` drafted
+        tokens.
 
         Used when drafting resumes after a pause, because the recent counts might no longer apply.
         """

@@ -16,9 +16,9 @@ DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 class Children(NamedTuple):
-    """The number of children to draft for a node of a tree, and how many of them get children themselves.
+    """How many children to draft for a node of a tree, and how many of them get children themselves.
 
-    Both numbers are chosen before any token is drawn, because dropping a drawn token would bias rejection
+    Both numbers are chosen before any token is sampled, because dropping a sampled token would bias rejection
     sampling.
 
     Attributes:
@@ -40,7 +40,7 @@ class TreeGrowth(ABC):
 
     Attributes:
         drafts_chains: Whether no node has more than one child.
-        siblings: Minimum number of candidate tokens to draw for each node.
+        siblings: Minimum number of candidate tokens to sample for each node.
         chooses_length: Whether a draft may end before it reaches the draft length.
     """
 
@@ -59,15 +59,15 @@ class TreeGrowth(ABC):
         Args:
             path_probs: For each node of the current level, the estimated probability that the node and all
                 its ancestors are accepted.
-            draft_probs: Function that returns the draft model's highest next-token probabilities after a
-                node of the current level.
+            draft_probs: Returns the draft model's highest next-token probabilities after a node of the
+                current level.
         """
 
     def force_draft(self) -> None:  # noqa: B027
         """Make the next draft short but not empty, even if drafting is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
-        """Record the time at which the draft is complete and the verify pass begins."""
+        """Record the time at which the draft was completed and the verify pass begins."""
 
     def record_verify_pass(self, width: int) -> None:  # noqa: B027
         """Record that the target has just verified `width` tokens, including the root of the draft tree."""

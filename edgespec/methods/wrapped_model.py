@@ -16,14 +16,14 @@ __all__ = ["WrappedModel", "wrapped_capabilities"]
 
 
 def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
-    """Return a model's capabilities, reduced to those that a `WrappedModel` around it supports."""
+    """Restrict a model's capabilities to those that a `WrappedModel` around it supports."""
     return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
 
 
 class WrappedModel(BaseModel):
-    """A draft model that runs another model on shortened or translated token sequences.
+    """A draft model that runs another model on a shortened or translated token sequence.
 
-    A snapshot contains only token ids. The other model processes the tokens again after `restore`.
+    A snapshot contains only token ids. The other model reprocesses the tokens after `restore`.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:

@@ -1,1 +1,1 @@
-"""What all other packages see of a model: the protocols and facts that every backend provides."""
+"""The backend-independent view of models: the protocols and facts that every backend provides."""

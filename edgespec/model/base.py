@@ -38,10 +38,10 @@ class LoadOptions:
 
     Attributes:
         context_tokens: Size of the KV cache in tokens.
-        choose_context_tokens: Function that maps the trained context length (0 if unknown) to the size of the
-            KV cache. Takes precedence over `context_tokens`.
-        initial_context_tokens: Initial size of the KV cache, if `resize` enlarges it later. None allocates
-            the full size immediately.
+        choose_context_tokens: Maps the trained context length (0 if unknown) to the size of the KV cache.
+            Takes precedence over `context_tokens`.
+        initial_context_tokens: Initial size of the KV cache, which `resize` can enlarge. None allocates the
+            full size immediately.
         gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
@@ -50,7 +50,7 @@ class LoadOptions:
         max_branches: Maximum number of leaves in a token tree.
         memory_bytes: Combined limit for weights and KV cache. None means no limit.
         max_logit_rows: Maximum number of rows per pass that need logits. None uses the backend's limit.
-        is_draft: Whether the model is used for drafting. If so, `auto` settings can prefer speed over
+        is_draft: Whether the model is used for drafting. If so, `auto` settings may prefer speed over
             bit-exactness.
         adapters: The adapters to apply to the weights.
         exact: Whether `auto` settings choose kernels whose logits do not depend on the number of tokens per
@@ -60,12 +60,13 @@ class LoadOptions:
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
         mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
             draft with `Head("mtp")`.
-        parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
-        workers: The machines that hold the layers, or None if they are all on this machine. The model closes
-            the connections to them.
-        split_tensors: Whether each worker holds a part of every layer, instead of whole layers.
-        output_on_worker: Whether the output layer is on the last of the workers, if that has layers and
-            room.
+        parallel: Number of concurrent replies that share the model's passes. Each has a context of
+            `context_tokens`.
+        workers: The machines that hold the layers, or None if all layers are on this machine. The model
+            closes the connections.
+        split_tensors: Whether each worker holds a shard of every layer instead of whole layers.
+        output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
+            memory.
     """
 
     context_tokens: int | None = None
@@ -93,7 +94,7 @@ class LoadOptions:
     output_on_worker: bool = False
 
     def for_draft(self) -> LoadOptions:
-        """Return these options for a draft model, without those that apply only to the target."""
+        """Return these options without those that apply only to the target, for a draft model."""
         return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False, workers=None)
 
 
@@ -103,10 +104,10 @@ class Snapshot:
 
     Attributes:
         length: Position after the last copied token.
-        data: The copied cache contents in the backend's own format.
+        data: The copied cache contents, in a backend-specific format.
         start: Position of the first copied token. Earlier tokens are not part of the copy.
-        heads: Copies of the states of the heads that draft for the model, by head name. The model itself does
-            not use them.
+        heads: Copies of the states of the heads that draft for the model, by head name. Not used by the model
+            itself.
     """
 
     length: int
@@ -137,14 +138,14 @@ class Vocabulary(Protocol):
         """
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens of text, without tokenizing it.
+        """Return a lower bound on the number of tokens in text, without tokenizing it.
 
-        Whitespace around the text does not count, because templates and control tokens can remove it. The
-        bound is 0 for vocabularies in which a token can represent a text of any length.
+        Surrounding whitespace does not count, because templates and control tokens can remove it. The bound
+        is 0 for vocabularies in which a token can represent text of any length.
         """
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text, which are empty for control tokens."""
+        """Return the bytes that a token adds to the text. They are empty for control tokens."""
 
     def raw_piece(self, token: int) -> bytes:
         """Return a token's vocabulary entry as bytes, even for control tokens."""
@@ -173,11 +174,11 @@ class LanguageModel(Protocol):
 
     @property
     def free_tokens(self) -> int:
-        """Number of tokens that still fit in the context."""
+        """Number of further tokens that fit in the context."""
 
     @property
     def threads(self) -> int:
-        """Number of CPU threads of the last pass, or 0 if the backend's library chooses the number."""
+        """Number of CPU threads used by the last pass, or 0 if the backend's library decides."""
 
     @property
     def max_threads(self) -> int:
@@ -187,13 +188,13 @@ class LanguageModel(Protocol):
         """Set the number of CPU threads on an idle machine. Has no effect if `max_threads` is 0."""
 
     def fix_threads(self, fixed: bool) -> None:
-        """Fix the number of CPU threads, or let it follow the load of the machine again."""
+        """Fix the number of CPU threads, or let it follow the machine's load again."""
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:
         """Set the scale of each of `facts.adapters` for later passes. The cache must be empty.
 
         Raises:
-            CapabilityError: The scales of adapters are fixed when the model is loaded.
+            CapabilityError: Adapter scales cannot be changed after loading.
         """
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -210,16 +211,16 @@ class LanguageModel(Protocol):
         """
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        """Append all tokens of a prompt except the last to the cache, and verify the last in the same pass.
+        """Prefill all tokens of a prompt except the last, which is verified in the same pass.
 
-        Backends that cannot do both in one pass only append the tokens.
+        Backends that cannot do both in one pass only prefill the tokens.
 
         Args:
-            tokens: The tokens of the prompt that are not in the cache yet, at least one.
+            tokens: The prompt tokens that are not in the cache yet. There must be at least one.
             progress: See `prefill`.
 
         Returns:
-            The logits after the last token, as if `verify` had run a tree of this token, or None if the token
+            The logits after the last token, as if `verify` had run a tree consisting of it, or None if it
             still has to be verified.
 
         Raises:
@@ -228,16 +229,16 @@ class LanguageModel(Protocol):
         """
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
-        """Return the embedding of text, float32 [size]. The cache must be empty, and is emptied afterwards.
+        """Return the embedding of text, float32 [size]. The cache must be empty, and is cleared afterwards.
 
         Args:
-            tokens: The text. The EOS token is appended if the model needs it.
-            progress: Called after each batch. Returning False cancels the work.
+            tokens: The text. The EOS token is appended if the model needs one.
+            progress: Called after each batch. Returning False cancels the computation.
 
         Raises:
             CapabilityError: The model cannot embed texts.
             ContextFullError: The text does not fit.
-            CancelledError: `interrupt` or `progress` stopped the work.
+            CancelledError: `interrupt` or `progress` stopped the computation.
         """
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
@@ -245,7 +246,7 @@ class LanguageModel(Protocol):
 
         Args:
             tree: The tree. Its root is the last emitted token.
-            first: First node to run. Earlier calls must have run the nodes before it. Drafters use this to
+            first: First node to run. Earlier nodes must have been run by earlier calls. Drafters use this to
                 grow a tree level by level.
 
         Returns:
@@ -253,27 +254,27 @@ class LanguageModel(Protocol):
             pass.
 
         Raises:
-            ContextFullError: The tree does not fit into the context.
+            ContextFullError: The tree does not fit in the context.
             CapabilityError: The model does not support branches or this width.
             CancelledError: `interrupt` stopped the pass.
             After any of these errors, the cache contains no nodes of the tree.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the verified tree's root and the nodes of `path` in the cache. Discard its other nodes."""
+        """Keep the verified tree's root and the nodes in `path` in the cache, and discard the other nodes."""
 
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` cached tokens, and discard any uncommitted token tree.
 
         `truncate(model.length)` only discards the uncommitted tree. Recurrent models may keep fewer tokens
-        than requested, because they can only return to a checkpoint. Check `length` afterwards.
+        than requested, because they can only roll back to a checkpoint. Check `length` afterwards.
         """
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove tokens [start, end) from the cache, and move later tokens to earlier positions.
+        """Remove tokens [start, end) from the cache, and shift later tokens to close the gap.
 
-        Any uncommitted token tree is discarded. The keys and values of later tokens are not recomputed. Only
-        their positions change (StreamingLLM, arXiv 2309.17453).
+        Any uncommitted token tree is discarded. Later tokens keep their keys and values, and only their
+        positions change (StreamingLLM, arXiv 2309.17453).
 
         Raises:
             CapabilityError: The model does not support this. The cache is unchanged.
@@ -288,7 +289,7 @@ class LanguageModel(Protocol):
     def restore(self, snapshot: Snapshot) -> None:
         """Load a snapshot into the model's cache.
 
-        If `snapshot.start` is not 0, the cache must hold the same first `snapshot.start` tokens as when the
+        If `snapshot.start` is not 0, the cache must hold the same `snapshot.start` tokens as when the
         snapshot was taken.
 
         Raises:
@@ -299,18 +300,18 @@ class LanguageModel(Protocol):
     def resize(self, context_tokens: int) -> None:
         """Change the context size, keep the cached tokens, and discard any uncommitted token tree.
 
-        The backend may round the size up. Draft models that share the cache are resized too, as far as memory
-        allows. Recurrent models may lose checkpoints, even if the call fails.
+        The backend may round up the size. Draft models that share the cache are resized as well, as far as
+        memory allows. Recurrent models may lose checkpoints, even if the call fails.
 
         Raises:
-            ContextFullError: The cached tokens do not fit in the new context. They are left unchanged.
-            MemoryBudgetError: The new context exceeds the memory limit. The cached tokens are left unchanged.
+            ContextFullError: The cached tokens do not fit in the new context. The cache is unchanged.
+            MemoryBudgetError: The new context exceeds the memory limit. The cache is unchanged.
         """
 
     def run_ahead(self, enabled: bool) -> None:
         """Announce whether the next passes will decode greedily, one token at a time.
 
-        An asynchronous backend can then start the next step early. Results do not change.
+        An asynchronous backend can then prelaunch the next step. Results do not change.
         """
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
@@ -333,10 +334,10 @@ class LanguageModel(Protocol):
         """
 
     def interrupt(self, enabled: bool) -> None:
-        """End the current and all later computations with CancelledError, or allow them if not `enabled`.
+        """Make current and later computations raise CancelledError, or allow them again if not `enabled`.
 
         Can be called from any thread.
         """
 
     def close(self) -> None:
-        """Free all memory that the model uses."""
+        """Free all memory used by the model."""

@@ -1,4 +1,4 @@
-"""The base classes of models: those with a KV cache of their own, and views that draft on a target's."""
+"""Base classes for models with their own KV cache, and for draft views that share a target's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_progress(progress: Progress | None) -> None:
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """Return a progress callback for a part of a task, from the fraction `begin` to `begin + share`."""
+    """Scale a progress callback to the part of a task from fraction `begin` to `begin + share`."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
@@ -90,7 +90,7 @@ class BaseModel(ABC):
         return self.facts.context_tokens - self.length - self.facts.capabilities.padding_tokens
 
     def _padded(self, tree: TokenTree) -> TokenTree:
-        """Return a draft tree, padded to a width that the model's passes may have."""
+        """Pad a draft tree to a width that the model's passes may have."""
         return tree.padded(self.facts.capabilities.padded_width(tree.width))
 
     @property
@@ -133,7 +133,7 @@ class BaseModel(ABC):
         pass
 
     def check_can_draft(self, method: str) -> None:
-        """Raise CapabilityError, with the reason, if the model has ruled out a self-drafting method."""
+        """Raise CapabilityError with the reason if the model rules out a self-drafting method."""
         if reason := self.facts.capabilities.self_draft_refusals.get(method):
             raise CapabilityError(
                 f"{method} cannot draft for {self.facts.name}: {reason}",
@@ -151,7 +151,7 @@ class BaseModel(ABC):
 
     @cached_property
     def logs(self) -> OpenLogs:
-        """Logs of hidden states, for models that are a `HiddenStateSource`."""
+        """Hidden-state logs, for models that implement `HiddenStateSource`."""
         return OpenLogs()
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:  # noqa: ARG002
@@ -201,9 +201,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class SelfDraftView(ABC, Generic[M]):
-    """A draft model without a KV cache of its own, as returned by `LanguageModel.self_draft`.
+    """A draft model that shares its target's KV cache, as returned by `LanguageModel.self_draft`.
 
-    The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify`, and extend
+    All tokens are in the target's cache, so most calls do nothing. Subclasses implement `verify`, and extend
     `interrupt` and `close` if they own a context.
     """
 

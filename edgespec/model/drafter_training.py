@@ -1,4 +1,4 @@
-"""Define the interfaces through which a backend trains heads and draft models."""
+"""The interfaces through which backends train heads and draft models."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["DrafterTrainer", "Guesser", "Student", "Teacher", "TrainingBatch"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A batch of training conversations, padded at the end to the same length.
+    """A batch of training conversations, padded at the end to equal length.
 
     Attributes:
         tokens: int32 [conversations, tokens].
-        replied: Whether each token is part of a reply of the target, bool [conversations, tokens]. A drafter
-            learns to predict only these tokens.
+        replied: Whether each token belongs to a reply by the target, bool [conversations, tokens]. Drafters
+            learn to predict only these tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -35,10 +35,10 @@ class TrainingBatch:
         return later
 
     def drafting_rows(self, depth: int) -> NDArray[np.int64]:
-        """Return the indices of the tokens from which to draft `depth` tokens, in the flattened batch.
+        """Return the indices, in the flattened batch, of the tokens from which to draft `depth` tokens.
 
-        All drafted tokens are part of a reply. The token after each returned one is the root of the draft, so
-        it is not drafted.
+        All drafted tokens belong to a reply. The token after each returned one is the draft's root, so it is
+        not drafted.
         """
         return np.flatnonzero(np.logical_and.reduce([self.replied_after(2 + i) for i in range(depth)]))
 
@@ -50,21 +50,21 @@ class Guesser(Protocol):
         """Draft `depth` tokens from each token in `batch.drafting_rows(depth)`.
 
         Returns:
-            Whether each drafted token is the target's most likely token, bool [drafts, depth], and the index
-            of each draft's conversation in the batch, int64 [drafts]. A token is judged as if all drafted
-            tokens before it were correct.
+            Whether each drafted token is the target's top token, bool [drafts, depth], and the index of each
+            draft's conversation in the batch, int64 [drafts]. Each token is judged as if all earlier drafted
+            tokens were correct.
         """
 
 
 class DrafterTrainer(Guesser, Protocol):
-    """A head or draft model in training, and the state of its optimiser."""
+    """A head or draft model in training, with its optimiser state."""
 
     def step(self, batch: TrainingBatch, done: float) -> float:
         """Run a training step and return the loss before it.
 
         Args:
-            batch: Conversations, at least one of which has a reply of several tokens.
-            done: Completed fraction of the training (0 to 1), on which the learning rate depends.
+            batch: Conversations. At least one must have a reply of several tokens.
+            done: Completed fraction of the training (0 to 1), which determines the learning rate.
 
         Raises:
             BackendError: The loss is not finite, or the step failed.
@@ -92,11 +92,11 @@ class Student(Protocol):
     title: str
 
     def trainer(self, examples: TrainingBatch, counts: NDArray[np.int64]) -> DrafterTrainer:
-        """Create a trainer that starts from the beginning.
+        """Create a trainer that starts from scratch.
 
         Args:
-            examples: Conversations from which to choose the initial weights of a head.
-            counts: How often each token of the vocabulary occurs in the replies to train with.
+            examples: Conversations for fitting the initial weights of a head.
+            counts: How often each token of the vocabulary occurs in the training replies.
 
         Raises:
             CapabilityError: The target does not support heads of this kind.
@@ -107,7 +107,7 @@ class Student(Protocol):
         """Load the result of an earlier training run, or return None if the folder contains none.
 
         Raises:
-            ModelFileError: The folder contains something else, such as a head for another target.
+            ModelFileError: The folder contains something else, such as a head for a different target.
         """
 
     def untrained(self) -> Guesser | None:
@@ -115,7 +115,7 @@ class Student(Protocol):
 
 
 class Teacher(Protocol):
-    """A target that writes text and trains drafters. All methods must be called from the same thread."""
+    """A target that generates text and trains drafters. All methods must be called from the same thread."""
 
     vocabulary: Vocabulary
     context_tokens: int
@@ -135,7 +135,7 @@ class Teacher(Protocol):
             prompts: The tokens of each prompt.
             temperatures: The temperature for each prompt.
             max_tokens: Maximum number of new tokens per prompt.
-            seed: Seed of the random draws. The same arguments give the same text.
+            seed: Random seed. The same arguments give the same text.
             progress: Called with the completed fraction. Returning False cancels the call.
 
         Returns:
@@ -153,7 +153,7 @@ class Teacher(Protocol):
         """Return a draft model to train for this target.
 
         Args:
-            path: Folder of the draft model, whose token ids are those of the target.
+            path: Folder of the draft model. It must use the target's token ids.
             name: Name of the draft model, for messages.
-            lora: Train LoRA weights, which needs less memory than training all weights.
+            lora: Whether to train LoRA weights, which takes less memory than training all weights.
         """

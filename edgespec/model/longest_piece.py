@@ -1,4 +1,4 @@
-"""Find the longest piece of a vocabulary, which gives a lower bound on the number of tokens in text."""
+"""Find the longest token of a vocabulary, which gives a lower bound on the token count of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose context sizes, and check what must fit: models in memory, prompts in a context, drafts in a pass."""
+"""Choose context sizes, and check that models fit in memory, prompts in a context, and drafts in a pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights that one pass of a model reads, by quantisation type. They determine its speed."""
+"""The weights that a pass reads, by quantisation type. They determine the speed of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a model's tokens from its files, and compare them with another model's."""
+"""Read the tokens of models from their files and compare them."""
 
 from __future__ import annotations
 

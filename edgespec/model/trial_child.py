@@ -1,4 +1,4 @@
-"""Load models for a trial. This module's `main` runs in a child process, which a damaged file may crash."""
+"""Load models on trial. `main` runs in a child process, because a damaged file may crash it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test new model files in a child process before loading them, because damaged files can cause a crash."""
+"""Test new model files in a child process before loading them, because damaged files can cause crashes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class HeadState(Protocol):
         """Return a copy of the state for `tokens[start:]`. `tokens` is a prefix of the target's cache."""
 
     def restore(self, tokens: Sequence[int], copy: bytes) -> None:
-        """Load a copy after the target has restored the same tokens. `tokens` is the target's entire cache."""
+        """Load a copy once the target has restored the same tokens. `tokens` is the target's whole cache."""
 
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
         """Return whether the head needs the target to reprocess the last of `tokens`."""

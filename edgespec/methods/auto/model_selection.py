@@ -204,7 +204,7 @@ class ModelSelector:
         return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
     def draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Return the expected duration of a draft, relative to a single-token target pass, or 0 if unknown."""
+        """Expected duration of a draft, relative to a single-token target pass. 0 if unknown."""
         step = self._target_step_seconds.value
         if not self._is_measured(stats) or step <= 0.0:
             return 0.0

@@ -185,7 +185,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder for the block. Write errors inside the block get advice on what to do."""
+    """Create a temporary folder for the block, and add advice to write errors inside it."""
     parent = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:

@@ -1,4 +1,4 @@
-"""Make the drafters that run a draft model, or a view of the target that behaves like one."""
+"""Create drafters that run a draft model or a view of the target that behaves like one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["draft_with", "make"]
 
 
 def make(context: DrafterContext) -> Drafter:
-    """Return the drafter for the loaded draft model."""
+    """Create the drafter for the loaded draft model."""
     assert context.draft is not None
     if context.draft_drafter:
         return context.draft_drafter
@@ -31,7 +31,7 @@ def make(context: DrafterContext) -> Drafter:
 def draft_with(
     context: DrafterContext, draft: LanguageModel, name: str, cache: DraftCache | None = None
 ) -> ModelDrafter:
-    """Return a drafter that runs a model.
+    """Create a drafter that runs a model.
 
     Args:
         context: The target and the options.
@@ -58,7 +58,7 @@ def _growth(context: DrafterContext, draft: LanguageModel) -> tuple[int, ...] | 
 
 
 def _make_online(context: DrafterContext, draft: LanguageModel) -> Drafter:
-    """Return a drafter that trains its draft model between replies."""
+    """Create a drafter that trains its draft model between replies."""
     from edgespec.methods.model.online import OnlineDrafter, OnlineTrainer
 
     saved = SavedArrays("online", models_fingerprint(context.target.facts, draft.facts))

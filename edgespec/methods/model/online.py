@@ -1,8 +1,8 @@
 """Train a draft model between replies on the tokens that it predicted incorrectly.
 
 Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a drafted token,
-the target's probabilities at its position are recorded. The draft model is trained on the recorded
-probabilities while no reply is being generated.
+its probabilities at that position are recorded. The draft model is trained on them while no reply is being
+generated.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class OnlineDrafter(ModelDrafter):
         super().observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Also records what the target predicted in place of a rejected token."""
+        """See `Drafter.commit`. Also records what the target predicted instead of a rejected token."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None
@@ -106,9 +106,9 @@ class OnlineDrafter(ModelDrafter):
 class OnlineTrainer:
     """Trains an adapter for a draft model between replies. The model's original weights never change.
 
-    Each training example is evaluated with and without the adapter before it is used for training. The
-    adapter is enabled only while it predicts at least as many recent tokens correctly as the original
-    weights. When the active weights change, the draft model's KV cache is recomputed.
+    Each example is evaluated with and without the adapter before it is used for training. The adapter is
+    enabled only while it predicts at least as many recent tokens correctly as the original weights. Whenever
+    the active weights change, the draft model's KV cache is recomputed.
 
     Args:
         cache: The draft model's KV cache.
@@ -155,7 +155,7 @@ class OnlineTrainer:
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified, which may lack parts of the draft.
+            verified: The tree that the target verified. It may lack parts of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """

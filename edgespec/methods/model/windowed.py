@@ -1,7 +1,7 @@
 """Limit a draft model's attention to the first and last tokens of the sequence.
 
-This limits the time and memory that the draft model needs for long sequences, and keeps token positions
-within its trained context.
+This bounds the draft model's time and memory for long sequences, and keeps token positions within its trained
+context.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _MAX_TREE_TOKENS = 128
 class AttentionWindow:
     """Limits a draft model's attention to the first and the last tokens of a sequence.
 
-    Tokens are evicted many at a time: the window can grow by `slack_tokens` before its oldest tokens are
-    evicted.
+    Tokens are evicted in bulk: the window can grow by `slack_tokens` before its oldest tokens are evicted.
 
     Attributes:
         sink_tokens: Number of tokens to keep from the beginning of the sequence, called attention sinks in
@@ -39,7 +38,7 @@ class AttentionWindow:
 
     @property
     def slack_tokens(self) -> int:
-        """Number of tokens that the attention window can grow before tokens are evicted."""
+        """How many tokens the attention window can grow by before tokens are evicted."""
         return max(1, self.window_tokens // 4)
 
     @property
@@ -53,7 +52,7 @@ class AttentionWindow:
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
-        """Return this window, reduced to fit a trained context of `trained_tokens` (0 if unknown)."""
+        """Shrink this window to fit a trained context of `trained_tokens` (0 if unknown)."""
         excess = self.context_tokens - trained_tokens
         if not trained_tokens or excess <= 0:
             return self
@@ -67,14 +66,14 @@ def choose_draft_window(
 
     Args:
         context_tokens: Context size of the target.
-        trained_tokens: Trained context size of the draft model; 0 if unknown.
+        trained_tokens: Context size that the draft model was trained for. 0 if unknown.
         window_tokens: The window size requested by the user, or 0 for no window. If None, a window is used
             only if the sequence can exceed the trained context, because predictions are best with the whole
             sequence.
         sink_tokens: Number of tokens to keep from the beginning of the sequence.
 
     Returns:
-        The window, or None if the draft model should see the whole sequence.
+        The window, or None if the draft model should attend to the whole sequence.
     """
     if window_tokens is None:
         if not 0 < trained_tokens < context_tokens:
@@ -85,11 +84,11 @@ def choose_draft_window(
 
 
 class WindowedModel(WrappedModel):
-    """A LanguageModel for sequences longer than the context of the model that it wraps.
+    """Wraps a model to handle sequences longer than its context.
 
-    Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The
-    wrapped (inner) model's KV cache contains only the first tokens and the last tokens of the sequence. Token
-    positions are counted within this cache.
+    Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The KV
+    cache of the wrapped (inner) model contains only the first and last tokens of the sequence. Token
+    positions are positions in this cache.
 
     Args:
         model: The inner model.
@@ -191,7 +190,7 @@ class WindowedModel(WrappedModel):
         self._round = ()
 
     def truncate(self, length: int) -> None:
-        """See `LanguageModel.truncate`. Evicted tokens are recomputed later if they are needed again."""
+        """See `LanguageModel.truncate`. Evicted tokens are recomputed if they are needed again."""
         self._check(0)
         self._round = ()
         del self._tokens[length:]

@@ -1,4 +1,4 @@
-"""Draft what followed the last tokens before."""
+"""Prompt lookup decoding: draft the continuation of an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding: find where the last few tokens occurred before, and draft what followed."""
+"""Prompt lookup decoding: find an earlier occurrence of the last tokens, and draft what followed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suffix decoding: find where the last tokens occurred before, and draft what usually followed."""
+"""Suffix decoding: find earlier occurrences of the last tokens, and draft what usually followed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A suffix automaton with occurrence counts, which indexes texts that grow during a reply."""
+"""A suffix automaton with occurrence counts, for indexing text that grows during a reply."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class SuffixAutomaton:
     """A suffix automaton for a token sequence (Blumer et al. 1985).
 
     A state represents all substrings that end at exactly the same positions. Appending a token takes
-    amortised constant time. Memory use is about 100 bytes per token for code or prose, and at most 350.
+    amortised constant time. Memory use is about 100 bytes per token for code or prose, and never more than
+    350.
 
     Args:
         min_probability: `continuations` may leave out tokens that are less probable than this.
-        capacity_tokens: To limit memory, the automaton is rebuilt from the last `capacity_tokens` tokens
+        capacity_tokens: To bound memory use, the automaton is rebuilt from the last `capacity_tokens` tokens
             whenever the sequence reaches twice this length.
     """
 
@@ -58,7 +59,7 @@ class SuffixAutomaton:
         return arrays + tables + _INTEGER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
     def set_tokens(self, tokens: Sequence[int]) -> int:
-        """Replace the token sequence. If `tokens` begins with the old sequence, only add the new tokens.
+        """Replace the token sequence. If `tokens` extends the old sequence, only the new tokens are added.
 
         Returns:
             The number of tokens added to the automaton.
@@ -77,7 +78,7 @@ class SuffixAutomaton:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the indexed sequence. Each SEPARATOR among them marks the end of a text."""
+        """Append `tokens` to the indexed sequence. SEPARATOR tokens mark the ends of texts."""
         if len(self.tokens) + len(tokens) > 2 * self._capacity_tokens:
             self._rebuild([*self.tokens, *tokens], self._dropped_tokens)
             return
@@ -172,8 +173,8 @@ class SuffixAutomaton:
             state: The automaton state of the substring.
 
         Returns:
-            The total count of all tokens that follow, and the tokens with their counts. Rare tokens may be
-            left out.
+            The total count of all continuations, and the tokens with their counts. Rare tokens may be left
+            out.
         """
         counts, latest, target, label = self._counts, self._latest, self._targets[state], self._labels[state]
         others = self._more.get(state)
@@ -198,7 +199,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match between a sequence's end and this automaton after `tokens` were appended.
+        """Update the longest match of a sequence's end in this automaton after `tokens` were appended.
 
         Args:
             match: The match before `tokens` were appended, or (0, 0) if there was none. Invalid after the

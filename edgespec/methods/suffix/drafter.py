@@ -31,7 +31,7 @@ class ReplyRecorder(Protocol):
     """Saves finished replies so that later chats can draft from them.
 
     Attributes:
-        notice: User-facing message about a read or write failure; empty if there is none.
+        notice: User-facing message about a read or write failure. Empty if there is none.
     """
 
     notice: str
@@ -45,9 +45,8 @@ class SuffixCorpus:
     """Texts to draft from in addition to the current chat.
 
     Attributes:
-        index: Index of the user's files and of replies saved by earlier processes; None if there is nothing
-            to search.
-        recorder: Saves prompts and replies so that other chats can draft from them; None to save nothing.
+        index: Index of the user's files and of replies saved by earlier processes. None if there are none.
+        recorder: Saves prompts and replies so that other chats can draft from them. None to save nothing.
     """
 
     index: SuffixArray | None = None
@@ -58,8 +57,8 @@ class SuffixDrafter(Drafter):
     """Drafts a tree of the tokens that most often followed earlier occurrences of the last tokens.
 
     Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated with every
-    token, so lookup time depends on the number of matches, not on the length of the chat. When a chat
-    continues, only new tokens are indexed; a different prompt is indexed completely.
+    token, so lookup time depends on the number of matches rather than the length of the chat. When a chat
+    continues, only new tokens are indexed. A different prompt is indexed from scratch.
 
     Args:
         load_corpus: Loads the corpus. Called once, before the first reply.
@@ -122,7 +121,7 @@ class SuffixDrafter(Drafter):
         return TokenTree(tuple(tokens), tuple(parents), (None,) * len(parents), block_verifiable=is_chain)
 
     def _drafts(self, root: int, depth: int) -> Iterator[ScoredDraft]:
-        """Yield the best draft from the current chat, from other chats, and from files and saved replies."""
+        """Yield the best drafts from the current chat, from other chats, and from files and saved replies."""
         chat = self._chat
         yield draft_from_automaton(chat, chat.longest_repeated_suffix(), root, depth, self._config)
         yield draft_from_automaton(self._other_chats, self._other_match, root, depth, self._config)
@@ -179,14 +178,14 @@ def draft_from_automaton(
 
 
 class IndexedSource:
-    """Drafts from a suffix array of texts that do not change. Caches the drafts for frequent contexts."""
+    """Drafts from a suffix array over fixed texts, and caches the drafts for frequent contexts."""
 
     def __init__(self, index: SuffixArray, config: SuffixConfig) -> None:
         self.index, self._config = index, config
         self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
 
     def propose(self, last_tokens: Sequence[int], depth: int) -> ScoredDraft:
-        """Return the best draft to follow `last_tokens`, the last tokens of the chat (at most 32)."""
+        """Return the best draft after `last_tokens`, which are the last tokens of the chat (at most 32)."""
         root = last_tokens[-1]
 
         def grow(max_tokens: int, matches: SuffixRange) -> ScoredDraft:

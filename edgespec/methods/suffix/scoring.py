@@ -33,7 +33,7 @@ class SuffixConfig:
         max_tokens: Maximum number of drafted tokens.
         can_branch: Whether to draft trees. If False, only chains are drafted, for targets that cannot verify
             trees.
-        is_end: Whether a token ends the reply. Nothing is drafted after such a token.
+        is_end: Returns whether a token ends the reply. Nothing is drafted after such a token.
     """
 
     length_factor: float = 1.0
@@ -51,7 +51,7 @@ class SuffixConfig:
 
 
 class ScoredDraft(NamedTuple):
-    """A draft tree, and for each node the estimated probability that it is accepted. Node 0 is the root."""
+    """A draft tree with the estimated acceptance probability of each node. Node 0 is the root."""
 
     tokens: list[int]
     parents: list[int]
@@ -70,7 +70,7 @@ def best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Build a draft tree for each match, and return the tree with the most tokens expected to be accepted.
+    """Build a draft tree for each match, and return the one with the most expected accepted tokens.
 
     Args:
         matches: The length and the index position of each match with the last tokens, longest first.
@@ -101,7 +101,7 @@ def grow_draft(
     """Build a draft tree from the tokens that most often followed earlier occurrences of the last tokens.
 
     Args:
-        lookup: Function that returns the tokens that follow a position in the index, and their counts.
+        lookup: Returns the tokens that follow a position in the index, with their counts.
         place: The index position after the matched tokens.
         root: Last token of the sequence.
         depth: Maximum depth of the tree.

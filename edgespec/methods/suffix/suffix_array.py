@@ -1,4 +1,4 @@
-"""A suffix array over saved replies and the user's files, to find where a token sequence occurs in them."""
+"""A suffix array over saved replies and the user's files, for looking up token sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOKEN = np.dtype(">i4")
 
 
 class SuffixArray:
-    """A suffix array of reversed texts. All occurrences of a match are adjacent in it.
+    """A suffix array of reversed texts, in which all occurrences of a match are adjacent.
 
     Each position is sorted by the 32 tokens before it. Sorting uses prefix doubling (Manber and Myers 1990).
     A binary search finds the longest match. The index uses 8 bytes per token.

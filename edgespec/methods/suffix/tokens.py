@@ -1,4 +1,4 @@
-"""Token arrays and limits that all parts of the suffix drafter share."""
+"""Token arrays and limits shared by all parts of the suffix drafter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Features of other programs' model files that llama.cpp cannot load, and how to explain them to users.
+"""Explain to users why llama.cpp cannot load some undamaged model files that other programs made.
 
-Each table has one entry per difference. `gguf_files` and `mlx_files` handle deviating file names and indexes.
+Each table has one entry per quirk. Unusual file names and indexes are handled in `gguf_files` and
+`mlx_files`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _USUAL_TENSORS = tuple(
 
 
 class Refusal(NamedTuple):
-    """The reason why llama.cpp does not load an undamaged file, and what the user can do about it.
+    """Why llama.cpp does not load an undamaged file, and what the user can do about it.
 
     Attributes:
         what: The end of a sentence that begins with the file's path.
@@ -58,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A llama.cpp message pattern and its meaning. `{0}`, `{1}` and so on stand for the pattern's groups."""
+    """A pattern for a llama.cpp message, and its meaning, in which `{0}`, `{1}` and so on stand for groups."""
 
     message: re.Pattern[str]
     what: str
@@ -114,7 +115,7 @@ _REFUSALS = tuple(
 
 
 def explain_refusal(log: str, headers: Sequence[GgufHeader]) -> Refusal | None:
-    """Return why llama.cpp refuses an undamaged file, or None if its messages state no known reason.
+    """Explain why llama.cpp rejects an undamaged file, or return None if its messages give no known reason.
 
     Args:
         log: The messages that llama.cpp logged.
@@ -141,7 +142,7 @@ def explain_refusal(log: str, headers: Sequence[GgufHeader]) -> Refusal | None:
 
 
 def foreign_part(tensor_names: Sequence[str]) -> str:
-    """Describe what the tensors contain besides a language model. Empty if they contain nothing else.
+    """Describe what the tensors contain besides a language model, or return an empty string.
 
     For example: `an image encoder (v.patch_embd.weight and 2 more tensors)`.
     """
@@ -153,10 +154,10 @@ def foreign_part(tensor_names: Sequence[str]) -> str:
 
 
 def why_doubtful(headers: Sequence[GgufHeader]) -> str:
-    """Return why llama.cpp might refuse a model, judging by its tensors' names and shapes.
+    """Return why llama.cpp might reject a model, judging by the names and shapes of its tensors.
 
-    This is fast but not certain: a newer llama.cpp may support tensors that the tables lack. To be certain
-    about a doubtful file, ask llama.cpp itself (`why_refused`).
+    This is fast but not reliable, because a newer llama.cpp may support tensors that the tables lack. For a
+    reliable answer, ask llama.cpp itself (`why_refused`).
 
     Args:
         headers: The headers of all of the model's files.
@@ -182,7 +183,7 @@ def why_doubtful(headers: Sequence[GgufHeader]) -> str:
 
 
 def _uneven_layers(count: int, shapes: dict[str, tuple[int, ...]]) -> str:
-    """Return a doubt if the layers differ in number, names or shapes of tensors, or lack usual ones."""
+    """Return a doubt if layers differ in the number, names or shapes of their tensors, or lack common ones."""
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if match := _LAYER.fullmatch(name):
@@ -195,7 +196,7 @@ def _uneven_layers(count: int, shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def _unused_tensors(architecture: str, names: Sequence[str]) -> list[str]:
-    """Return the tensors that an architecture does not use, according to the gguf package."""
+    """Return the tensors that the architecture does not use, according to the gguf package."""
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}.get(architecture)

@@ -1,4 +1,4 @@
-"""Find all files of a GGUF model, which may be split into several parts, and check its LoRA adapters."""
+"""Find all files of a GGUF model, which may be split into parts, and check its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Split(NamedTuple):
     """A file's position in a split model, according to its header.
 
     Attributes:
-        number: Number of the part, from 0.
+        number: Index of the part, starting at 0.
         total: Number of parts. 1 if the model is not split.
         tensors: Number of tensors in all parts.
         is_joined: Whether more parts follow in the same file.
@@ -61,7 +61,7 @@ class _Split(NamedTuple):
 
 
 def check_is_gguf(path: Path, content: str = "model or head") -> None:
-    """Check that a file begins like a GGUF file.
+    """Check that a file starts like a GGUF file.
 
     Args:
         path: The file.
@@ -97,7 +97,7 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
 
 
 def named_gguf_files(path: Path) -> list[Path]:
-    """Return the files of a GGUF model that are next to `path`. Looks only at file names, so it is fast.
+    """Return the files of a GGUF model next to `path`. Fast, because it looks only at file names.
 
     Raises:
         ModelFileError: The file is not a GGUF file.
@@ -107,7 +107,7 @@ def named_gguf_files(path: Path) -> list[Path]:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Return the files of a GGUF model in order, identifying parts by their headers and not by their names.
+    """Return the files of a GGUF model in order, identifying parts by their headers instead of their names.
 
     Args:
         path: The model file, or any part of a split model. The other parts can have unrelated names, and can
@@ -190,7 +190,7 @@ def _add_part(found: dict[int, list[Path]], part: Path, wanted: _Split) -> None:
 
 
 def _same_model(parts: list[Path], path: Path) -> list[Path]:
-    """Return the parts that belong to the same model as `path` according to their names, or all if none do.
+    """Return the parts that belong to the same model as `path`, judging by their names, or all if none do.
 
     If they are copies of one part, only the first is returned.
     """
@@ -206,7 +206,9 @@ def _model_name(path: Path) -> str:
 
 
 def _standard_names(path: Path) -> list[Path]:
-    """Return the paths of all parts as `llama-gguf-split` names them. Empty if it did not name `path`."""
+    """Return the paths of all parts in `llama-gguf-split`'s naming scheme. Empty if `path` does not follow
+    it.
+    """
     match = _PART.fullmatch(path.name)
     count = int(match[3]) if match else 0
     if match is None or not count:

@@ -52,7 +52,7 @@ class TruncatedHeader(ValueError):
 
 
 class StringArray:
-    """A read-only list of the byte strings in a GGUF header, each of which is copied on access.
+    """A read-only list of the byte strings in a GGUF header. Strings are copied on access.
 
     A Python list of the whole vocabulary would take ten times as much memory.
     """
@@ -126,7 +126,7 @@ class GgufHeader:
 
 
 def describe_start(data: bytes) -> str:
-    """Describe the first bytes of a file in a phrase, such as `begins with the text 'hi'`."""
+    """Describe the first bytes of a file, as in `begins with the text 'hi'`."""
     if not data:
         return "is empty"
     text = " ".join(data.decode("utf-8", "replace").split())
@@ -174,9 +174,9 @@ def parse_header(data: bytes) -> GgufHeader:
 
 
 def read_name(path: Path) -> str:
-    """Return the model's name in the header of a GGUF file. Empty if there is none, or no GGUF file.
+    """Return the model name in the header of a GGUF file, or an empty string if it cannot be read.
 
-    This is much faster than `read_header`, because it does not read the vocabulary.
+    Much faster than `read_header`, because the vocabulary is not read.
     """
     with suppress(OSError, ValueError), path.open("rb") as file:
         reader = _Reader(file.read(_NAME_BYTES))
@@ -195,7 +195,7 @@ class _Reader:
         self.at = 0
 
     def counts(self) -> tuple[int, int]:
-        """Read the start of a file. Return its numbers of tensors and of metadata values."""
+        """Read the start of a file. Return the number of tensors and the number of metadata values."""
         data = self._data
         if data[:4] != b"GGUF"[: len(data)]:
             raise ValueError(f"the file {describe_start(data[:16])} instead of 'GGUF'")

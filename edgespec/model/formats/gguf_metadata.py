@@ -36,7 +36,9 @@ _MATRIX_DIMENSIONS = 2
 
 
 def read_gguf_info(path: Path) -> ModelInfo:
-    """Return the metadata of a GGUF model from all its parts. Raises ModelFileError if a file is invalid."""
+    """Return the metadata of a GGUF model, read from all its parts. Raises ModelFileError if a file is
+    invalid.
+    """
     return _of_parts(gguf_files(path))
 
 
@@ -95,7 +97,7 @@ def read_split_info(folder: Path) -> ModelInfo:
 
 
 def split_metadata_file(folder: Path) -> Path:
-    """Return the file in a prepared model's folder that contains the metadata and the vocabulary."""
+    """Return the file in a prepared model's folder that holds the metadata and vocabulary."""
     from edgespec.model.formats.layerskip_files import LOWER_FIRST
 
     return folder / LOWER_FIRST
@@ -166,7 +168,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
 
 
 def _hidden_size(header: GgufHeader) -> int:
-    """Return the size of a model's hidden states, or of the target's hidden states that a head reads."""
+    """Return the hidden size of a model, or of the target's hidden states that a head reads."""
     # Gemma 4 assistants return hidden states of the same size as the target's.
     of_target = ("target_hidden_size", "embedding_length_out") if header.architecture in _HEADS else ()
     sizes = (header.architecture_number(key) for key in (*of_target, "embedding_length"))
@@ -198,7 +200,7 @@ def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
 
 
 def _used_fraction(header: GgufHeader) -> float:
-    """Return the fraction of the experts that process each token, or 1 for a model without experts."""
+    """Return the fraction of experts that process each token, or 1 for a model without experts."""
     experts = _number(header.architecture_value("expert_count"))
     used = _number(header.architecture_value("expert_used_count"))
     return used / experts if experts and used else 1.0
@@ -232,7 +234,7 @@ def _kv_bytes(header: GgufHeader) -> int:
 
 
 def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
-    """Return the quantisation named in the metadata, or the type of most weights if there is none."""
+    """Return the quantisation named in the metadata, or else the type of most weights."""
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     try:

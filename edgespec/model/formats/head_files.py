@@ -67,7 +67,7 @@ def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
 
 
 def why_not_made_for(head: ModelInfo, target: ModelInfo) -> str:
-    """Return why a head was not made for a target, or an empty string if their metadata match.
+    """Explain why a head was not made for a target, or return an empty string if their metadata match.
 
     Sizes that are missing from the metadata are not compared.
     """

@@ -103,8 +103,8 @@ def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
 def missing_files(folder: Path) -> list[str]:
     """Return the names of files missing from an MLX model folder.
 
-    Weight files that the index or the part numbers call for do not count as missing if the other files
-    contain the whole model: mlx-lm ignores the index, which is often left over from another version of the
+    Weight files that the index or the part numbers refer to do not count as missing if the other files
+    contain the whole model. mlx-lm ignores the index, which is often left over from another version of the
     model.
 
     Raises:
@@ -180,12 +180,12 @@ def _names_in(files: Iterable[Path]) -> set[str]:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether `name` is the name of a weight file."""
+    """Return whether `name` is a weight file name."""
     return fnmatchcase(name, WEIGHTS)
 
 
 def missing_among(names: Iterable[str]) -> list[str]:
-    """Return which files an MLX model lacks, given the names of the files that it has."""
+    """Return the files that an MLX model lacks, given the names of those that it has."""
     names = set(names)
     missing = [] if "config.json" in names else ["config.json"]
     if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
@@ -204,7 +204,7 @@ def missing_among(names: Iterable[str]) -> list[str]:
 
 
 def missing_from_head(folder: Path) -> list[str]:
-    """Return the names of the files that a head in the layout of Hugging Face lacks."""
+    """Return the names of the files that a head in the Hugging Face layout lacks."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
     weights = head_weights(names)
     missing = [] if "config.json" in names or is_complete_without_config(weights) else ["config.json"]
@@ -217,7 +217,7 @@ def is_complete_without_config(weights: Iterable[str]) -> bool:
 
 
 def head_weights(names: Iterable[str]) -> list[str]:
-    """Return the names of the files with the weights of a head, given the names of all its files."""
+    """Return the names of a head's weight files, given the names of all its files."""
     names = sorted(names)
     matches = ([name for name in names if fnmatchcase(name, pattern)] for pattern in HEAD_WEIGHTS)
     return next(filter(None, matches), [])
@@ -239,8 +239,8 @@ def _index(path: Path) -> dict[str, str]:
 def readable_folder(folder: Path) -> Iterator[Path]:
     """Provide a model folder that mlx-lm and transformers can read.
 
-    This is the folder itself, unless a text file in it begins with a byte order mark or mlx-lm would ignore
-    the names of its weight files. In that case, it is a temporary folder with links to the files.
+    Yields the folder itself, unless a text file in it starts with a byte order mark or mlx-lm would not
+    recognise the names of its weight files. In that case, yields a temporary folder with links to the files.
 
     Raises:
         ModelFileError: A weight file is damaged.

@@ -100,11 +100,10 @@ def read_mlx_info(folder: Path) -> ModelInfo:
 
 
 def read_head_info(folder: Path) -> ModelInfo:
-    """Return the metadata of a head in the layout of Hugging Face.
+    """Return the metadata of a head in the Hugging Face layout.
 
-    This function reads the head's configuration and the names of its files. If they do not identify the kind
-    of head, as for EAGLE-1, it also reads the names of the tensors. `kind` is `model` if the files do not
-    belong to a head.
+    Reads the head's configuration and file names. If they do not identify the kind of head, as for EAGLE-1,
+    the tensor names are read as well. `kind` is `model` if the files do not belong to a head.
 
     Raises:
         ModelFileError: The files are missing or damaged.
@@ -146,7 +145,7 @@ def read_head_info(folder: Path) -> ModelInfo:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's configuration, with nested settings of vision models and heads at the top level."""
+    """Return a model's configuration, moving nested settings of vision models and heads to the top level."""
     inner = (config.get(name) for name in _INNER_CONFIGS)
     return dict(ChainMap(*(each for each in inner if isinstance(each, dict)), dict(config)))
 
@@ -188,7 +187,7 @@ def _heads(
 
 
 def _extra_layers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of layers for multi-token prediction that are in a file of their own."""
+    """Return the tensors of multi-token prediction layers that are in a file of their own."""
     return {name: one for file in mtp_files(folder) for name, one in read_tensors(file).items()}
 
 

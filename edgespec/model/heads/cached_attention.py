@@ -27,13 +27,13 @@ class Projections(NamedTuple):
 
 
 class TreeNodes(NamedTuple):
-    """The nodes of new tokens in a draft tree.
+    """The position of new tokens in a draft tree.
 
     Attributes:
-        positions: The position of each new token in the text, int64 [new tokens].
-        visible: Whether each new token attends to each token of the tree, bool [new tokens, tree tokens]. The
-            tree tokens are the last ones in the KV cache, and include the new tokens. Tokens before the tree
-            are always visible.
+        positions: The position of each new token in the sequence, int64 [new tokens].
+        visible: Whether each new token attends to each tree token, bool [new tokens, tree tokens]. The tree
+            tokens are the last ones in the KV cache, including the new tokens. Tokens before the tree are
+            always visible.
     """
 
     positions: NDArray[np.int64]
@@ -47,7 +47,7 @@ class CachedAttention:
         projections: The layer's matrices.
         rotation: The layer's rotary position embedding.
         heads: Number of query heads.
-        kv_heads: Number of key heads. Several query heads can share a key head.
+        kv_heads: Number of key-value heads. Several query heads can share one.
         head_size: Size of each head's vectors.
 
     Attributes:
@@ -66,18 +66,18 @@ class CachedAttention:
         self._cache: Array = np.empty((2, kv_heads, 0, head_size), np.float32)
 
     def with_own_cache(self) -> CachedAttention:
-        """Return the same attention with an empty KV cache of its own."""
+        """Return a copy that shares the weights and has its own, empty KV cache."""
         other = copy(self)
         other.start = other.end = 0
         other._cache = self._cache[:, :, :0].copy()
         return other
 
     def restart(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`."""
+        """Clear the KV cache and make it start at `position`."""
         self.start = self.end = position
 
     def truncate(self, end: int) -> None:
-        """Remove the keys and values at position `end` and later positions."""
+        """Remove the keys and values from position `end` on."""
         self.end = min(self.end, end)
         self.start = min(self.start, self.end)
 

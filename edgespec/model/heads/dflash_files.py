@@ -35,12 +35,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig(LayerConfig):
-    """The configuration of a DFlash or DSpark head, whose layers are those of a Qwen 3 model.
+    """The configuration of a DFlash or DSpark head, whose layers are like a Qwen 3 model's.
 
     `LayerConfig` describes the other attributes.
 
     Attributes:
-        size: Hidden size of the head, which equals the target's.
+        size: Hidden size of the head, which is the same as the target's.
         states: Layer indices of the target's hidden states that the head reads. Index k means the input of
             layer k. The target's layer count means the output of its last layer.
         block_tokens: Number of tokens in a block: the last emitted token, followed by mask tokens.
@@ -74,7 +74,7 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
 
 
 def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
-    """Return the configuration described by the settings from `read_config`.
+    """Parse the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.

@@ -82,7 +82,7 @@ class EagleConfig(LayerConfig):
 
 
 def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConfig:
-    """Return the configuration described by the settings from `read_config`.
+    """Parse the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
@@ -135,10 +135,9 @@ class EagleFiles:
 
 
 def eagle_kind(names: Collection[str]) -> str:
-    """Return "EAGLE-1" or "EAGLE-3" if these tensor names belong to such a head, or "" if they do not.
+    """Return "EAGLE-1" or "EAGLE-3" if these tensor names belong to such a head, or else "".
 
-    The configuration does not identify heads, because an EAGLE-1 head's configuration looks like its
-    target's.
+    The configuration cannot identify heads, because an EAGLE-1 head's configuration looks like its target's.
     """
     canonical = {_canonical(name) for name in names}
     if not {"fc.weight", "layer.self_attn.q_proj.weight"} <= canonical:
@@ -185,7 +184,7 @@ def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
     """Return each draft token's target token id, int64 [draft vocabulary].
 
     Args:
-        offsets: The tensor `d2t`, which holds the target id minus the draft id of each draft token.
+        offsets: The tensor `d2t`, which holds each draft token's target id minus its draft id.
         vocab_size: Target's vocabulary size.
 
     Raises:
@@ -228,7 +227,7 @@ _Shapes = dict[str, tuple[int, ...]]
 def _shapes(
     config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int
 ) -> tuple[_Shapes, _Shapes]:
-    """Return the shapes of a head's required tensors and of its optional tensors, by name."""
+    """Return the shapes of a head's required and optional tensors, by name."""
     size, pair = config.hidden_size, 2 * config.hidden_size
     keys, queries = config.kv_heads * config.head_size, config.heads * config.head_size
     attention = {"q": queries, "k": keys, "v": keys}

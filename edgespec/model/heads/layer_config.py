@@ -68,7 +68,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `LayerConfig`, from the settings that `read_config` returned.
+    """Return the arguments of `LayerConfig`, given the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
@@ -98,7 +98,7 @@ def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def invalid_settings(folder: Path) -> Iterator[None]:
-    """Convert exceptions from creating the network of a head to ModelFileErrors about its config.json."""
+    """Convert exceptions from creating a head's network to ModelFileErrors about its config.json."""
     try:
         yield
     except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:

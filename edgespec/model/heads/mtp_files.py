@@ -1,8 +1,8 @@
 """Read multi-token prediction (MTP) layers from the folder of a Hugging Face or MLX model.
 
-mlx-lm does not load MTP layers, and models that it converted do not contain them. The layers can be part of
-the model's weights or be in a separate file, such as `mtp.safetensors`. MTPLX and others publish quantised
-MLX models with such files.
+mlx-lm does not load MTP layers, and models converted by it do not contain them. The layers can be part of the
+model's weights or in a separate file, such as `mtp.safetensors`. MTPLX and others publish quantised MLX
+models with such files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Layout:
             or an empty string if modules are not numbered.
         marker: Name of a tensor that only MTP modules have. It is needed because DeepSeek numbers MTP modules
             like ordinary layers.
-        names: Qwen3-Next's names for the tensors outside the decoder layers, by their names without
-            `.weight`. An empty name means that the tensor is a copy of the target's and is skipped.
-        decoder_prefix: Prefix that turns names of the decoder layer's tensors into Qwen3-Next's names.
+        names: Maps the names of tensors outside the decoder layers, without `.weight`, to Qwen3-Next's names.
+            An empty name means that the tensor is a copy of the target's and is skipped.
+        decoder_prefix: Prefix that turns the names of decoder layer tensors into Qwen3-Next's names.
         hidden_first: Whether the input of `fc` starts with the hidden state, not with the embedding.
     """
 
@@ -111,7 +111,7 @@ def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
 
 
 def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) -> dict[str, StoredTensor]:
-    """Check a module, and convert it so that its `fc` reads the embedding first.
+    """Check a module, and convert its `fc` to read the embedding first.
 
     Raises:
         ModelFileError: A tensor is missing or cannot be dequantised.
@@ -140,7 +140,7 @@ def _unusable(folder: Path, reason: str) -> ModelFileError:
 
 
 def _modules(stored: Mapping[str, StoredTensor], layout: _Layout) -> list[dict[str, StoredTensor]]:
-    """Return the tensors of each MTP module with this layout, by their names in Qwen3-Next."""
+    """Return the tensors of each MTP module with this layout, keyed by Qwen3-Next's names."""
     pattern = re.compile(rf"(?:(?:model|language_model)\.)*{layout.prefix}(.+)")
     modules: dict[int, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -159,5 +159,5 @@ def _renamed(tensors: Mapping[str, StoredTensor], layout: _Layout) -> dict[str, 
 
 
 def _with_halves_swapped(matrix: StoredTensor) -> StoredTensor:
-    """Swap the first and the last n columns of a matrix [rows, 2n]."""
+    """Swap the left and right halves of a matrix [rows, 2n]."""
     return replace(matrix, read=lambda: np.roll(matrix.read(), matrix.shape[-1] // 2, axis=-1))

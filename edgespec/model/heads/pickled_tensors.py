@@ -2,7 +2,7 @@
 
 These files are zip archives that contain a pickle. A pickle is a program: Python's unpickler calls any
 function that the pickle names, and allocates as much memory as the pickle requests. This module interprets
-only the instructions needed to describe tensors, never calls a function by name, and rejects everything else.
+only the instructions needed to describe tensors, never calls anything by name, and rejects everything else.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
     The file must contain a dictionary. Dictionary values that are not tensors are ignored.
 
     Raises:
-        ModelFileError: The file is missing or damaged, or it contains anything but tensors and plain values.
+        ModelFileError: The file is missing or damaged, or contains anything other than tensors and plain
+            values.
     """
     try:
         regular_file_bytes(path)
@@ -94,7 +95,7 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
 def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
     """Return the uncompressed entries of an archive by name.
 
-    Compressed entries, which could expand to fill the memory, are ignored. PyTorch never compresses.
+    Compressed entries are ignored, because they could expand to fill the memory. PyTorch never compresses.
 
     Raises:
         ValueError: Two entries have the same name, or the entries are larger than the file.
@@ -109,7 +110,7 @@ def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
 
 
 def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
-    """Return the data of an uncompressed entry. Raises ValueError if it does not have the stated size."""
+    """Return the data of an uncompressed entry. Raises ValueError if its size is not as stated."""
     with archive.open(entry) as file:
         content = file.read(entry.file_size)
     if len(content) != entry.file_size:
@@ -244,7 +245,7 @@ class _Interpreter:
         return _Storage(entry, dtype, count)
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        """Return the result of a call in the pickle. Raises ModelFileError for unsupported functions."""
+        """Evaluate a call in the pickle. Raises ModelFileError for unsupported functions."""
         match function:
             case _Global("collections OrderedDict") if arguments == ():
                 return {}

@@ -54,9 +54,9 @@ class WeightLoader:
         return lambda rows: product(rows) + added
 
     def rows(self, tensor: StoredTensor) -> Callable[[Sequence[int]], Array]:
-        """Return a function that returns the rows of a matrix with given indices [rows, size].
+        """Return a function that looks up rows of a matrix by index, [rows, size].
 
-        In memory, 16-bit matrices keep their type. Raises ModelFileError if a weight is not finite.
+        16-bit matrices keep their type in memory. Raises ModelFileError if a weight is not finite.
         """
         values = np.array(self._finite(tensor), np.float16 if tensor.dtype == "F16" else np.float32)
         if tensor.dtype != "BF16":

@@ -88,13 +88,13 @@ class ResidualHeads:
         heads: The heads, nearest first.
         reads_tokens: Whether head i also reads the embeddings of tokens p + 1 to p + i + 1, as Hydra heads
             do.
-        prefix: A layer that attends to the hidden states of all tokens (Hydra++). The heads then read the
-            layer's output at position p. None if the heads read the hidden state itself.
+        prefix: A layer that attends to the hidden states of all tokens (Hydra++), whose output at position p
+            the heads read. None if they read the hidden state itself.
         state_size: Hidden size.
         vocab_size: Number of tokens that can be predicted. 0 if the heads have no output matrices and use the
             target's LM head.
-        layers_before_last: The hidden state that the heads read. 0 means the final hidden state, which the
-            target's LM head reads. n means the input of the n-th layer from the end.
+        layers_before_last: Which hidden state the heads read. 0 means the final hidden state, which the
+            target's LM head also reads. n means the input of the n-th layer from the end.
     """
 
     file: Path
@@ -162,7 +162,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return the settings in `config.json`. The file is optional, because the weights determine all sizes."""
+    """Return the settings in `config.json`, which is optional because the weights determine all sizes."""
     try:
         config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
         if not isinstance(config, dict):
@@ -197,7 +197,7 @@ class _NamedTensors:
         return Linear(weight, self._tensors.get(f"{name}.bias")) if weight else None
 
     def blocks(self, before: str) -> tuple[ResidualBlock, ...]:
-        """Return the residual blocks of a head. Block numbers can have gaps, left by dropout layers."""
+        """Return the residual blocks of a head. Dropout layers can leave gaps in the block numbers."""
         blocks = []
         for number in self.numbers(before, ".linear.weight"):
             linear = self.linear(f"{before}{number}.linear")
@@ -262,7 +262,7 @@ def _checked(
     prefix: AttentionLayer | None,
     layers_before_last: int,
 ) -> ResidualHeads:
-    """Return the heads after checking their shapes. Raises ModelFileError if shapes do not match."""
+    """Check the shapes of heads, and return the heads. Raises ModelFileError if shapes do not match."""
     if not heads:
         raise tensors.error("the file contains no heads")
     size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]

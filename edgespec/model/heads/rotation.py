@@ -72,7 +72,7 @@ def positive(name: str, value: object) -> float:
 class Rotation:
     """Applies rotary position embeddings to vectors.
 
-    Each value in the first half of a vector is rotated together with its counterpart in the second half.
+    Each value in the first half of a vector is paired with its counterpart in the second half.
 
     Args:
         rope: The RoPE settings.
@@ -130,7 +130,7 @@ def _yarn_divisors(rope: RopeSettings, size: int) -> NDArray[np.float64]:
     original = float(settings.get("original_max_position_embeddings") or _YARN_ORIGINAL_TOKENS)
 
     def index_of(turns: float) -> float:
-        """Return the index of the frequency that makes `turns` turns within the original context."""
+        """Return the index of the frequency that completes `turns` turns within the original context."""
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first = max(math.floor(index_of(float(settings.get("beta_fast", 32)))), 0)

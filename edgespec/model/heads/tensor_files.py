@@ -1,4 +1,4 @@
-"""Read tensors from safetensors and PyTorch files, and dequantise FP8 weights, as published by DeepSeek."""
+"""Read tensors from safetensors and PyTorch files, and dequantise FP8 weights such as DeepSeek's."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def _read(path: Path, tensor: Any) -> NDArray[Any]:
 def dequantise_fp8(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return `stored` with FP8 weights dequantised and their scales removed.
 
-    A weight [..., rows, columns] has one scale for all elements, one for each row, or one for each block of
-    128 x 128 elements. The products are rounded to BF16, like the weights that mlx-lm dequantises. FP8
-    weights without scales, or with scales of another shape, stay as they are.
+    A weight [..., rows, columns] has one scale overall, one per row, or one per block of 128 x 128 elements.
+    The products are rounded to BF16, as in mlx-lm. FP8 weights without scales, or with scales of another
+    shape, are left unchanged.
     """
     tensors = dict(stored)
     for name, weight in stored.items():
@@ -114,7 +114,7 @@ def dequantise_fp8(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def _is_broadcast(weight: StoredTensor, scales: StoredTensor) -> bool:
-    """Return whether there is one scale for all elements or one for each row."""
+    """Return whether there is one scale overall or one per row."""
     return scales.shape in ((), (1,), (*weight.shape[:-1], 1))
 
 
@@ -132,7 +132,7 @@ def _product(weight: StoredTensor, scales: StoredTensor) -> NDArray[Any]:
 
 
 def _rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Round float32 values to the nearest values of BF16, which is the upper half of a float32."""
+    """Round float32 values to the nearest BF16 values. BF16 is the upper half of a float32."""
     bits = values.view(np.uint32)
     last = (bits >> 16) & 1  # Ties round to even.
     return ((bits + 0x7FFF + last) & np.uint32(0xFFFF0000)).view(np.float32)

@@ -23,7 +23,7 @@ MappingKind = Literal["same", "translated", "retokenised"]
 
 @dataclass(frozen=True, slots=True)
 class VocabularyComparison:
-    """Result of comparing the draft model's vocabulary with the target's.
+    """The result of comparing a draft model's vocabulary with the target's.
 
     Attributes:
         target_name: Name of the target.
@@ -46,7 +46,7 @@ class VocabularyComparison:
 
     @property
     def explanation(self) -> str:
-        """User-facing explanation of how the vocabularies affect drafting; empty if all token ids match."""
+        """User-facing explanation of how the vocabularies affect drafting. Empty if all token ids match."""
         if self.translation is None:
             return ""
         shared, total = len(self.translation.target_ids), self.translation.target_token_count

@@ -1,4 +1,4 @@
-"""Draft with a model whose vocabulary differs, by retokenizing its output for the target."""
+"""Draft with a model that has a different vocabulary, by retokenizing its output for the target."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class RetokenisedDrafter(Drafter):
     sequence is tokenized for the draft model, which continues it greedily. The generated text is then
     tokenized for the target. Drafts have no draft probabilities.
 
-    If there is no time to prefill the whole sequence, the draft model sees only its end.
+    If there is no time to prefill the whole sequence, the draft model is given only its end.
 
     Args:
         model: The draft model.
         vocabulary: The target's vocabulary.
         translation: Translates tokens between the two vocabularies.
-        min_confidence: Drafting stops after the draft model chooses a token with a lower probability.
+        min_confidence: Drafting stops once the draft model chooses a token with a lower probability.
 
     Raises:
         CapabilityError: The model does not support rollback.
@@ -111,7 +111,7 @@ class RetokenisedDrafter(Drafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Remove cached tokens that no longer match the sequence, and return the tokens to prefill."""
+        """Drop cached tokens that no longer match the sequence, and return the tokens to prefill."""
         tokens = self._input.tokens
         if not tokens:
             return []
@@ -123,7 +123,7 @@ class RetokenisedDrafter(Drafter):
         return tokens[len(self._cached) : -1]
 
     def _catch_up(self) -> bool:
-        """Prefill the tokens that the draft model lacks. Return False if its context is too small."""
+        """Prefill the missing tokens. Return False if the draft model's context is too small."""
         missing = self._missing_tokens()
         if not self._input.tokens or len(missing) >= self._model.free_tokens:
             return False
@@ -200,8 +200,8 @@ class RetokenisedDrafter(Drafter):
 class IncrementalRetokeniser:
     """Incrementally converts a growing sequence of target tokens to draft model tokens.
 
-    Control tokens split the text into parts that are tokenized separately. The tokens at the end of the last
-    part are open: they can change when text is appended. All earlier tokens are final.
+    Control tokens split the text into parts that are tokenized separately. The last few tokens are open,
+    because they can change when text is appended. All earlier tokens are final.
 
     Attributes:
         tokens: All draft model tokens.

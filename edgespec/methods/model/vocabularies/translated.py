@@ -23,11 +23,11 @@ _EXTRA_TOKENS = 16
 
 
 class TranslatedModel(WrappedModel):
-    """Wraps a draft model with a different vocabulary as a LanguageModel with the target's vocabulary.
+    """Wraps a draft model with a different vocabulary to make it use the target's.
 
-    Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A token that both
-    vocabularies contain is translated to one draft model token. Other target tokens are spelled with several
-    draft model tokens, and are never drafted.
+    Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). Tokens in both
+    vocabularies are translated one to one. Other target tokens are spelled out with several draft model
+    tokens, and are never drafted.
 
     Args:
         model: The draft model.
@@ -135,7 +135,7 @@ class TranslatedModel(WrappedModel):
 class TranslatedLogits:
     """The draft model's logits, indexed by the target's token ids.
 
-    Target tokens that the draft model's vocabulary lacks have probability 0.
+    Target tokens that are not in the draft model's vocabulary have probability 0.
 
     Args:
         logits: The draft model's logits.

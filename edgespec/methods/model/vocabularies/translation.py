@@ -18,7 +18,7 @@ MAX_SPELLING_TOKENS = 16
 
 
 class _TokenTable:
-    """Looks up the ids of text and control tokens in one vocabulary."""
+    """Maps text tokens and control tokens to their ids in one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.text: dict[bytes, int] = {}
@@ -49,7 +49,7 @@ class ByteTokenizer:
         self._max_token_bytes = max(map(len, ids), default=0)
 
     def tokenize(self, data: bytes) -> list[int]:
-        """Return the tokens for `data`. Bytes that no token can represent are skipped."""
+        """Return the tokens for `data`, skipping bytes that no token can represent."""
         if not data:
             return []
         try:
@@ -90,19 +90,19 @@ class ByteTokenizer:
 class TokenTranslation:
     """Translates tokens between the vocabularies of a target and a draft model.
 
-    Two text tokens match if they have the same bytes, and two control tokens if they have the same text. The
-    tokens that end a reply also match.
+    Text tokens match if they have the same bytes, and control tokens if they have the same text. The tokens
+    that end a reply also match.
 
     Attributes:
         target_ids: Target ids of the shared tokens, int64 [n], ascending.
         draft_ids: Draft ids of the same tokens, int64 [n].
-        draft_id_of: Draft id of each target id, int64; -1 for tokens that are not shared.
-        target_id_of: Target id of each draft id, int64; -1 for tokens that are not shared.
+        draft_id_of: Draft id of each target id, int64. -1 for tokens that are not shared.
+        target_id_of: Target id of each draft id, int64. -1 for tokens that are not shared.
         target_token_count: Number of distinct tokens in the target's vocabulary.
         target_end_token: The token that ends a reply in the target's vocabulary.
         target_tokenizer: Tokenizes bytes for the target.
         draft_tokenizer: Tokenizes bytes for the draft model.
-        draft_start_tokens: Tokens that the draft model expects at the beginning of a sequence; may be empty.
+        draft_start_tokens: Tokens that the draft model expects at the beginning of a sequence. May be empty.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
@@ -160,7 +160,7 @@ class TokenTranslation:
         return (*start, *translated) if first and start and translated[:1] != start[:1] else translated
 
     def draft_token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token of the draft model."""
+        """Return the bytes of a draft model token."""
         return self._draft.raw_piece(token)
 
     def _translate(self, token: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Create the suffix drafter, which drafts from replies in earlier chats and from the user's files."""
+"""Create a suffix drafter that drafts from earlier chats' replies and from the user's files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def suffix_drafter(
 
     Args:
         vocabulary: The target's vocabulary.
-        corpus: A text file or a folder of text files, which are read and tokenized before this function
-            returns.
+        corpus: A text file or a folder of text files, read and tokenized before this function returns.
         remember: Whether to draft from replies in earlier chats and save new replies in the user's data
             folder. Saved replies are loaded when the first reply begins. If False, they are neither read nor
             written.
@@ -65,7 +64,7 @@ def suffix_drafter(
 
 
 def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
-    """Return the SHA-256 hash of all tokens in the order of their ids, as 64 hexadecimal digits."""
+    """Return the SHA-256 hash of all tokens in id order, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for token in range(vocabulary.size):
         piece = vocabulary.raw_piece(token)

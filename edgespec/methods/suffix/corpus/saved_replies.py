@@ -40,10 +40,10 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NoveltyFilter:
-    """Finds the parts of token sequences that are new. Stores only hashes, about 1 byte per token.
+    """Finds the new parts of token sequences. Stores only hashes, about 1 byte per token.
 
     Args:
-        max_tokens: Maximum number of tokens to store. If a new sequence would exceed this limit, all stored
+        max_tokens: Maximum number of tokens to store. If a new sequence would exceed the limit, all stored
             sequences are dropped first.
     """
 
@@ -59,10 +59,10 @@ class NoveltyFilter:
         self._hashes = np.union1d(self._hashes, new_hashes) if has_room else new_hashes
 
     def new_parts(self, text: TokenArray) -> list[TokenArray]:
-        """Return the parts of a token sequence that have not been added before, in order.
+        """Return the parts of a token sequence that have not been added yet, in order.
 
-        Parts of fewer than 8 tokens are left out. Only the last part may be shorter or empty, because it
-        always reaches the end of the sequence.
+        Parts of fewer than 8 tokens are left out, except for the last part, which always extends to the end
+        of the sequence and may be shorter or empty.
         """
         known = np.zeros(len(text) + _WINDOW, np.int64)
         if len(self._hashes):
@@ -116,7 +116,7 @@ class SavedReplies:
         max_tokens: Maximum number of tokens in the file. If it is exceeded, the oldest records are dropped.
 
     Attributes:
-        notice: User-facing message about a read or write failure; empty if there is none.
+        notice: User-facing message about a read or write failure. Empty if there is none.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class SavedReplies:
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
         """Save a reply and the parts of its prompt that have not been saved yet.
 
-        If another process has locked the file, the reply is written together with the next one. If the user
-        has deleted saved replies since the last call, nothing is saved.
+        If another process has locked the file, the reply is written with the next one. If the user has
+        deleted saved replies since the last call, nothing is saved.
 
         Returns:
             The new parts of the prompt and the reply. The last sequence ends with the reply.
@@ -270,9 +270,9 @@ class SavedReplies:
 
 
 def delete_saved_replies(folder: Path | None = None) -> int:
-    """Delete the saved replies for all vocabularies and return the number of bytes freed. Raises OSError.
+    """Delete the saved replies for all vocabularies. Returns the number of bytes freed. Raises OSError.
 
-    If a chat is running, its current turn will not be saved.
+    The current turn of a running chat will not be saved.
     """
     folder = folder or _default_folder()
     touch_private(folder / _DELETION_MARKER)

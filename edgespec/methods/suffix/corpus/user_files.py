@@ -1,4 +1,4 @@
-"""Tokenize the user's files for the suffix drafter. A reply that edits a file mostly repeats its text."""
+"""Tokenize the user's files for the suffix drafter, because a reply that edits a file mostly repeats it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read_user_files(
         path: A text file or a folder.
         vocabulary: Vocabulary used to tokenize the files.
         vocabulary_fingerprint: Identifies the vocabulary in the cache.
-        max_tokens: Stop reading after this many tokens.
+        max_tokens: Reading stops after this many tokens.
         progress: Called with the fraction of files read so far.
         cache: Cache folder. Defaults to one in the user's cache folder.
 
