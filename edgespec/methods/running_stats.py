@@ -98,8 +98,7 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace the recent counts with the long-term counts, scaled to at most `max_drafted` drafted
-        tokens.
+        """Replace the recent counts with long-term counts scaled to at most `max_drafted` drafted tokens.
 
         Used when drafting resumes after a pause, because the recent counts might no longer apply.
         """

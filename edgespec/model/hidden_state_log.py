@@ -27,7 +27,7 @@ def stream_states(count: int) -> tuple[int, ...]:
 
 
 class HiddenStateLog:
-    """A buffer with the hidden states of the last committed tokens.
+    """A buffer of the most recent committed tokens' hidden states.
 
     Args:
         row_size: Number of values per token.
@@ -50,8 +50,8 @@ class HiddenStateLog:
     def append(self, position: int, rows: NDArray[Any]) -> None:
         """Append the hidden states [tokens, row size] of consecutive tokens, starting at `position`.
 
-        Tokens from `position` on that are already in the buffer are dropped first. If there is a gap between
-        the buffer's last token and `position`, all tokens in the buffer are dropped.
+        Buffered tokens from `position` on are dropped first. If there is a gap between the last buffered
+        token and `position`, all buffered tokens are dropped.
         """
         if not self.start <= position <= self.end:
             self.start = position
@@ -80,11 +80,10 @@ class HiddenStateLog:
 
 
 class OpenLogs:
-    """The hidden state logs that a model keeps for its heads.
+    """The hidden-state logs that a model keeps for its heads.
 
     Attributes:
-        states: Indices of all hidden states that the logs need, without duplicates, in the order that
-            `append` expects.
+        states: Distinct indices of all hidden states that the logs need, in the order that `append` expects.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class OpenLogs:
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
     def open(self, states: Sequence[int], size: int) -> HiddenStateLog:
-        """Return a new log whose rows concatenate the given hidden states, each with `size` values."""
+        """Open a log whose rows concatenate the given hidden states, each with `size` values."""
         log = HiddenStateLog(len(states) * size)
         self._logs.append((log, tuple(states)))
         self._update_states()
@@ -108,7 +107,7 @@ class OpenLogs:
         self.states = tuple(sorted({state for _, states in self._logs for state in states}))
 
     def append(self, position: int, rows: NDArray[Any]) -> None:
-        """Append hidden states [tokens, states, size] for tokens from `position` on to every log."""
+        """Append hidden states [tokens, states, size] to every log, starting at `position`."""
         for log, states in self._logs:
             columns = [self.states.index(state) for state in states]
             log.append(position, rows[:, columns].reshape(len(rows), len(columns) * rows.shape[2]))

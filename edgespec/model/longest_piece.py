@@ -19,8 +19,8 @@ def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], b
     """Return the length of the longest token in bytes, or 0 if tokens can represent text of any length.
 
     Args:
-        entries: The token id of each vocabulary entry. No token may have more bytes than its entry.
-        raw_piece: Function that returns the bytes of a token.
+        entries: The token id of each vocabulary entry. No token may be longer than its entry.
+        raw_piece: Returns the bytes of a token.
     """
     if not (entries.keys() >= _BYTE_LEVEL or entries.keys() >= _BYTE_FALLBACK):
         return 0

@@ -26,7 +26,7 @@ BLOCK_TOKENS = 256
 
 
 class _Context(Protocol):
-    """A model or a draft model, as far as its context is concerned."""
+    """The context of a model or draft model."""
 
     facts: ModelFacts
 
@@ -49,7 +49,7 @@ def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_swi
         whole_tokens: The maximum size that the context can grow to.
         initial_context_tokens: The preferred initial size.
         longrope_switch_tokens: Contexts above this size use different LongRoPE factors, so a context that
-            will grow beyond it must start above it. 0 if all sizes use the same factors.
+            will grow beyond it must also start above it. 0 if all sizes use the same factors.
     """
     if longrope_switch_tokens < whole_tokens:
         initial_context_tokens = max(initial_context_tokens, longrope_switch_tokens + 1)
@@ -95,7 +95,7 @@ def check_draft_width(width: int, max_width: int) -> None:
 def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
-    """Return the error to raise for a KV cache of `wanted_bytes`, which does not fit in memory.
+    """Return the error to raise for a KV cache of `wanted_bytes` that does not fit in memory.
 
     The message suggests the largest context that fits, unless `fitting_tokens` is 0.
     """

@@ -39,9 +39,9 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`).
+    """The memory that a model uses for one purpose (`kind`) in one memory pool.
 
-    Concurrent replies share it unless `per_reply` is set.
+    Shared by concurrent replies unless `per_reply` is set.
     """
 
     kind: ModelMemoryKind
@@ -52,18 +52,18 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MachineShare:
-    """The part of a target on one machine, if its layers are on several machines.
+    """One machine's part of a target whose layers are on several machines.
 
     Attributes:
         name: The worker's address, or `this machine`.
         layers: Number of layers.
-        weight_bytes: Size of the weights. On the target's own machine, this includes the embedding.
+        weight_bytes: Size of the weights, including the embedding on the target's own machine.
         cache_bytes: Size of the KV cache.
         compute_bytes: Maximum size of the compute buffers.
-        read_fraction: Weight bytes of these layers, as a fraction of all weight bytes that a pass reads.
+        read_fraction: The share of the weight bytes read by a pass that is on this machine, from 0 to 1.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
-        has_output: Whether the output layer is on this machine. `weight_bytes` then includes it.
-        parts: Number of workers that each layer is divided among. 1 if whole layers are on this machine.
+        has_output: Whether the output layer is on this machine, in which case `weight_bytes` includes it.
+        parts: Number of workers that each layer is sharded across. 1 if the machine holds whole layers.
     """
 
     name: str
@@ -78,7 +78,7 @@ class MachineShare:
 
     @property
     def layers_text(self) -> str:
-        """The layers as shown to the user, such as `12` or `1/2 of 12`."""
+        """The layers in the form shown to the user, such as `12` or `1/2 of 12`."""
         return str(self.layers) if self.parts == 1 else f"1/{self.parts} of {self.layers}"
 
     @property
@@ -105,14 +105,14 @@ class MemoryEstimate:
     machines: tuple[MachineShare, ...] = ()
 
     def for_replies(self, count: int) -> MemoryEstimate:
-        """Return the estimate for `count` concurrent replies, given that for one."""
+        """Scale an estimate for one reply to `count` concurrent replies."""
         parts = (
             replace(part, bytes=part.bytes * count if part.per_reply else part.bytes) for part in self.parts
         )
         return replace(self, parts=tuple(parts))
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
-        """Return the estimated memory in bytes that the model uses for the given purposes."""
+        """Return the estimated memory in bytes for the given purposes."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
@@ -126,12 +126,10 @@ class MemoryEstimator(Protocol):
 
     Attributes:
         trained_context_tokens: Context length that the model was trained for. 0 if the files do not state it.
-        layers: Number of layers that can be offloaded to graphics cards individually. 0 if this is not
-            supported.
-        longrope_switch_tokens: Context size in tokens above which the model uses different LongRoPE factors.
-            0 if it always uses the same ones.
-        why_not_shared: The reason why several replies cannot share the model's forward passes. Empty if they
-            can.
+        layers: Number of layers that can be offloaded to GPUs individually. 0 if this is not supported.
+        longrope_switch_tokens: Context size in tokens above which the model switches to its long LongRoPE
+            factors. 0 if it never does.
+        why_not_shared: Why concurrent replies cannot share the model's forward passes. Empty if they can.
     """
 
     name: str
@@ -149,4 +147,4 @@ class MemoryEstimator(Protocol):
         """
 
     def close(self) -> None:
-        """Free the model's metadata, which the estimator holds in memory."""
+        """Free the metadata that the estimator holds in memory."""

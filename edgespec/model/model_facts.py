@@ -31,7 +31,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Features of a loaded model, each tested by the backend at load time.
+    """Features of a loaded model, each of which the backend tested when loading it.
 
     Attributes:
         rollback: Whether cached tokens can be removed exactly, as speculative decoding requires.
@@ -39,23 +39,23 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
-        max_draft_length: Maximum length of a draft in tokens, or depth of a draft tree. Limited for heads
+        max_draft_length: Maximum length of a draft in tokens, or depth of a draft tree. Bounded for heads
             that predict a fixed number of tokens.
         drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
-            more time. True for block-diffusion heads.
+            longer. True for block-diffusion heads.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit)
             and the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
-        partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
+        partial_truncate: Whether `truncate` and `snapshot` work at any token. If not, `truncate` may keep
             fewer tokens than requested.
-        self_draft_refusals: Why a method of the model is not in `self_draft_methods`, by method.
+        self_draft_refusals: Why a method is not in `self_draft_methods`, by method.
         exact: Whether the logits and KV cells of all passes that the model accepts agree bit for bit. See
             `bit_exactness`.
         reuse_block_tokens: The KV cells of a prompt are reused in whole blocks of this many tokens, and only
             if they were computed by prefill. 1 if any cells can be reused.
-        pass_widths: Widths in ascending order. Verify passes are padded to the next of them. Empty if passes
-            are not padded.
-        has_slow_width_changes: Whether a pass takes longer if the pass before it had another width, as on
+        pass_widths: The widths to which verify passes are padded, in ascending order. Empty if passes are not
+            padded.
+        has_slow_width_changes: Whether a pass takes longer if the previous pass had a different width, as on
             workers.
     """
 
@@ -77,18 +77,18 @@ class Capabilities:
 
     @property
     def prefix_reuse_exact(self) -> bool:
-        """Whether cached tokens can be reused, no matter how they were computed."""
+        """Whether cached tokens can be reused no matter how they were computed."""
         return self.reuse_block_tokens == 1
 
     @property
     def padding_tokens(self) -> int:
-        """The number of tokens to keep free in the context, so that every verify pass can be padded."""
+        """The number of tokens to keep free in the context so that every verify pass can be padded."""
         if not self.exact:
             return 0
         return max((after - before - 1 for before, after in pairwise((0, *self.pass_widths))), default=0)
 
     def padded_width(self, width: int) -> int:
-        """Return the number of tokens in a verify pass of `width` tokens, including padding."""
+        """Return the padded width of a verify pass of `width` tokens."""
         return next((each for each in self.pass_widths if each >= width), width)
 
 
@@ -98,12 +98,12 @@ class Exactness:
 
     Attributes:
         requested: The option `exactness`: `auto`, `bits` or `off`.
-        bits: Whether all passes agree bit for bit, so that replies are identical. If False, replies can
-            differ from plain decoding by rounding.
+        bits: Whether all passes agree bit for bit, so that replies are identical. If False, rounding can make
+            replies differ from plain decoding.
         reason: Explanation in one sentence.
-        widths: Numbers of tokens per pass that agree bit for bit. Empty if passes are not restricted.
-        expected_speed: Expected speed with these passes only, as a share of the speed without the
-            restriction. If replies can differ, the speed to expect with `bits`. None if it was not measured.
+        widths: Pass widths that agree bit for bit. Empty if passes are not restricted.
+        expected_speed: Expected speed with only these passes, as a fraction of the unrestricted speed. If
+            replies can differ, this is the speed to expect with `bits`. None if it was not measured.
     """
 
     requested: str
@@ -143,10 +143,10 @@ class ModelFacts:
         notice: Warning to show to the user. Empty if there is none.
         rollback: Description of how rejected tokens are removed from the cache.
         requested_context_tokens: Context size that `resize` can reach if the model was loaded with a smaller
-            context, else 0.
-        requested_kv_bytes: `kv_bytes` at `requested_context_tokens`, else 0.
+            context, otherwise 0.
+        requested_kv_bytes: `kv_bytes` at `requested_context_tokens`, otherwise 0.
         cache_variant: Identifies properties of the KV cache that do not follow from the model and its
-            options. A saved cache is only valid for the same variant.
+            options. A saved cache is valid only for the same variant.
         adapters: The adapters applied to the weights.
         exactness: Whether replies are identical to plain decoding. None for models that were not loaded as a
             target.
@@ -176,7 +176,7 @@ class ModelFacts:
 
     @property
     def max_context_tokens(self) -> int:
-        """The largest size to which the context can grow, in tokens."""
+        """The maximum size to which the context can grow, in tokens."""
         return max(self.requested_context_tokens, self.context_tokens)
 
     @property

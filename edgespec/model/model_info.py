@@ -21,21 +21,21 @@ class ModelInfo:
         parameters: Number of weights.
         quantisation: Quantisation name, such as `Q4_K_M`.
         size_bytes: Total size of the model's files.
-        pass_bytes: Bytes of weights that a single-token pass reads, excluding unused experts and a separate
+        pass_bytes: Bytes of weights that a single-token pass reads, excluding unused experts and an untied
             embedding table.
         kv_bytes: Bytes per token in an f16 KV cache. Sliding-window layers count in full.
         context_tokens: Context length that the model was trained for.
-        vocabulary: Hash of the tokens (`TokenList.digest`), which is the same for models with the same
-            tokens.
+        vocabulary: Hash of the tokens (`TokenList.digest`). It is the same for models with the same tokens.
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
         heads: Names of the heads in the files, which can draft from a model's hidden states, such as MTP.
-        hidden_size: Number of values in a hidden state. For a head, in those of the target that it reads.
+        hidden_size: Number of values in a hidden state. For a head, this refers to the target's hidden
+            states.
         layers: Number of layers.
         read_layers: For a head, the layers of the target whose hidden states it reads, if the files say so.
         draft_vocab_size: For a head, how many of the target's tokens it can draft, if the files say so.
-        doubt: Why the backend might refuse the files, judging by their headers. Empty if nothing looks
+        doubt: Why the backend might reject the files, judging by their headers. Empty if nothing looks
             unusual. `trial_load.why_refused` asks the backend itself.
     """
 

@@ -16,9 +16,9 @@ __all__ = ["HeadModel", "HiddenStateSource", "Trainable", "Trainer", "TrainingEx
 
 
 class HeadModel(LanguageModel, Protocol):
-    """A head, which is a draft model that reads the target's hidden states.
+    """A head: a draft model that reads the target's hidden states.
 
-    `snapshot` copies only the head's own KV cache. If the cache begins after the first requested position, so
+    `snapshot` copies only the head's own KV cache. If the cache starts after the first requested position, so
     does the snapshot.
     """
 
@@ -35,7 +35,7 @@ class HeadModel(LanguageModel, Protocol):
         """The last position at which a token can be run."""
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
+        """Clear the KV cache and make it start at `position`. Tokens before `position` are never run."""
 
 
 class HiddenStateSource(LanguageModel, Protocol):
@@ -118,7 +118,7 @@ class Trainer(Protocol):
         """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
 
     def release_thread_state(self) -> None:
-        """Free the memory that is cached for the calling thread. Call this before the thread ends."""
+        """Free memory cached for the calling thread. Call this before the thread ends."""
 
 
 class Trainable(LanguageModel, Protocol):

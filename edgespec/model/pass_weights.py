@@ -17,8 +17,8 @@ class OutputLayer:
     Attributes:
         type_name: Quantisation type, such as `Q6_K`.
         size_bytes: Size of the matrix.
-        hidden_size: Numbers per hidden state.
-        vocabulary_size: Numbers per row of logits.
+        hidden_size: Number of values per hidden state.
+        vocabulary_size: Number of logits per token.
     """
 
     type_name: str
@@ -28,7 +28,7 @@ class OutputLayer:
 
     @property
     def row_growth_bytes(self) -> int:
-        """Bytes by which a row of logits is larger than a hidden state."""
+        """How many bytes larger a row of logits is than a hidden state."""
         return (self.vocabulary_size - self.hidden_size) * _FLOAT32_BYTES
 
 
@@ -39,8 +39,8 @@ class PassWeights:
     Attributes:
         bytes_of: Bytes of weights by type, such as `{"Q4_K": 3_000_000_000, "Q6_K": 1_000_000_000}`.
         layers: Number of layers.
-        output: The output layer, whose bytes `bytes_of` includes. None if the model has no output layer of
-            its own, because it uses the token embedding as its output layer.
+        output: The output layer, which is included in `bytes_of`. None if the token embedding doubles as the
+            output layer.
     """
 
     bytes_of: Mapping[str, int]

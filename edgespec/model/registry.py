@@ -53,7 +53,7 @@ ExitMeasurement: TypeAlias = tuple[dict[int, float], list[int], int]
 
 
 def all_files(path: Path) -> list[Path]:
-    """Return the files in a folder, or a list with the path itself if it is not a folder. Raises OSError."""
+    """Return the files in a folder, or just the path itself if it is not a folder. Raises OSError."""
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
@@ -66,13 +66,13 @@ def _no_info(path: Path) -> ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkModels:
-    """Models with random weights, which show how fast this machine runs each quantisation type.
+    """Models with random weights, for measuring how fast this machine runs each quantisation type.
 
     Attributes:
         types: Bits per weight of each quantisation type to measure.
-        write: Writes a model to a path, given the name of its type and the approximate bytes of its weights,
-            or 0 bytes for a model of many small layers. Returns its weights. Raises OSError.
-        mixtures: Typical share of each type in quantisations that mix several types, such as `Q4_K_M`.
+        write: Writes a model to a path, given its quantisation type and approximate weight bytes (0 for a
+            model with many small layers). Returns the model's weights. Raises OSError.
+        mixtures: Typical fraction of each type in quantisations that mix several types, such as `Q4_K_M`.
     """
 
     types: Mapping[str, float]
@@ -90,22 +90,22 @@ class FileFormat:
         recognise: Returns whether the file or folder at a path is in this format.
         load: Loads the model at a path, given its name for messages.
         open_estimator: Opens a memory estimator for the model at a path.
-        load_slots: Loads the model at a path for `LoadOptions.parallel` replies that share its forward
-            passes, and returns one model per reply. None if replies cannot share passes.
+        load_slots: Loads the model at a path for `LoadOptions.parallel` concurrent replies that share its
+            forward passes, and returns one model per reply. None if replies cannot share passes.
         read_info: Returns the metadata of the model at a path. Raises ModelFileError.
         read_tokens: Returns the model's tokens, or None if its files do not list them.
         files: Returns all files of the model at a path. Raises OSError or ModelFileError.
-        named_files: Returns the same files, but looks only at file names, so it is faster. If one of these
-            files changes, the model has changed.
-        missing_files: Returns the names of the files that the model at a path lacks.
+        named_files: Like `files`, but faster, because it looks only at file names. If one of these files
+            changes, the model has changed.
+        missing_files: Returns the names of files missing from the model at a path.
         one_file_per_quantisation: Whether a Hugging Face repository can contain several quantisations, one
             per file.
-        mapped: Whether weights are memory-mapped, in which case the files must not change while in use.
+        mapped: Whether weights are memory-mapped. If so, the files must not change while in use.
         check_adapters: Checks that adapters can be applied to the model at a path, before it is loaded.
             Raises ModelFileError or OptionError. None if the format does not support adapters.
         online_training: Whether a draft model can be trained between replies (`--learn`).
         preparations: Preparations that `edgespec prepare` supports for this format, such as `lowbit`.
-        fixed_exit: Whether the files are split at a single exit layer, which a manifest specifies.
+        fixed_exit: Whether the files are split at a single exit layer specified in a manifest.
         measure_exits: Measures the accuracy of every exit layer, given a model, tokens and the index of the
             first token to predict. None if the exit layer is fixed or the model must be prepared first.
         low_bit_copy_format: Name of the format of prepared low-bit copies. Empty if the format does not use
@@ -121,15 +121,15 @@ class FileFormat:
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
-        head_formats: Maps each method whose heads the backend can run to the file formats of heads that the
-            backend can read.
+        head_formats: Maps each head-based method that the backend can run to the head file formats that it
+            can read.
         converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
         unconverted_heads: Kinds of heads, such as `EAGLE-1`, that the backend reads as published, although
-            the method's other heads must be converted.
+            other heads of the method must be converted.
         estimate_head: Returns the memory that a head needs, given the head, the target's path, and the
             context size in tokens. Raises ModelFileError. None if the format supports no heads.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
-            progress callback. None if they cannot be trained for models in this format.
+            progress callback. None if drafters cannot be trained for models in this format.
         worker_library: Returns the library that runs the model, whose version must be the same on all
             workers. None if the format does not support `LoadOptions.workers`.
         splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
@@ -177,18 +177,18 @@ class Backend:
         name: Name of the library, for messages.
         formats: Formats that it loads.
         process_bytes: Memory used by Python and this library before any model is loaded.
-        require: Raises BackendMissingError with the name of the model if the library is not installed.
+        require: Raises BackendMissingError, naming the given model, if the library is not installed.
         modules: Python modules that are imported when the backend is in use.
-        packages: Packages whose versions affect its speed and rounding.
-        graphics_cards: Returns the name and free bytes of each graphics card with dedicated memory.
-        preload: Imports the modules needed for loading a model, so that memory plans include their size.
-        cache_follows_text: Whether the KV cache grows with the text automatically, without `resize`.
+        packages: Packages whose versions affect the library's speed and rounding.
+        graphics_cards: Returns the name and free bytes of each GPU with dedicated memory.
+        preload: Imports the modules needed to load a model, so that memory plans include their size.
+        cache_follows_text: Whether the KV cache grows with the sequence automatically, without `resize`.
         ignored_options: LoadOptions fields that the library does not support. Loading rejects them, unless
             the other model of the pair uses a backend that supports them.
         shares_kv_type: Whether a draft model uses the target's `kv_type`, even if their backends differ.
         knows_architecture: Returns whether models with a given architecture can be loaded.
-        build_identity: Identifies the installed build of the library and the devices that it uses, on which
-            the rounding of its passes depends.
+        build_identity: Identifies the installed build of the library and the devices that it uses, both of
+            which affect how passes round.
         repacks: Whether `LoadOptions.repack` can change the kernels of a model with these files and load
             options.
     """
@@ -276,6 +276,6 @@ def same_backend(format_name: str, other_name: str) -> bool:
 
 
 def process_bytes() -> int:
-    """Return how many bytes Python and the imported backend typically use without a model."""
+    """Return how many bytes Python and the imported backend typically use before loading a model."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

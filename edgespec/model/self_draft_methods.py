@@ -13,7 +13,7 @@ __all__ = ["EarlyExit", "Head", "LowBit", "SelfDraft"]
 class EarlyExit:
     """Self-drafting with the layers below `exit_layer` and the LM head (LayerSkip, arXiv 2404.16710).
 
-    The verify pass reuses the hidden states that these layers computed.
+    The verify pass reuses the hidden states computed by these layers.
     """
 
     exit_layer: int
@@ -53,7 +53,7 @@ class Head:
 
     @property
     def shown_path(self) -> Path:
-        """The head's path to show to the user. Use only for heads that are not in the target's own files."""
+        """The head's display path. Use only for heads that are not in the target's own files."""
         path = self.converted_from or self.path
         assert path is not None
         return path

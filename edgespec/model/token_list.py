@@ -54,7 +54,7 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Return whether two models use the same token IDs, apart from padding tokens at the end."""
+        """Return whether two models use the same token IDs, ignoring padding tokens at the end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING

@@ -26,7 +26,7 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 def encode_head(head: Head | None) -> list[str | None] | None:
-    """Return a head as JSON values for the request that `main` reads."""
+    """Encode a head as JSON values for the request to `main`."""
     return None if head is None else [head.method, None if head.path is None else str(head.path)]
 
 
@@ -73,7 +73,7 @@ def _limit_process(cpu_seconds: int) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Exit this process when its parent process ends, which closes stdin."""
+    """Exit this process when the parent process exits, which closes stdin."""
     os.read(0, 1)
     os._exit(1)
 

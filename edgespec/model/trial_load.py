@@ -54,16 +54,16 @@ _OUT_OF_MEMORY = "std::bad_alloc"
 
 
 class TrialModel(NamedTuple):
-    """A model, or a head with its target, to test in a child process that a damaged file may crash.
+    """A model, or a head with its target, to test in a child process that may crash.
 
     Attributes:
         name: The model's name, for messages.
         path: Path of the model.
         form: The model's file format.
         runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
-        head: The head to test together with the model, which has already passed its own test. None to test
-            only the model.
-        adapters: The adapters to test together with the model, which has already passed its own test.
+        head: The head to test with the model, which has already passed its own test. None to test only the
+            model.
+        adapters: The adapters to test with the model, which has already passed its own test.
     """
 
     name: str
@@ -75,7 +75,7 @@ class TrialModel(NamedTuple):
 
     @property
     def tested_path(self) -> Path:
-        """The path to blame if the process crashes: that of the adapter or head if there is one."""
+        """The path to blame for a crash: that of the adapter or head if there is one."""
         if self.adapters:
             return Path(self.adapters[0].path)
         return self.head.path if self.head and self.head.path else self.path
@@ -89,10 +89,10 @@ class TrialModel(NamedTuple):
 
 
 def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
-    """Check in a child process that models can be loaded, unless their files were checked before.
+    """Check in a child process that models can be loaded, unless their files have been checked before.
 
-    Some damaged files make a backend abort, which cannot be caught. The result is saved, and remains valid
-    until a file or the backend's version changes.
+    Some damaged files make a backend abort, which cannot be caught. The result is saved and stays valid until
+    a file or the backend's version changes.
 
     Args:
         models: The models to try.
@@ -149,10 +149,10 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
 
 
 def why_refused(models: Sequence[TrialModel]) -> list[str]:
-    """Return the reason why the backend refuses each model, or an empty string if it may be able to load it.
+    """Return why the backend rejects each model, or an empty string if it may be able to load it.
 
-    Only the metadata is loaded, in a child process. The results are saved, and remain valid until a file or
-    the backend's version changes.
+    Only the metadata is loaded, in a child process. The results are saved and stay valid until a file or the
+    backend's version changes.
     """
     reasons = [""] * len(models)
     untried: list[tuple[int, str]] = []
@@ -218,12 +218,12 @@ def _key(model: TrialModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Result of a trial load.
+    """The result of a trial load.
 
     Attributes:
         ran: Whether tokens were decoded.
         failure: Description of the crash. Empty if there was none.
-        refusal: Why the backend refused the files. Empty if it did not, or if this is unknown.
+        refusal: Why the backend rejected the files. Empty if it did not, or if that is unknown.
     """
 
     ran: bool
@@ -232,7 +232,7 @@ class _Result:
 
 
 def _known(key: str) -> _Result | None:
-    """Return the saved result of the trial with this digest, or None if there is none."""
+    """Return the saved trial result for this digest, or None if there is none."""
     match Facts().get("trial", key):
         case {"ran": bool(ran), "failure": str(failure), "refusal": str(refusal)}:
             return _Result(ran, failure, refusal)
@@ -247,10 +247,10 @@ class _Child:
     """A running child process that loads models one by one. Created by `_start_child`.
 
     Args:
-        process: The process, which prints progress and outcomes to stdout.
-        errors: The file that receives the stderr of the process.
+        process: The process. It prints progress and outcomes to stdout.
+        errors: The file that receives the process's stderr.
         max_seconds: The time limit of all trials together.
-        cpu_seconds: The CPU time limit of all trials together, which the process sets for itself.
+        cpu_seconds: The CPU time limit of all trials together, set by the process itself.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class _Child:
         self._reader.join()
 
     def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
-        """Return the outcome of loading a model, or an empty string if the process ended before that."""
+        """Return the outcome of loading a model, or an empty string if the process exited first."""
         fraction = 0.0
         while True:
             if progress and not progress(f"checking {model.name} (first load only)", fraction):
@@ -311,7 +311,7 @@ class _Child:
         return message or name
 
     def _crash_message(self) -> str:
-        """Return the failed assertion or, if there is none, the last line that the process printed."""
+        """Return the failed assertion, or else the last line that the process printed."""
         self._errors.seek(0)
         lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]
@@ -322,7 +322,7 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Run a child process that tries to load models, until the `with` block exits.
+    """Run a child process that tries to load models for the duration of the `with` block.
 
     Raises:
         OSError: The process cannot be started.

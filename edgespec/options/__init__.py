@@ -1,1 +1,1 @@
-"""All options, each declared once, and the files that set them."""
+"""All options, each declared exactly once, and the files that set them."""

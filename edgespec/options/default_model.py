@@ -1,4 +1,4 @@
-"""The model that edgespec opens if the user names none, and Python packages that contain models."""
+"""The default model, and Python packages that contain models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def default_model() -> str:
 
 
 def why_toy(model: str) -> str:
-    """Return why the default model is a toy, or an empty string.
+    """Explain why the default model is only a toy, or return an empty string if it is not.
 
     Args:
-        model: The name of a model that runs because the user named none.
+        model: The name of the default model.
     """
     if model != _TOY or default_model() != _TOY:
         return ""
@@ -41,12 +41,12 @@ def package_folder(package: str) -> Path | None:
 
 
 def models_folder() -> Path:
-    """Return the folder that contains the catalogue and the models that edgespec includes."""
+    """Return the folder with the catalogue and the models that come with edgespec."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
 
 
 def is_demo(path: str | Path) -> bool:
-    """Return whether a model is in the folder of toy models that edgespec includes, whatever its name is."""
+    """Return whether a model is one of the toy models that come with edgespec, whatever its name."""
     return Path(path).resolve().parent == models_folder()

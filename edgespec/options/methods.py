@@ -1,7 +1,7 @@
 """The drafting methods: their records, the registry of records, and a parser for method names.
 
-A built-in method is a folder of `edgespec/methods/` whose `__init__.py` holds its record as `METHOD`.
-Everything that depends on which methods exist reads the records: options, help, planning, loading, `auto`,
+Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
+Everything that depends on which methods exist reads these records: options, help, planning, loading, `auto`,
 the chat and the documentation.
 """
 
@@ -65,37 +65,39 @@ class Method:
     Attributes:
         name: The name in `--method` and in reports: lower-case letters and digits.
         label: Where the draft tokens come from, in a few words for the chat, such as "EAGLE head".
-        help: Where the draft tokens come from, as a clause for the README.
+        help: Where the draft tokens come from, phrased as a clause for the README.
         docs: The method's row in the documentation.
-        order: The place among all methods. Drafts of methods with lower numbers are merged first, and `auto`
-            prefers those methods.
-        make: Returns the drafter for a loaded target, given a `DrafterContext` (`methods/context.py`), or a
-            `MissingDrafter` with the reason why there is none. It is called only if a draft model is loaded,
-            if the method needs one. Import what it uses inside, because records are read at every start.
+        order: The method's rank. Drafts of methods with lower numbers are merged first, and `auto` prefers
+            these methods.
+        make: Creates the drafter for a loaded target, given a `DrafterContext` (`methods/context.py`), or
+            returns a `MissingDrafter` with the reason why there is none. For a method that needs a draft
+            model, it is called only if one is loaded. Put its imports inside the function, because records
+            are read at every start.
         needs: What the method drafts with.
-        reads: The options of `load` that the method uses. Methods that are not used with an option reject it.
+        reads: The options of `load` that the method uses. An option is rejected if no selected method uses
+            it.
         uses_target_cache: Whether drafts are written to the target's KV cache. A reply can use only one such
             method.
         shares_passes: Whether the method can draft for several replies that share the target's passes.
         works_on_workers: Whether the method can draft for a target on several machines.
-        always_loaded: Whether the drafter is made for every target (with a draft model, if it needs one), so
-            that replies can use it even if the method was not named when the model was loaded.
+        always_loaded: Whether the drafter is created for every target (with a draft model, if it needs one),
+            so that replies can use it even if the method was not named when loading the model.
         drafts_trees: Whether drafts are wide trees even without `--draft-branches`.
         only_constrained: Whether the method drafts only in replies that have a constraint.
         experimental: Whether the benefit is unproven. The documentation marks such methods.
-        auto: How `auto` uses the method. `always`: whenever its drafter is available. `fallback`: if no other
-            method with a model or a head is available, and no earlier fallback.
-        is_ready: Whether `auto` can use the method as a fallback, given a `DrafterContext`: for example, if a
-            copy of the target has been prepared.
+        auto: How `auto` uses the method. `always` means whenever its drafter is available. `fallback` means
+            only if no other method with a model or head is available, and no earlier fallback.
+        is_ready: Returns whether `auto` can use the method as a fallback, given a `DrafterContext`, for
+            example because a copy of the target has been prepared.
         preparation: Returns the command that prepares the target for the method, given a `DrafterContext`.
             Empty if there is nothing to prepare.
         find_target: Returns the files to load instead of the target's, given the target (`Resolved`) and
             whether the user named the method. None if the method always drafts with the target's own files.
-        find_copy: Returns the copy of the target (`Resolved`) that the method drafts with, given the target
-            and whether the user named the method, or None. Its memory is then planned.
+        find_copy: Returns the copy of the target (`Resolved`) that the method drafts with, or None, given the
+            target and whether the user named the method. The copy's memory is included in the plan.
         estimate_bytes: Returns the memory that the drafter allocates in addition to models, heads and copies,
-            given the target (`Resolved`) and the context size in tokens. It is planned if the user names the
-            method.
+            given the target (`Resolved`) and the context size in tokens. Included in the plan if the user
+            names the method.
     """
 
     name: str
@@ -122,7 +124,7 @@ class Method:
 
     @property
     def runs_model(self) -> bool:
-        """Whether the method drafts with a model or a head, and not only by looking up tokens."""
+        """Whether the method drafts with a model or a head, rather than only by lookup."""
         return self.needs != "nothing"
 
 
@@ -137,7 +139,7 @@ def _built_in() -> tuple[Method, ...]:
 
 
 def register(added: Method) -> Callable[[], None]:
-    """Register a method from outside of edgespec. The methods in `edgespec/methods/` need no registration.
+    """Register a method defined outside of edgespec. The methods in `edgespec/methods/` need no registration.
 
     Returns:
         A function that removes the method.
@@ -177,17 +179,19 @@ def head_names() -> tuple[str, ...]:
 
 
 def methods_by_need() -> tuple[Method, ...]:
-    """Return all methods in the order of lists for users: grouped by what they draft with."""
+    """Return all methods in the order shown to users: grouped by what they draft with."""
     return tuple(sorted(methods(), key=lambda each: _NEEDS.index(each.needs)))
 
 
 def readers_of(option: str) -> tuple[str, ...]:
-    """Return the names of the methods that use an option of `load`. Empty if it concerns all methods."""
+    """Return the names of the methods that use an option of `load`. Empty if the option applies to all
+    methods.
+    """
     return tuple(each.name for each in methods_by_need() if option in each.reads)
 
 
 def parse_method(method: str) -> tuple[str, ...]:
-    """Return the names of the drafters in a method. For `auto`, return all drafters that it always uses.
+    """Return the names of the drafters in a method. For `auto`, return the drafters that it always uses.
 
     Raises:
         OptionError: The method is not a string, contains an unknown or removed drafter or the same drafter

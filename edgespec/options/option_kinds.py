@@ -71,7 +71,7 @@ class Kind:
         return check_text(name, value, "one text")
 
     def json_schema(self, _name: str) -> dict[str, Any]:
-        """Return the limits of the value as keywords of JSON Schema, for the server's OpenAPI description."""
+        """Return the value's limits as JSON Schema keywords, for the server's OpenAPI description."""
         return {}
 
 
@@ -241,7 +241,7 @@ class WorkerList(Kind):
 
 
 class PathName(Kind):
-    """A path to a file or folder, which does not have to exist."""
+    """A path to a file or folder that need not exist."""
 
     metavar = "PATH"
 

@@ -1,4 +1,4 @@
-"""The kinds of option values that only replies have: text files, JSON schemas, and values for sampling."""
+"""The kinds of option values used only by reply options: text files, JSON schemas and sampling values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_FILE_BYTES = 16 << 20
 
 
 class TextFile(Kind):
-    """A string. On the command line, the path of a file that contains it."""
+    """A string, given on the command line as the path of a file that contains it."""
 
     metavar = "FILE"
 

@@ -106,13 +106,13 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
 
 
 def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to load another model with the same settings.
+    """Return the arguments for loading another model with the same settings.
 
     Args:
         arguments: The arguments that one model was loaded with, including `draft`.
 
     Returns:
-        The arguments, excluding `target`. Drafting stays off if it was off, and becomes automatic otherwise.
+        The arguments, excluding `target`. Drafting stays off if it was off, and is automatic otherwise.
     """
     named = arguments.get("method", "auto") not in ("auto", "none")
     own = {
@@ -126,7 +126,7 @@ def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, 
 
 
 def as_bytes(size: str | int | None) -> int | None:
-    """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
+    """Narrow the type of a size that `check_load_arguments` has already converted to bytes."""
     return None if size is None else int(size)
 
 

@@ -1,7 +1,7 @@
 """Read TOML settings files, and edit individual values without changing the rest of the text.
 
-Comments and layout are preserved. The new text is parsed and compared with the intended result, and rejected
-if they differ, so that edits never damage the file.
+Comments and layout are preserved. Each edit is parsed and compared with the intended result, and rejected if
+they differ, so an edit can never damage the file.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 class NotEditableError(Exception):
-    """Raised if a setting is written in a form that edgespec cannot edit."""
+    """Raised when a setting is written in a form that edgespec cannot edit."""
 
 
 class _Statement(NamedTuple):
     """One statement in a TOML file.
 
     Attributes:
-        first: Index of the statement's first line, from 0.
+        first: Zero-based index of the statement's first line.
         after: Index of the line after the statement.
         path: The key that is set, or the table that is started.
         opens: Whether the statement starts a table.
@@ -162,7 +162,7 @@ def quoted(text: str) -> str:
 
 
 def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str) -> ConfigurationError:
-    """Return the error for an invalid value in a settings file. It names the file and the line.
+    """Return the error for an invalid value in a settings file, naming the file and line.
 
     Args:
         file: The file.
@@ -177,7 +177,7 @@ def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str)
 
 
 def line_number(text: str, path: KeyPath) -> int | None:
-    """Return the line number (from 1) where a value or table begins in a valid file, or None."""
+    """Return the one-based line number where a value or table starts in a valid file, or None."""
     for statement in _statements(text.replace("\r\n", "\n").split("\n")):
         if statement.path[: len(path)] == path:
             return statement.first + 1
@@ -185,7 +185,7 @@ def line_number(text: str, path: KeyPath) -> int | None:
 
 
 def changed(text: str, path: KeyPath, literal: str | None) -> str:
-    """Return the text of a valid file with `path` set to a TOML literal, or removed if `literal` is None.
+    """Return a valid file's text with `path` set to a TOML literal, or removed if `literal` is None.
 
     Raises:
         NotEditableError: The edit would change more than this value.

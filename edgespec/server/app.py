@@ -1,4 +1,4 @@
-"""The ASGI application. It checks who may use the server, then routes requests to the endpoints."""
+"""The ASGI application: checks who may use the server, then routes requests to the endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serve an endpoint as an ASGI application: read and check the body, call the handler, report errors."""
+"""Serve endpoints as ASGI applications: read and validate the body, call the handler, report errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PathEndpoint:
     Args:
         service: The server's state.
         protocol: The protocol that the endpoints belong to.
-        endpoints: The endpoints by HTTP method.
+        endpoints: The endpoints, keyed by HTTP method.
     """
 
     def __init__(self, service: Service, protocol: Protocol, endpoints: Mapping[str, Endpoint]) -> None:

@@ -39,12 +39,12 @@ _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error to report to the client, which each API formats in its own way.
+    """An error to report to the client. Each API formats it in its own way.
 
     Attributes:
         status: The HTTP status.
         message: What failed, with the value, and what to do.
-        kind: The kind of error in OpenAI's terms, such as `invalid_request_error`.
+        kind: The OpenAI error type, such as `invalid_request_error`.
         code: A machine-readable name, such as `model_not_found`.
         param: The request field that caused the error.
         details: Further machine-readable values, such as the number of tokens in the prompt.
@@ -66,7 +66,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str | None 
 
 
 def unsupported_content(kind: str, *, param: str) -> ApiError:
-    """Return the error for a part of a message that is not text, such as an image."""
+    """Return the error for a non-text message part, such as an image."""
     return invalid_request(
         f"{param} has type {kind[:40]!r}, but edgespec's models read only text;"
         " remove it, or describe it in words",
@@ -76,7 +76,7 @@ def unsupported_content(kind: str, *, param: str) -> ApiError:
 
 
 def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
-    """Convert an exception from a request handler to the error to send to the client.
+    """Convert an exception from a request handler to the error that is sent to the client.
 
     Args:
         error: The exception.
@@ -178,7 +178,7 @@ def validation_error(
 
 
 def _near(place: str, known: Sequence[str]) -> list[str]:
-    """Return similar field names in the same object. For top-level fields, also search nested objects."""
+    """Return similar field names in the same object. For top-level fields, nested objects are searched too."""
     parent, _, name = place.rpartition(".")
     fields = {
         each.rpartition(".")[2]: each for each in known if each.startswith(f"{parent}." if parent else "")
@@ -187,7 +187,7 @@ def _near(place: str, known: Sequence[str]) -> list[str]:
 
 
 def _place(path: tuple[int | str, ...]) -> str:
-    """Return the path of the invalid field, such as `messages.0.content`, without names of types."""
+    """Return the path of the invalid field, such as `messages.0.content`, without type names."""
     return ".".join(str(part) for part in path if not _TYPE.search(str(part)))
 
 

@@ -48,7 +48,7 @@ Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored.
 
 
 def _require(neutral: int, value: Any, name: str | None) -> Any:
-    """Raise OptionError unless an option has its neutral value, which has no effect."""
+    """Raise OptionError unless an option has its neutral value."""
     if value is not None and value != neutral:
         raise OptionError(f"{name} {value!r} is not supported", f"leave {name} out, or set it to {neutral}")
     return value
@@ -92,7 +92,7 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _repair_values(cls, data: Any) -> Any:
-        """Replace values that other languages write differently, such as `[]` for an empty map."""
+        """Replace values that other languages serialise differently, such as `[]` for an empty map."""
         repairs = _repairs(cls)
         if not repairs or not isinstance(data, dict):
             return data
@@ -102,7 +102,7 @@ class _Fields(BaseModel):
 class ItemFields(_Fields):
     """An item of a conversation, such as a message. Unknown fields are ignored.
 
-    A request can have many items, so they must be cheap to validate.
+    A request can contain many items, so they must be cheap to validate.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -112,8 +112,8 @@ class RequestFields(_Fields):
     """A JSON object in a request.
 
     Unknown fields are ignored and listed in `ignored_fields`, because programs send fields that only some
-    servers support. However, misspelt names, names in `advice` and options that are set when a model is
-    loaded are rejected, because the client expects them to have an effect.
+    servers support. However, misspelt names, names in `advice` and load options are rejected, because the
+    client expects them to have an effect.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -190,7 +190,7 @@ def _names(fields: type[RequestFields]) -> frozenset[str]:
 
 @cache
 def _repairs(fields: type[_Fields]) -> dict[str, Repair]:
-    """Return the functions that repair values of a class's fields, keyed by the field's name in JSON."""
+    """Return the functions that repair a class's field values, keyed by the field's JSON name."""
     repairs = {info.alias or name: field_repair(name, info) for name, info in fields.model_fields.items()}
     return {name: repair for name, repair in repairs.items() if repair}
 
@@ -198,7 +198,7 @@ def _repairs(fields: type[_Fields]) -> dict[str, Repair]:
 def _ignored_below(fields: _Fields) -> list[str]:
     """Return the ignored fields in nested objects and lists.
 
-    If several items of a list contain the same field, only the first is listed.
+    If several items of a list contain the same field, only the first one is listed.
     """
     first: dict[str, str] = {}
     # Each entry is an object, its path, and its path without list indices.
@@ -234,7 +234,7 @@ _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 def _reply_field(name: str, option: Option, hint: Any) -> Any:
     """Return the type and default of a request field, derived from the option's declaration.
 
-    The option itself validates the value, because pydantic would collect an error for every item of a list.
+    The option itself validates the value, because pydantic would collect an error for every list item.
     """
     # The Python API also accepts classes as schemas, but JSON cannot contain classes.
     types = tuple(each for each in get_args(hint | None) if each is not type)
@@ -271,7 +271,7 @@ def _reply_fields() -> dict[str, Any]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute name for an option, with `_` appended if pydantic has a method of that name."""
+    """Return the attribute name for an option, with `_` appended if it clashes with a pydantic method."""
     return f"{name}_" if name in dir(BaseModel) else name
 
 
@@ -282,7 +282,7 @@ if TYPE_CHECKING:
     MaxTokensOrZero = int | None
 
     class ReplyFields(RequestFields):
-        """The options of a reply, under edgespec's names."""
+        """The options of a reply, by their edgespec names."""
 
         ignore_eos: bool | None = None
 
@@ -305,7 +305,7 @@ def reply_options(fields: ReplyFields) -> dict[str, Any]:
 
 
 def require_fields(place: str, given: BaseModel, names: Sequence[str]) -> None:
-    """Raise ApiError if one of the fields `names` is missing."""
+    """Raise ApiError if one of the fields in `names` is missing."""
     for name in names:
         if getattr(given, name) is None:
             raise invalid_request(f"{place}.{name} is missing; add this field", param=f"{place}.{name}")

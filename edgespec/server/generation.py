@@ -26,7 +26,7 @@ ReplyPart: TypeAlias = tuple[int, TextChunk | Reply]
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages to reply to, as `Runtime.stream_messages` takes them.
+    """Messages to reply to, in the form that `Runtime.stream_messages` accepts.
 
     Attributes:
         messages: The whole conversation.
@@ -47,10 +47,10 @@ class ChatPrompt:
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice = "auto",
     ) -> ChatPrompt:
-        """Return the prompt for a whole conversation.
+        """Create the prompt for a whole conversation.
 
-        Assistant messages at the end become the start of the reply. If the last message is a system message,
-        it becomes a user message, because models reply only to users and tools.
+        Trailing assistant messages become the start of the reply. If the last message is a system message, it
+        becomes a user message, because models reply only to users and tools.
 
         Raises:
             OptionError: There is no message to reply to, or the last assistant messages are invalid or
@@ -72,8 +72,8 @@ class ChatPrompt:
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
         """Queue the request for a reply.
 
-        A schema for the answer has no effect if a call of a tool is required, because there is no answer
-        then. Instructor sends both.
+        If a tool call is required, a schema for the answer has no effect, because there is no answer.
+        Instructor sends both.
         """
         known = [str(tool["function"].get("name")) for tool in self.tools]
         if "schema" in options and read_choice(self.tool_choice, known).mode == "required":
@@ -112,21 +112,21 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ReplyRequest:
-    """One reply to generate: its prompt, and its options as in `edgespec.ReplyArguments`."""
+    """A reply to generate: its prompt, and its options as in `edgespec.ReplyArguments`."""
 
     prompt: ChatPrompt | TextPrompt | TokenPrompt
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Generation:
-    """The replies to one HTTP request. Created by `Service.generate`, which cancels them at the end.
+    """The replies to one HTTP request. Created by `Service.generate`, which cancels unfinished ones on exit.
 
-    Used in the event loop. For each reply, a thread reads its `QueuedReply` and passes the chunks on.
+    Used in the event loop. A thread per reply reads the `QueuedReply` and forwards its chunks.
 
     Attributes:
         model: The model that generates the replies.
         model_name: The name to report for the model in the response.
-        loaded_ns: Time at which the model was ready for the replies, from `time.perf_counter_ns`.
+        loaded_ns: Time at which the model was ready, from `time.perf_counter_ns`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Generation:
     async def start(self) -> None:
         """Queue the requests. Raises the errors of `RequestQueue.stream_messages`.
 
-        This happens in a thread, because checking a constraint such as a JSON schema can take a while.
+        Runs in a thread, because checking a constraint such as a JSON schema can take a while.
         """
         await asyncio.to_thread(self._submit)
         for index, reply in enumerate(self._replies):
@@ -188,19 +188,19 @@ class Generation:
         return [ended[index] for index in range(len(ended))]
 
     def stats(self, index: int) -> Stats:
-        """Return the current statistics of a reply. `events` must have yielded a part of it."""
+        """Return the current statistics of a reply. `events` must already have yielded part of it."""
         stream = self._replies[index].stream
         assert stream is not None
         return stream.stats
 
     def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
-        """Return `Reply.prompt_logprobs` of a reply. `events` must have yielded a part of it."""
+        """Return `Reply.prompt_logprobs` of a reply. `events` must already have yielded part of it."""
         stream = self._replies[index].stream
         assert stream is not None
         return stream.prompt_logprobs
 
     def cancel(self) -> None:
-        """End all replies, even during prefill. Has no effect on finished replies."""
+        """Cancel all replies, even during prefill. Has no effect on finished replies."""
         self._cancelled.set()
         for reply in list(self._replies):
             reply.cancel()

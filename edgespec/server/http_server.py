@@ -73,7 +73,7 @@ class HttpServer:
         asyncio.run(self._run(on_ready))
 
     def stop(self) -> None:
-        """Stop accepting requests, give replies a few seconds to end, then end them."""
+        """Stop accepting requests, give replies a few seconds to finish, then cancel them."""
         self._stop_requested = True
         if self._loop:
             # The event loop is closed if the server has already stopped.
@@ -97,7 +97,7 @@ class HttpServer:
             self._socket.close()
 
     async def _serve(self, server: uvicorn.Server, service: Service, on_ready: Callable[[], None]) -> None:
-        """Serve requests until a stop is requested, then end all replies."""
+        """Serve requests until a stop is requested, then cancel all replies."""
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -130,12 +130,13 @@ class HttpServer:
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for receiving request headers, and with half-closed connections.
+    """HTTP/1.1 with a time limit for request headers and support for half-closed connections.
 
-    uvicorn has neither. Programs such as `nc -N` and some libraries close their side of the connection after
-    the request (`shutdown(SHUT_WR)`), and still read the response. On the wire, that looks the same as a
-    client that has gone, whose reply must end. Only sending something tells the two apart, because a client
-    that has gone resets the connection. So the server sends the interim response 100, which clients skip.
+    uvicorn supports neither. Programs such as `nc -N` and some libraries close their side of the connection
+    after the request (`shutdown(SHUT_WR)`) and still read the response. On the wire, that looks the same as a
+    client that has gone away, whose reply must be cancelled. Only sending something tells the two apart,
+    because a client that has gone away resets the connection. The server therefore sends the interim response
+    100, which clients skip.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -163,7 +164,7 @@ class _TimedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection open, because the client may still read its response.
 
-        Clients close their side right after the request. One that does so within the response has gone.
+        Clients half-close right after the request. One that does so during the response has gone away.
         """
         if not self._is_busy() or self.cycle.more_body or self.cycle.response_started:
             return False
@@ -177,7 +178,7 @@ class _TimedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(seconds, self._check_reader, seconds)
 
     def _check_reader(self, seconds: float) -> None:
-        """Send an interim response, after which the connection is lost if the client has gone."""
+        """Send an interim response, which makes the connection fail if the client has gone away."""
         if not self._is_busy() or self.cycle.response_started:
             return
         if self.scope["http_version"] == "1.0":
@@ -188,7 +189,7 @@ class _TimedProtocol(H11Protocol):
         self._check_reader_in(2 * seconds)
 
     def _is_busy(self) -> bool:
-        """Whether the headers of a request have arrived, and its response is not complete."""
+        """Whether a request's headers have arrived and its response is not complete yet."""
         cycle: RequestResponseCycle | None = self.cycle
         return bool(cycle and not cycle.response_complete)
 

@@ -41,7 +41,7 @@ class ModelGauges:
 
 
 class Metrics:
-    """Counts requests and replies since the server was started. Can be used from any thread."""
+    """Counts requests and replies since the server was started. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,12 +50,12 @@ class Metrics:
         self._totals: dict[str, float] = dict.fromkeys(_STATS, 0)
 
     def count_request(self, path: str, status: int) -> None:
-        """Count an HTTP request. `path` must be a path of an endpoint, to limit the number of counters."""
+        """Count an HTTP request. `path` must be an endpoint's path, to bound the number of counters."""
         with self._lock:
             self._requests[path, status] += 1
 
     def count_reply(self, reply: Reply | None) -> None:
-        """Add the statistics of an ended reply. None stands for a reply that failed."""
+        """Add the statistics of a finished reply, or None for a reply that failed."""
         with self._lock:
             self._replies[reply.finish_reason if reply else "failed"] += 1
             if reply:
@@ -66,7 +66,7 @@ class Metrics:
         """Return all metrics in Prometheus's text format.
 
         Args:
-            models: The gauges of each loaded model, by its name.
+            models: The gauges of each loaded model, by name.
         """
         with self._lock:
             requests = {f'path="{path}",status="{code}"': n for (path, code), n in self._requests.items()}

@@ -303,7 +303,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _by_value(root: Path, now: float) -> list[Path]:
-    """Return all files, least valuable first. The value is the prefill time saved per byte, divided by age."""
+    """Return all files, least valuable first. Value is the prefill time saved per byte, divided by age."""
     value: dict[Path, float] = {}
     after: dict[Path, str] = {}
     named: dict[tuple[Path, str], list[Path]] = {}

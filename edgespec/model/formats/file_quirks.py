@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A pattern for a llama.cpp message, and its meaning, in which `{0}`, `{1}` and so on stand for groups."""
+    """A llama.cpp message pattern and its meaning. `{0}`, `{1}` and so on stand for the groups."""
 
     message: re.Pattern[str]
     what: str
@@ -183,7 +183,7 @@ def why_doubtful(headers: Sequence[GgufHeader]) -> str:
 
 
 def _uneven_layers(count: int, shapes: dict[str, tuple[int, ...]]) -> str:
-    """Return a doubt if layers differ in the number, names or shapes of their tensors, or lack common ones."""
+    """Return a doubt if layers differ in their tensors' number, names or shapes, or lack common ones."""
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if match := _LAYER.fullmatch(name):

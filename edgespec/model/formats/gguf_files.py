@@ -206,9 +206,7 @@ def _model_name(path: Path) -> str:
 
 
 def _standard_names(path: Path) -> list[Path]:
-    """Return the paths of all parts in `llama-gguf-split`'s naming scheme. Empty if `path` does not follow
-    it.
-    """
+    """Return the paths of all parts in `llama-gguf-split`'s naming scheme, or nothing for other names."""
     match = _PART.fullmatch(path.name)
     count = int(match[3]) if match else 0
     if match is None or not count:

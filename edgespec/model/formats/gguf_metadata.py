@@ -36,9 +36,7 @@ _MATRIX_DIMENSIONS = 2
 
 
 def read_gguf_info(path: Path) -> ModelInfo:
-    """Return the metadata of a GGUF model, read from all its parts. Raises ModelFileError if a file is
-    invalid.
-    """
+    """Read the metadata of a GGUF model from all its parts. Raises ModelFileError if a file is invalid."""
     return _of_parts(gguf_files(path))
 
 

@@ -1,1 +1,1 @@
-"""Read JSON schemas as programs write them, and rewrite them so that they can be enforced."""
+"""Read JSON schemas in the variants that programs send, and rewrite them so that they can be enforced."""

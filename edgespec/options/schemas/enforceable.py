@@ -1,4 +1,4 @@
-"""Rewrite JSON schemas so that llguidance enforces them exactly, and refuse those that it would violate."""
+"""Rewrite JSON schemas so that llguidance enforces them exactly, and reject those that it cannot enforce."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _STEP = 1e-9
 def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
     """Return a schema that llguidance enforces exactly, and whose values satisfy the given schema.
 
-    Removes keywords without effect that llguidance does not know. Narrows bounds that it would enforce
-    inexactly, so that a few numbers next to them are no longer possible. Removes `$schema`, because
-    llguidance ignores the keywords that the version named there does not have, such as `const` in draft 4.
+    Removes unknown keywords that have no effect. Narrows bounds that llguidance would enforce inexactly,
+    which rules out a few numbers next to them. Removes `$schema`, because llguidance ignores keywords that
+    are not part of the version named there, such as `const` in draft 4.
 
     Args:
         schema: The JSON schema.
@@ -55,9 +55,9 @@ def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
 
 
 def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all schemas within a schema, itself included, each after its place as a JSON pointer.
+    """Yield the JSON pointer and the contents of every schema within a schema, including itself.
 
-    Callers may change each schema before they request the next one.
+    Callers may modify each schema before requesting the next one.
     """
     if isinstance(schema, list):
         for index, each in enumerate(schema):
@@ -97,10 +97,10 @@ def _remove_neutral(schema: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """Narrow the bounds that llguidance enforces inexactly.
+    """Narrow bounds that llguidance enforces inexactly.
 
-    It reads bounds with many digits inexactly, and allows 2 for the schema
-    `{"type": "number", "exclusiveMinimum": 2, "maximum": 2.5}`.
+    llguidance reads bounds with many digits inexactly, and allows 2 for the schema `{"type": "number",
+    "exclusiveMinimum": 2, "maximum": 2.5}`.
     """
     types = schema.get("type", "number")
     allows_fractions = "number" in (types if isinstance(types, list) else [types])
@@ -145,11 +145,11 @@ def _check(schema: dict[str, Any], place: str) -> None:
 
 
 def _inside(bound: float, inwards: float) -> float:
-    """Return a bound next to another one that llguidance reads exactly.
+    """Return the nearest bound, in a direction, that llguidance reads exactly.
 
     Args:
         bound: The bound.
-        inwards: The direction of the allowed numbers, positive or negative infinity.
+        inwards: The direction of the allowed numbers: positive or negative infinity.
     """
     if isinstance(bound, int):
         nearest = float(bound)
@@ -182,7 +182,7 @@ def _is_whole(value: Any) -> TypeGuard[float]:
 
 
 def _is_exact(number: float) -> bool:
-    """Return whether llguidance reads a number exactly: float64 must represent it with up to 15 digits."""
+    """Return whether llguidance reads a number exactly: it must be a float64 with up to 15 digits."""
     if isinstance(number, int):
         return abs(number) < _MAX_BOUND and int(float(number)) == number
     return float(f"{number:.15g}") == number

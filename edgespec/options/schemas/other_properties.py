@@ -1,4 +1,4 @@
-"""Interpret JSON schemas as the libraries of other servers do."""
+"""Interpret properties in JSON schemas the way other servers do."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ALLOWED_VALUES = ("type", "enum", "const")
 
 
 def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Make schemas with properties objects, without other properties unless the schema itself allows them.
+    """Restrict schemas that have properties to objects without additional properties.
 
-    In JSON Schema, `properties` alone also allows a text or a number. Hugging Face's clients often leave out
-    the type, and llama.cpp and Ollama generate objects then.
+    In JSON Schema, `properties` alone also allows a string or a number. Hugging Face's clients often omit the
+    type, and llama.cpp and Ollama then generate objects.
 
-    JSON Schema also allows unnamed properties by default, and a small model could then invent properties
-    without end. OpenAI requires schemas that forbid unnamed properties, and Ollama never generates them. A
-    schema that combines several schemas for the same object is returned unchanged, because none of them names
-    all properties.
+    JSON Schema also allows additional properties by default, so a small model could keep inventing them
+    forever. OpenAI requires schemas that forbid them, and Ollama never generates them. They stay allowed if
+    the schema says so explicitly. A schema that combines several schemas for the same object is returned
+    unchanged, because none of them names all properties.
     """
     nodes = list(_nodes(schema))
     if any(_is_combined(node) for node in nodes):
@@ -87,13 +87,13 @@ def _closed(schema: Any) -> Any:
 
 
 def _as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema, with the type `object` if it has properties and does not say what else it allows."""
+    """Add the type `object` to a schema that has properties and does not say what else it allows."""
     is_object = schema.get("properties") and not any(name in schema for name in _ALLOWED_VALUES)
     return {**schema, "type": "object"} if is_object else dict(schema)
 
 
 def _can_close(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema names all the properties it requires, and says nothing about unnamed ones."""
+    """Return whether a schema defines all its required properties and says nothing about additional ones."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, Mapping) or not properties or any(name in schema for name in _OTHERS):
         return False

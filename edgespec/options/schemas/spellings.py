@@ -1,8 +1,8 @@
-"""Read JSON schemas as programs actually write them, and reject those whose meaning is uncertain.
+"""Read JSON schemas in the variants that programs send, and reject ambiguous ones.
 
-Languages differ in what they write for an empty map (PHP writes `[]`), for an empty list (Lua writes `{}`)
-and for an unset field (C# and Go write `null`). OpenAPI, Google and Python have their own type names, and
-clients wrap the schema as some API requires. Each of these variants is one entry in a table of this module.
+Languages differ in how they serialise an empty map (`[]` in PHP), an empty list (`{}` in Lua) and an unset
+field (`null` in C# and Go). OpenAPI, Google and Python have their own type names, and clients wrap the schema
+as required by some API. Each of these variants is an entry in a table in this module.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_schema(value: Any, what: str) -> dict[str, Any]:
         what: The name of the field that contains the schema, such as `response_format`, for error messages.
 
     Raises:
-        OptionError: The value is not a schema, or the meaning of a part of it is uncertain.
+        OptionError: The value is not a schema, or part of it is ambiguous.
     """
     for _ in range(_MAX_WRAPPERS):
         value = _parsed(value, what)
@@ -99,7 +99,7 @@ def read_schema(value: Any, what: str) -> dict[str, Any]:
 
 
 def tidy_schema(schema: Any, what: str) -> dict[str, Any]:
-    """Return a schema in standard JSON Schema. Like `read_schema`, but does not remove a wrapper."""
+    """Convert a schema to standard JSON Schema. Like `read_schema`, but does not remove a wrapper."""
     schema = _parsed(schema, what)
     try:
         tidy = _tidy(schema, what, "#")
@@ -111,7 +111,7 @@ def tidy_schema(schema: Any, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return the parsed value if `value` is JSON text, or else `value` unchanged."""
+    """Parse `value` if it is JSON text, or else return it unchanged."""
     if value in ("", []):
         return None
     if not isinstance(value, str):
@@ -180,7 +180,7 @@ def _single(value: Any, what: str, place: str) -> Any:
 
 
 def _listed(value: Any, what: str, place: str) -> list[Any]:
-    """Return a list. If items were removed, PHP writes lists as objects with keys such as "0" and "2"."""
+    """Return a list. If items were removed, PHP serialises lists as objects with keys such as "0" and "2"."""
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
@@ -208,7 +208,7 @@ def _name_types(schema: dict[str, Any], what: str, place: str) -> None:
 
 
 def _with_null(schema: dict[str, Any], what: str, place: str) -> dict[str, Any]:
-    """Return the schema with null allowed as OpenAPI's `nullable` says."""
+    """Apply OpenAPI's `nullable` by allowing null in the schema."""
     nullable = schema.pop("nullable", False)
     if not isinstance(nullable, bool):
         raise _wrong(what, f"{place}/nullable", "true or false", nullable)
@@ -228,7 +228,7 @@ def _with_null(schema: dict[str, Any], what: str, place: str) -> dict[str, Any]:
 
 
 def _list_required(schema: dict[str, Any], what: str, place: str) -> None:
-    """Make `required` a list in place. Early versions of JSON Schema set it to true in a property."""
+    """Make `required` a list, in place. Early versions of JSON Schema set it to true in each property."""
     given = schema.get("required")
     if isinstance(given, bool):
         # The object schema with this property adds the property's name to its own `required`.

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class ContentBlock(ItemFields):
-    """A part of a message's content. `chat_prompt` checks the fields that its type requires."""
+    """A part of a message's content. `chat_prompt` checks the fields required by its type."""
 
     type: str
     text: str | None = None
@@ -55,8 +55,8 @@ class AnthropicMessage(ItemFields):
 def is_skipped(message: AnthropicMessage, block: ContentBlock) -> bool:
     """Return whether a block is omitted from the prompt.
 
-    Replies of Anthropic's own models can contain blocks about tools that ran on Anthropic's servers. An agent
-    cannot withdraw them, so they must not end the conversation.
+    Replies from Anthropic's own models can contain blocks about tools that ran on Anthropic's servers. An
+    agent cannot take them back, so they must not make the conversation fail.
     """
     known = ("thinking", "redacted_thinking", "tool_use", "tool_result")
     return message.role == "assistant" and not is_text(block) and block.type not in known
@@ -76,7 +76,7 @@ class ThinkingConfig(RequestFields):
 
 
 class Thread(RequestFields):
-    """The field that asks Anthropic's servers to keep the conversation, to shorten the next request."""
+    """The field that asks Anthropic's servers to store the conversation, so that the next request is shorter."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
@@ -116,7 +116,7 @@ class AnthropicCountRequest(ConstraintFields):
 
     @property
     def client_tools(self) -> list[dict[str, Any]]:
-        """The tools. The type `custom` is removed, because it has another meaning in OpenAI's API."""
+        """The tools, without the type `custom`, which has a different meaning in OpenAI's API."""
         return [{**tool, "type": None} if tool.get("type") == "custom" else tool for tool in self.tools or ()]
 
     def ignored_fields(self) -> list[str]:

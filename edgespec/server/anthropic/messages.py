@@ -1,4 +1,4 @@
-"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`, and build messages and their events."""
+"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _TYPES = {
 
 
 class AnthropicUsage(TypedDict):
-    """Token counts. `input_tokens` excludes tokens that were found in the prefix cache."""
+    """Token counts. `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -220,10 +220,10 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
 
 
 def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
-    """Convert the conversation and the tools of a request.
+    """Convert a request's conversation and tools.
 
     Raises:
-        ApiError: A message contains an image or anything else that is not text, or a block is incomplete.
+        ApiError: A message contains something other than text, such as an image, or a block is incomplete.
     """
     system = _BILLING_HEADER.sub("", text_of("system", fields.system))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

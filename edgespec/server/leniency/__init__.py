@@ -1,15 +1,15 @@
-"""Rules for requests that deviate from the four APIs, and how the server interprets them.
+"""Rules for interpreting requests that deviate from the four APIs.
 
-A request passes these steps before a handler sees it. Each of these modules holds the rules for one step:
+A request goes through these steps before it reaches a handler. Each module holds the rules for one step:
 
 1. `paths`: the path of the request.
 2. `origins`: the web page that the request comes from.
 3. `body`: the bytes of the body, which become JSON.
-4. `values`: field values that other languages and servers write differently.
+4. `values`: field values that other languages and servers serialise differently.
 
 The other modules hold the rules for single fields: `names` for the unknown fields that must not be ignored,
 `content` for message parts, `tools` for tools and tool choices, and `constraints` for the formats of answers.
 
-Where the meaning is certain, the server does what the client means. Otherwise, the error names the field and
-its value, and says what to do. `tests/server/test_leniency.py` has a row for each rule.
+Where the meaning is unambiguous, the server does what the client means. Otherwise, the error names the field
+and its value and says what to do. `tests/server/test_leniency.py` has a row for each rule.
 """

@@ -1,6 +1,6 @@
 """Convert the bytes of a request body to JSON.
 
-JSON is UTF-8, but some clients send another encoding, or half of an emoji's surrogate pair.
+JSON must be UTF-8, but some clients use another encoding or send half of an emoji's surrogate pair.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SHOWN_BEFORE, _SHOWN_AFTER = 24, 12
 def parse_body(data: bytes, headers: Mapping[str, str], parse: Callable[[str], _Body]) -> _Body:
     """Parse the JSON in a request body.
 
-    A byte order mark is skipped. Half a surrogate pair, which programs produce when they truncate text in the
-    middle of an emoji, becomes U+FFFD.
+    A byte order mark is skipped. Lone surrogates, which programs produce when they truncate text in the
+    middle of an emoji, become U+FFFD.
 
     Args:
         data: The body.
@@ -87,8 +87,8 @@ def _decoded(data: bytes, content_type: str) -> str:
     """Return the text of a body.
 
     UTF-16 and UTF-32 are recognised by a byte order mark or by their zero bytes. Valid UTF-8 takes precedence
-    over the encoding in Content-Type: clients often specify a wrong encoding, but text in another encoding is
-    rarely valid UTF-8.
+    over the encoding in Content-Type, because clients often declare the wrong encoding, but text in another
+    encoding is rarely valid UTF-8.
     """
     detected = json.detect_encoding(data)
     try:
@@ -134,7 +134,7 @@ def _syntax_problem(error: ValidationError) -> str | None:
 
 
 def _without_halves(text: str) -> str | None:
-    """Return the JSON with each lone surrogate replaced by U+FFFD, or None if the text is not JSON."""
+    """Replace lone surrogates in JSON text with U+FFFD. Return None if the text is not JSON."""
     try:
         # Python's parser accepts lone surrogates.
         value = json.loads(text)

@@ -27,7 +27,7 @@ _FORMAT = "The format of the answer: text, any JSON object, or JSON that satisfi
 
 
 class AnswerSettings(RequestFields):
-    """Settings for the answer: `text` in OpenAI's Responses API, and `output_config` in Anthropic's API."""
+    """Answer settings: `text` in OpenAI's Responses API, and `output_config` in Anthropic's API."""
 
     format: Any = Field(default=None, description=_FORMAT)
     verbosity: Ignored
@@ -60,7 +60,7 @@ class GuidedFields(RequestFields):
 
 
 class ConstraintFields(GuidedFields):
-    """The fields with which clients of other APIs and servers constrain the answer."""
+    """The fields that clients of other APIs and servers use to constrain the answer."""
 
     response_format: Any = Field(default=None, description=_FORMAT)
     format: Any = Field(default=None, description=f"{_FORMAT} As in Ollama's API.")
@@ -156,12 +156,12 @@ def _format(value: Any, place: str) -> dict[str, Any]:
 
 
 def _allows_any(key: str, value: Any) -> bool:
-    """Return whether the schema under a key of a response format is `{}`, which allows any JSON."""
+    """Return whether the schema under a response format's key is `{}`, which allows any JSON."""
     return value == {} if key != "json_schema" else isinstance(value, Mapping) and value.get("schema") == {}
 
 
 def _is_unset(value: Any) -> bool:
-    """Return whether a value means that a field is not set. C# and Go write the empty fields of an object."""
+    """Return whether a value means that a field is not set. C# and Go serialise unset fields as empty values."""
     if isinstance(value, Mapping):
         return value.keys() <= _FORMAT_KEYS and all(
             each in (None, "", [], {}) or (key == "strict" and each is False) for key, each in value.items()
@@ -220,7 +220,7 @@ _PLACES: Mapping[str, _Reader] = {
 def constraints_in(
     fields: ConstraintFields, options: Mapping[str, Any], parent: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Return the constraints in a request, each as a reply option, keyed by the name of its field.
+    """Return the constraints in a request as reply options, keyed by field name.
 
     Args:
         fields: The fields of the request, or of an object in it.
@@ -250,7 +250,7 @@ def constraints_in(
 def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the reply option for the constraints in a request, or an empty dictionary if there are none.
 
-    Programs that do not know the server send the same constraint in several fields.
+    Programs that do not know which server they talk to send the same constraint in several fields.
 
     Args:
         found: The constraints, from `constraints_in`.
@@ -270,7 +270,7 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _comparable(option: Mapping[str, Any]) -> Any:
-    """Return a constraint in a form that is equal for equal constraints."""
+    """Return a canonical form of a constraint, for comparing constraints."""
     ((name, value),) = option.items()
     if name == "schema":
         return name, closed_objects(json.loads(value) if isinstance(value, str) else value)

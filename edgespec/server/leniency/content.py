@@ -50,9 +50,9 @@ SystemPrompt: TypeAlias = str | list[Any] | None
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the role in OpenAI's words, and with a text or a list of objects as its content.
+    """Convert a message to OpenAI's role names, with a string or a list of objects as its content.
 
-    The result of a tool can be any JSON.
+    Tool results can be any JSON.
     """
     message = dict(message)
     if isinstance(role := message.get("role"), str):
@@ -77,7 +77,7 @@ def system_messages(system: SystemPrompt) -> list[dict[str, Any]]:
 
 
 def text_of(place: str, content: Any) -> str:
-    """Return the text of `content`: a string, or a list of parts, each a string or an object with a type.
+    """Return the text of `content`, which is a string or a list of strings and typed objects.
 
     Raises:
         ApiError: A part is not text (an image, for example) or has no text.
@@ -88,10 +88,10 @@ def text_of(place: str, content: Any) -> str:
 
 
 def result_text(place: str, content: Any) -> str:
-    """Return the text of a tool result, with a note in place of each part that is not text.
+    """Return the text of a tool result, with a note in place of each non-text part.
 
-    An agent cannot withdraw a tool result, so an image in it must not end the conversation. `omitted_parts`
-    lists the omitted parts.
+    An agent cannot take back a tool result, so an image in it must not make the conversation fail.
+    `omitted_parts` lists the omitted parts.
     """
     parts = _parts(place, content)
     if parts is not None:
@@ -105,12 +105,12 @@ def result_text(place: str, content: Any) -> str:
 
 
 def omitted_parts(place: str, content: Any) -> list[str]:
-    """Return the locations of the parts of a tool result that are not text."""
+    """Return the locations of the non-text parts of a tool result."""
     return [at for at, part in _parts(place, content) or () if not is_text(part)]
 
 
 def _parts(place: str, content: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a tool result, each after its location, or None if it does not consist of parts."""
+    """Return the (location, part) pairs of a tool result, or None if it does not consist of parts."""
     if isinstance(content, list):
         return [(f"{place}.{at}", part) for at, part in enumerate(content)]
     return [(place, content)] if isinstance(content, Mapping) and _kind(content) in _MEDIA else None
@@ -140,7 +140,7 @@ def part_text(place: str, part: Any) -> str:
 
 
 def reasoning_of(part: Any) -> str | None:
-    """Return the text of a part that holds reasoning, or None if it is another part."""
+    """Return the text of a reasoning part, or None for any other part."""
     fields = _REASONING_FIELDS.get(_kind(part))
     if fields is None:
         return None

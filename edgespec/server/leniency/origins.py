@@ -1,4 +1,4 @@
-"""Parse web origins, including patterns, as users write them, to match the origins of requests."""
+"""Parse web origins and patterns as users write them, and match request origins against them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def origins_regex(origins: Iterable[str]) -> str:
 
     - Case, a trailing slash and the default port are ignored.
     - `*.example.com` matches any subdomain, `:*` any port, and `chrome-extension://*` any extension.
-    - A name of this machine without a port, such as `http://localhost`, allows every port.
+    - A name for this machine without a port, such as `http://localhost`, allows every port.
 
     Args:
         origins: The origins as users write them. Each string can contain several, separated by commas.

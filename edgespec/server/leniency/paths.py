@@ -50,7 +50,7 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = {
 def with_canonical_paths(
     app: ASGIApp, known: Collection[str]
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-    """Wrap an application so that it sees each request's path as `canonical_path` returns it.
+    """Wrap an application so that request paths are replaced with their `canonical_path`.
 
     Args:
         app: The application.
@@ -66,7 +66,7 @@ def with_canonical_paths(
 
 
 def canonical_path(path: str, known: Collection[str]) -> str:
-    """Return the known path that the client intended, or the normalised path if there is none.
+    """Return the known path that the client meant, or the normalised path if there is none.
 
     The scheme and host of a whole URL are ignored, as are extra slashes. The base URL may have too many parts
     (`/v1/v1/models`) or too few (`/models`), or may include a whole endpoint
@@ -89,7 +89,7 @@ def canonical_path(path: str, known: Collection[str]) -> str:
 
 
 def unknown_path_advice(scope: Scope) -> str:
-    """Return why there is nothing at a path that only other servers have, or which base URL to set."""
+    """Explain why an endpoint of other servers is missing here, or which base URL to set."""
     path = scope["path"].removeprefix("/v1")
     for names, advice in _ELSEWHERE.items():
         if any(path == f"/{name}" or path.startswith(f"/{name}/") for name in names):

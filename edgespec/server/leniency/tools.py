@@ -42,13 +42,13 @@ class OfferedTools:
 
 
 def offered_tools(tools: Sequence[Any], more: Sequence[Any] = ()) -> OfferedTools:
-    """Return the functions among the tools. `skipped_tools` lists the tools that are not functions.
+    """Return the tools that are functions. `skipped_tools` lists all others.
 
     A function in a namespace keeps its name, unless another function has the same name.
 
     Args:
         tools: The tools of a request.
-        more: Tools that the conversation adds. Tools that are already known are omitted.
+        more: Tools that the conversation adds. Duplicates are omitted.
 
     Raises:
         ApiError: A tool is invalid.
@@ -73,7 +73,7 @@ def offered_tools(tools: Sequence[Any], more: Sequence[Any] = ()) -> OfferedTool
 
 
 def skipped_tools(tools: Sequence[Any], place: str = "tools") -> list[str]:
-    """Return the locations of tools that are not functions, such as web search run by the provider."""
+    """Return the locations of tools that are not functions, such as the provider's web search."""
     skipped = []
     for at, tool in enumerate(tools):
         inner = _in_namespace(tool)
@@ -88,7 +88,8 @@ def checked_choice(choice: ToolChoice, offered: OfferedTools, tools: Sequence[An
     """Validate and return a request's tool choice.
 
     Raises:
-        ApiError: The choice is invalid, or it requires a call although all tools of the request are skipped.
+        ApiError: The choice is invalid, or it requires a call although all of the request's tools are
+            skipped.
     """
     choice = choice or "auto"  # An empty object or string means that no choice was made.
     known = [definition["function"].get("name") for definition in offered.definitions]
@@ -106,10 +107,10 @@ def checked_choice(choice: ToolChoice, offered: OfferedTools, tools: Sequence[An
 
 
 def needs_whole_calls(headers: Mapping[str, str]) -> bool:
-    """Return whether a client needs each call of a tool whole, in one event of a stream.
+    """Return whether a client needs each streamed tool call as a single event.
 
-    Mistral's API sends calls like this. Its clients, such as `mistralai` and `ai-sdk/mistral`, fail at parts
-    without a name.
+    Mistral's API sends calls this way, and its clients, such as `mistralai` and `ai-sdk/mistral`, fail on
+    parts without a name.
 
     Args:
         headers: The HTTP headers, with lower-case names.
@@ -123,7 +124,7 @@ def modern_tools(
     functions: Sequence[Mapping[str, Any]],
     function_call: ToolChoice,
 ) -> tuple[Sequence[Any], ToolChoice]:
-    """Return the tools and the tool choice of a chat request, which can be in OpenAI's older fields.
+    """Return the tools and the tool choice of a chat request, including those in OpenAI's older fields.
 
     Args:
         tools: The tools of the request.
@@ -132,7 +133,7 @@ def modern_tools(
         function_call: The older form of the tool choice: auto, none, or an object with the function's name.
 
     Raises:
-        ApiError: The request has tools in both forms, or a `function_call` without functions.
+        ApiError: The request has tools in both forms, or `function_call` without functions.
     """
     if not functions:
         if function_call in (None, "", {}, "auto", "none"):
@@ -151,10 +152,10 @@ def modern_tools(
 
 
 def modern_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat message with older and unusual forms of tool calls and results replaced.
+    """Convert older and unusual forms of tool calls and results in a chat message.
 
-    Before tools, OpenAI's API had one `function_call` in a message, and its result had the role `function`.
-    They have no id, so use the name as the id.
+    Before tools, a message in OpenAI's API had one `function_call`, whose result had the role `function`.
+    Neither has an id, so the name serves as the id.
     """
     message = plain_message(message)
     call, calls = message.get("function_call"), message.get("tool_calls")
@@ -172,7 +173,7 @@ def modern_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _modern_call(call: Any) -> Any:
-    """Return a call of a custom tool, whose input is a text, as the call of a function."""
+    """Convert the call of a custom tool, whose input is text, to a function call."""
     custom = call.get("custom") if isinstance(call, Mapping) else None
     if not isinstance(custom, Mapping):
         return call

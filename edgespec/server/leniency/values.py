@@ -1,7 +1,7 @@
-"""Read field values as other languages and servers write them.
+"""Read field values in the forms that other languages and servers use.
 
-PHP writes an empty map as `[]`, and Lua writes an empty list as `{}`. JavaScript and Lua do not distinguish
-64 from 64.0. Forms, settings files and environment variables contain numbers as text. Some servers use -1 for
+PHP serialises an empty map as `[]`, and Lua an empty list as `{}`. JavaScript and Lua do not distinguish 64
+from 64.0. Forms, settings files and environment variables contain numbers as text. Some servers use -1 for
 "no limit" or "off".
 """
 
@@ -48,16 +48,16 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
 
 
 def field_repair(name: str, info: FieldInfo) -> Repair | None:
-    """Return the function that repairs values of a pydantic field, or None if none need repair."""
+    """Return the function that repairs a pydantic field's values, or None if they need no repair."""
     return repair_for(name, info.annotation)
 
 
 def repair_for(name: str, hint: Any) -> Repair | None:
-    """Return the function that repairs values of a field, or None if none need repair.
+    """Return the function that repairs a field's values, or None if they need no repair.
 
     Args:
         name: Name of the field.
-        hint: Its type.
+        hint: The field's type.
     """
     types = _alternatives(hint)
     whole = int in types and float not in types
@@ -84,7 +84,7 @@ def repair_for(name: str, hint: Any) -> Repair | None:
 
 
 def _from_text(text: str, types: set[Any]) -> Any:
-    """Return the number or boolean that a text stands for, None if it is empty, or else the text."""
+    """Convert text to a number or boolean if possible, or to None if it is empty."""
     if not text and NoneType in types:
         return None
     if bool in types and text.lower() in ("true", "false"):
@@ -121,9 +121,9 @@ def _alternatives(hint: Any) -> set[Any]:
 
 
 def token_biases(value: Any) -> Any:
-    """Return `logit_bias` as a map from token ids to numbers, if it is in a known format.
+    """Convert `logit_bias` to a map from token ids to numbers, if it is in a known format.
 
-    JSON keys are always strings. llama.cpp also accepts pairs, with false for tokens that must not occur.
+    JSON keys are always strings. llama.cpp also accepts pairs, with false for forbidden tokens.
     """
     if isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value):
         if not all(type(token) is int for token, _ in value):
