@@ -184,9 +184,7 @@ def methods_by_need() -> tuple[Method, ...]:
 
 
 def readers_of(option: str) -> tuple[str, ...]:
-    """Return the names of the methods that use an option of `load`. Empty if the option applies to all
-    methods.
-    """
+    """Return the names of the methods that use an option of `load`. Empty if all methods use it."""
     return tuple(each.name for each in methods_by_need() if option in each.reads)
 
 

@@ -178,7 +178,7 @@ def validation_error(
 
 
 def _near(place: str, known: Sequence[str]) -> list[str]:
-    """Return similar field names in the same object. For top-level fields, nested objects are searched too."""
+    """Return similar field names in the same object. For top-level fields, search nested objects too."""
     parent, _, name = place.rpartition(".")
     fields = {
         each.rpartition(".")[2]: each for each in known if each.startswith(f"{parent}." if parent else "")

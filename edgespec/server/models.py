@@ -64,9 +64,9 @@ class FoundModel:
     """The model on this machine that a request's model name refers to.
 
     Attributes:
-        name: The name to report in the reply: the one in the request, or the server's own model's name if the
-            request names no model on this machine.
-        reference: The reference to load the model by.
+        name: The name to report in the reply: the one in the request, or that of the server's own model if
+            the request names no model on this machine.
+        reference: The reference for loading the model.
         resolved: The model's files.
     """
 
@@ -110,7 +110,7 @@ class LoadedModel:
 
     @property
     def memory_bytes(self) -> int:
-        """Maximum system memory of the model in bytes, excluding Python's own memory."""
+        """Maximum system memory used by the model in bytes, excluding Python's own memory."""
         plan = self.runtime.plan
         if plan is None:
             return 0
@@ -124,10 +124,10 @@ class LoadedModel:
 
 
 class _Entry:
-    """The pool's record of a model, from the first request for the model until it is chosen for unloading.
+    """The pool's record of a model, from the first request for it until it is selected for unloading.
 
     Attributes:
-        users: Number of requests that wait for the model or use it.
+        users: Number of requests that are waiting for the model or using it.
         unused: Set while there are no users.
         ready: The task that loads the model.
         last_used: Time of the last use in seconds (`time.monotonic`).
@@ -141,7 +141,7 @@ class _Entry:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a request as a user until the end of the `with` block."""
+        """Count a request as a user for the duration of the `with` block."""
         self.users += 1
         self.unused.clear()
         try:
@@ -161,13 +161,13 @@ class _Entry:
 
 
 class ModelPool:
-    """Lends loaded models to requests. Used in the server's event loop only.
+    """Lends loaded models to requests. Use only in the server's event loop.
 
-    - Models are loaded and unloaded one at a time, in the order of the requests for them.
-    - A model is loaded alongside others if it fits into the rest of the memory budget without reductions,
-      such as a shorter context. Otherwise, the least recently used models are unloaded first.
-    - A model is unloaded only when no request uses it. Requests that arrive during unloading wait until it is
-      loaded again, so that a busy model cannot keep others from being loaded.
+    - Models are loaded and unloaded one at a time, in the order in which they are requested.
+    - A model is loaded alongside others if it fits into the remaining memory budget without reductions, such
+      as a shorter context. Otherwise, the least recently used models are unloaded first.
+    - A model is unloaded only when no request is using it. Requests that arrive during unloading wait until
+      it is loaded again, so that a busy model cannot keep others from being loaded.
 
     Attributes:
         own_name: The name of the server's own model in replies and lists.
@@ -195,18 +195,18 @@ class ModelPool:
 
     @property
     def loaded(self) -> list[LoadedModel]:
-        """The models that are loaded now."""
+        """The currently loaded models."""
         return [model for entry in self._entries.values() if (model := entry.loaded)]
 
     @asynccontextmanager
     async def borrow(self, wanted: FoundModel | str | None) -> AsyncIterator[LoadedModel]:
-        """Lend a model, after loading it if necessary.
+        """Lend a model, loading it first if necessary.
 
         Args:
-            wanted: The model, as found by `find`, its name, or None for the server's own model.
+            wanted: The result of `find`, a model name, or None for the server's own model.
 
         Raises:
-            BusyError: Too many requests wait for the model.
+            BusyError: Too many requests are waiting for the model.
             ClosedError: The server is stopping.
             EdgespecError: The model cannot be found or loaded.
         """
@@ -242,7 +242,7 @@ class ModelPool:
         return await asyncio.to_thread(self._find, name)
 
     async def known(self) -> list[KnownModel]:
-        """Return the models on this machine that requests can name, the server's own first.
+        """Return the models on this machine that requests can name, starting with the server's own.
 
         A model with several names, such as the user's aliases, is listed under each of them.
         """
@@ -350,9 +350,9 @@ class ModelPool:
         return {**own, "draft": "none" if self._settings.draft in (None, "none") else "auto"}
 
     async def _make_room(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Unload models until the next one fits. Return its load options, with a memory limit.
+        """Unload models until the next one fits. Return its load options, including a memory limit.
 
-        The limit is not set if no other model is loaded. The server's own budget then applies.
+        If no other model is loaded, no limit is set, and the server's own budget applies.
         """
         while others := self.loaded:
             room = self._budget_bytes - sum(model.memory_bytes for model in others)
@@ -436,7 +436,7 @@ class ModelPool:
 
 
 class _FileNameError(ModelNotFoundError):
-    """Raised when a request names a file. Clients must not be able to open any file on this machine."""
+    """Raised when a request names a file. Clients must not be able to open arbitrary files."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -460,7 +460,7 @@ def _is_path(name: str) -> bool:
 
 
 def _is_unknown(name: str) -> bool:
-    """Return whether a name cannot refer to any model, not even to one that is not on this machine."""
+    """Return whether a name cannot refer to any model, on this machine or elsewhere."""
     try:
         reference = parse_reference(name)
     except ModelNotFoundError:
@@ -475,7 +475,7 @@ def _is_unknown(name: str) -> bool:
 
 
 def _reason(name: str, problem: ModelNotFoundError) -> str:
-    """Return the reason why a name refers to no model on this machine."""
+    """Explain why a name refers to no model on this machine."""
     alias = user_aliases().get(name.lower())
     if alias:
         return f"{name[:100]} stands for {alias}, but {problem.what}"
@@ -486,10 +486,10 @@ def _reason(name: str, problem: ModelNotFoundError) -> str:
 
 
 def _advice(problem: ModelNotFoundError, near: Sequence[str], names: Sequence[str]) -> str:
-    """Return advice for a request whose model was not found.
+    """Return advice on a request whose model was not found.
 
     Args:
-        problem: Why it was not found.
+        problem: The error that says why it was not found.
         near: Names of models on this machine that the client may have meant.
         names: Names of all models on this machine.
     """
@@ -511,7 +511,7 @@ def _described(
 
 
 def _memory_note(plan: MemoryPlan | None) -> str:
-    """Return text for the log about a loaded model's memory. Empty if its memory was not planned."""
+    """Return a log note on a loaded model's memory. Empty if its memory was not planned."""
     if plan is None:
         return ""
     note = f": uses up to {format_bytes(plan.total_bytes)} of memory"

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, generated from the definitions of its endpoints."""
+"""Generate the server's OpenAPI description from the definitions of its endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataclasses that describe the APIs of the server and their endpoints."""
+"""Dataclasses that describe the server's APIs and their endpoints."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Endpoint:
     Attributes:
         method: The HTTP method.
         path: The path, with parameters in braces, as in `/v1/models/{model:path}`.
-        summary: One sentence for the OpenAPI description.
-        handle: Handles a call. `api_error` converts any exception that it raises, unless it is an ApiError.
+        summary: A sentence for the OpenAPI description.
+        handle: Handles a call. Exceptions other than ApiError are converted by `api_error`.
         body: The pydantic model of the request body, or None if there is no body.
         response: The `TypedDict` of the JSON response, or str for plain text.
         streams: Whether the endpoint can stream its response.

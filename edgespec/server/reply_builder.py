@@ -1,4 +1,4 @@
-"""Generate a reply for an API whose streams consist of named events that build up the whole response."""
+"""Generate replies for APIs that stream named events which build up the whole response."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Event: TypeAlias = dict[str, Any]
 
 
 class ReplyBuilder(Protocol):
-    """Builds a response from the chunks of a reply, and yields the events of a streamed response.
+    """Builds a response from the chunks of a reply, and yields the events for streaming it.
 
-    Events share objects with the response, which later calls change. Encode each event before requesting the
+    Events share objects with the response, which later calls modify. Encode each event before requesting the
     next one.
 
     Attributes:
-        response: The response, which is complete after `finish`.
+        response: The response. Complete after `finish`.
     """
 
     response: dict[str, Any]
@@ -37,7 +37,7 @@ class ReplyBuilder(Protocol):
 
         Args:
             model: Name of the model.
-            stats: Statistics so far, which include the prompt.
+            stats: Statistics so far, including the prompt.
         """
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""HTTP responses: JSON, and streams of events."""
+"""HTTP responses: JSON and event streams."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def json_response(
 
 
 def json_line(value: Any) -> str:
-    """Return a value as JSON without any character that a client might treat as a line break."""
+    """Encode a value as JSON without any character that a client might treat as a line break."""
     return json.dumps(value, ensure_ascii=False).translate(_LINE_SEPARATORS)
 
 
 def server_sent_event(value: Mapping[str, Any] | str, event: str | None = None) -> bytes:
-    """Return a server-sent event, with JSON unless `value` is a string."""
+    """Encode a server-sent event, with `value` as JSON unless it is a string."""
     data = value if isinstance(value, str) else json_line(value)
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data}\n\n".encode("utf-8", "replace")
 
 
 class EventStream(Response):
-    """A response whose parts are sent as they are generated. Created by `open_stream`."""
+    """A streaming response. Created by `open_stream`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EventStream(Response):
         self._pings = media_type == "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send the stream. If an error occurs after the start, it is sent as the last event."""
+        """Send the stream. An error after the start is sent as the last event."""
         try:
             await _send_within_limit(
                 send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -85,7 +85,7 @@ class EventStream(Response):
             await self._parts.aclose()
 
     def _take(self) -> bytes | None:
-        """Return the next part, or None at the end, and start generating the part after it."""
+        """Return the next part, or None at the end, and start generating the following one."""
         try:
             part = self._next.result()
         except StopAsyncIteration:
@@ -102,13 +102,13 @@ async def open_stream(
     error_event: Callable[[ApiError], bytes],
     media_type: str = "text/event-stream",
 ) -> EventStream:
-    """Return the response that sends `parts`.
+    """Create a response that streams `parts`.
 
-    Waits briefly for the first part, so that most errors can still be sent as error responses.
+    Waits briefly for the first part, so that most errors can still be sent as ordinary error responses.
 
     Args:
         parts: Generates the encoded events.
-        error_event: Returns the event for an error that occurs later.
+        error_event: Returns the event for an error after that.
         media_type: The media type of the stream.
     """
     first: asyncio.Future[bytes] = asyncio.ensure_future(anext(parts))

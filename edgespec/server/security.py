@@ -1,4 +1,4 @@
-"""Check who may use the server, before anything else in a request is read."""
+"""Check who may use the server, before reading anything else in a request."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """Passes requests on to `app` if their Host, Origin and API key are acceptable.
+    """Middleware that checks the Host header, the Origin header and the API key of requests.
 
-    - Without an API key, the Host header must name this machine. Otherwise, a web page could reach the server
-      by pointing its own host name at 127.0.0.1 (DNS rebinding).
+    - If no API key is set, the Host header must name this machine. Otherwise, a web page could reach the
+      server by pointing its own host name at 127.0.0.1 (DNS rebinding).
     - Requests from web pages, which have an Origin header, are rejected unless the user allowed the origin.
-      Browsers send some requests without a CORS preflight, and generating replies to them would take time.
+      CORS alone is not enough: browsers send some requests without a preflight, and generating replies to
+      them would waste time.
 
     Args:
         app: The application to protect.
         settings: The server's settings.
-        protocol_of: Returns the API that a path belongs to, for the format of errors.
+        protocol_of: Returns the API that a path belongs to, which determines the error format.
         public_paths: Paths that need no API key.
     """
 
@@ -106,7 +107,7 @@ class Guard:
 
 
 def _digest(key: bytes) -> bytes:
-    """Return a hash of the key, so that comparing keys takes the same time for all lengths."""
+    """Hash a key, so that comparing keys takes the same time regardless of their length."""
     return hashlib.sha256(key).digest()
 
 

@@ -1,4 +1,4 @@
-"""The state that the handlers of all endpoints share: settings, models and metrics."""
+"""The state shared by all request handlers: settings, models and metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Service"]
 
 
 class Service:
-    """The server's state. Used in the event loop only.
+    """The server's state. Use only in the event loop.
 
     Attributes:
         settings: The server's settings.
         models: The loaded models.
         metrics: Counts requests and replies.
         stored_items: Items of recent responses that later requests can refer to.
-        buffered_bytes: Size of all request bodies that are being received.
+        buffered_bytes: Total size of the request bodies currently being received.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -40,11 +40,11 @@ class Service:
     async def generate(
         self, model: str | None, requests: Sequence[ReplyRequest]
     ) -> AsyncIterator[Generation]:
-        """Load a model if necessary and queue replies. Cancels unfinished replies at the end of the block.
+        """Load a model if necessary and queue replies. Cancels unfinished replies on exit.
 
         Args:
             model: Reference to the model, or None for the server's own model.
-            requests: The replies to generate. Their options override the options in the settings.
+            requests: The replies to generate. Their options override those in the settings.
 
         Raises:
             BusyError: Too many requests are waiting.
@@ -69,7 +69,7 @@ class Service:
         truncate: bool = False,
         dimensions: int | None = None,
     ) -> tuple[str, list[Embedding]]:
-        """Load a model if necessary and embed texts. Ends the work if the caller is cancelled.
+        """Load a model if necessary and embed texts. Stops if the caller is cancelled.
 
         Args:
             model: Reference to the model, or None for the server's own model.
@@ -98,12 +98,12 @@ class Service:
     async def count_tokens(self, model: str | None, prompt: ChatPrompt, thinking: str | None = None) -> int:
         """Load a model if necessary and return the number of tokens in a prompt.
 
-        The start of a reply counts as a message, which adds a few tokens.
+        A partial reply is counted as a message, which adds a few tokens.
 
         Args:
             model: Reference to the model, or None for the server's own model.
             prompt: The prompt.
-            thinking: The reply's option `thinking`. Defaults to the value in the settings.
+            thinking: The reply option `thinking`. Defaults to the value in the settings.
 
         Raises:
             EdgespecError: The model cannot be loaded, or the prompt is invalid.

@@ -1,4 +1,4 @@
-"""The settings of the server."""
+"""The server's settings."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class ServerSettings:
     """The server's settings: what it serves, and to whom.
 
     Attributes:
-        target: The model for requests that name no model, or a name that no model can have. If None, the
+        target: The model for requests that name no model, or whose name cannot be a model's. If None, the
             default model serves requests that name no model.
-        draft: Its draft model. Other models use the best one on this machine.
-        load_options: Options of `edgespec.load`. Options for a single model apply to `target` only.
-        reply_options: Options of replies whose requests do not set them.
+        draft: The draft model for `target`. Other models use the best one on this machine.
+        load_options: Options of `edgespec.load`. Options for a single model apply only to `target`.
+        reply_options: Default reply options.
         host: Address to listen on.
         port: Port to listen on. 0 chooses a free one.
         api_key: Key that clients must send. Required unless `host` is a loopback address.
         allowed_origins: Origins of the web pages that may use the server, in the syntax of `origins_regex`.
-        idle_unload_seconds: Unload a model that was not used for this long. 0 never unloads it.
-        max_waiting: Maximum number of requests that wait for each model.
+        idle_unload_seconds: Time after which an unused model is unloaded. 0 never unloads models.
+        max_waiting: Maximum number of requests waiting for each model.
 
     Raises:
         OptionError: The server would be reachable from other machines without a key, or an origin is invalid.

@@ -1,4 +1,4 @@
-"""Keep parts of recent responses, so that later requests can refer to them."""
+"""Keep items of recent responses, so that later requests can refer to them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_BYTES = 16 * 2**20
 
 
 class StoredItems:
-    """Items of recent responses by id, as JSON. Used in the event loop only.
+    """Items of recent responses, as JSON, keyed by id. Use only in the event loop.
 
-    If their total size exceeds `max_bytes`, the oldest items are removed. Clients that know the id of an item
-    can use it, so ids must be impossible to guess.
+    If the total size exceeds `max_bytes`, the oldest items are removed. Any client that knows an item's id
+    can use it, so ids must be unguessable.
 
     Args:
         max_bytes: Maximum total size of the items in bytes.
@@ -29,7 +29,7 @@ class StoredItems:
         self._size_bytes = 0
 
     def add(self, item: Mapping[str, Any]) -> None:
-        """Keep an item, which has a unique `id`."""
+        """Store an item, which must have a unique `id`."""
         data = json.dumps(item, ensure_ascii=False).encode("utf-8", "replace")
         self._items[item["id"]] = data
         self._size_bytes += len(data)

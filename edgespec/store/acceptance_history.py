@@ -1,6 +1,6 @@
 """Save the measured acceptance rates of model pairs across runs.
 
-Only token counts are saved, keyed by a hash of both models' files. They contain no prompts or replies.
+Only token counts are saved, keyed by a hash of both models' files. No prompts or replies are saved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measured_acceptance_rate(target: LocalModel, draft: LocalModel) -> float | N
 
 
 def add_acceptance(target: LocalModel, draft: LocalModel, drafted: int, accepted: int) -> None:
-    """Add one reply's counts of drafted and accepted tokens to the saved counts of a model pair.
+    """Add one reply's drafted and accepted token counts to a model pair's saved counts.
 
     Raises:
         ModelFileError: A model file no longer exists.
@@ -60,9 +60,9 @@ def _counts(key: str) -> tuple[int, int]:
 
 
 class AcceptanceRecorder:
-    """Counts a loaded model pair's drafted and accepted tokens and saves the counts. Never raises.
+    """Counts and saves a loaded model pair's drafted and accepted tokens. Never raises.
 
-    Counts only the first token of each draft, because the acceptance of later tokens depends on the draft
+    Only the first token of each draft is counted, because the acceptance of later tokens depends on the draft
     length.
     """
 
@@ -71,7 +71,7 @@ class AcceptanceRecorder:
         self._drafted = self._accepted = 0
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Add a reply's number of drafts, and the number of drafts whose first token was accepted."""
+        """Add the number of drafts in a reply, and how many had their first token accepted."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
         if self._drafted >= _SAVE_EVERY_DRAFTED:
             self.save()

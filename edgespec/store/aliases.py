@@ -1,4 +1,4 @@
-"""Validate aliases and draft pairs, and find the draft model that the user paired with a target."""
+"""Validate aliases and draft pairs, and look up the draft model that the user paired with a target."""
 
 from __future__ import annotations
 

@@ -49,23 +49,24 @@ class ModelEntry:
         name: The model's name.
         family: Name of the model family. All models in a family share a vocabulary.
         parameters: Number of parameters.
-        active_parameters: Number of parameters that process each token, if only some experts do. Otherwise 0.
+        active_parameters: Number of parameters that process each token in a mixture-of-experts model,
+            otherwise 0.
         quantisation: The default quantisation.
         context_tokens: Context length that the model was trained with.
         approximate_file_bytes: Approximate size on disk at the default quantisation.
         licence: The model's licence.
         chat_template: Name of the chat template.
-        gguf_repository: Hugging Face repository of its GGUF files. Empty if there is none.
-        mlx_repository: Hugging Face repository of its MLX files. Empty if there is none. A GGUF entry that
+        gguf_repository: Hugging Face repository of the GGUF files. Empty if there is none.
+        mlx_repository: Hugging Face repository of the MLX files. Empty if there is none. A GGUF entry that
             has one gets a second entry named NAME-mlx.
-        embedded_file: Path of its file in the models folder, if edgespec includes the model. If it has a
-            `package`, this is the path of the file in the package.
+        embedded_file: Path of the file in the models folder, if the model comes with edgespec. If there is a
+            `package`, this is the path within the package.
         package: Name of the Python package that contains the model. Empty if there is none.
-        packaged_quantisation: The quantisation of the file in the package. edgespec makes a copy in the
-            default quantisation from it.
-        header_name: The model's name in the headers of its GGUF files, by which copies under other paths are
-            recognised. Empty if they are not.
-        sampling: Recommended sampling settings, which are the defaults for replies of this model.
+        packaged_quantisation: The quantisation of the file in the package, from which edgespec makes a copy
+            in the default quantisation.
+        header_name: The model's name in its GGUF headers, used to recognise copies under other paths. Empty
+            if copies are not recognised.
+        sampling: Recommended sampling settings, used as defaults for this model.
         notice: A notice for the user. Empty if there is none.
         drafts: Names of recommended draft models, best first. They share this model's vocabulary.
         aliases: Other names for the model, each with the quantisation that it selects.
@@ -95,7 +96,7 @@ class ModelEntry:
 
     @property
     def repository(self) -> str:
-        """The Hugging Face repository to download from. Empty for a model that edgespec includes."""
+        """The Hugging Face repository to download from. Empty for a model that comes with edgespec."""
         return self.gguf_repository or self.mlx_repository
 
     @property
@@ -110,22 +111,22 @@ class ModelEntry:
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of the model's file if edgespec includes it or its package is installed, or None."""
+        """Path of the model's file if it comes with edgespec or its package is installed, or None."""
         folder = package_folder(self.package) if self.package else models_folder()
         return folder / self.embedded_file if folder is not None and self.embedded_file else None
 
 
 @dataclass(frozen=True)
 class HeadEntry:
-    """A head in the catalogue: published, or included in edgespec.
+    """A head in the catalogue, which is published or comes with edgespec.
 
     Attributes:
         name: The head's name.
         kind: The kind of head, as in `ModelInfo.heads`.
         targets: Names of the models that the head drafts for.
         approximate_file_bytes: Approximate size on disk.
-        repository: Hugging Face repository of the files. Empty if edgespec includes the head.
-        embedded_file: Path of the file or folder in the models folder, if edgespec includes the head.
+        repository: Hugging Face repository of the files. Empty if the head comes with edgespec.
+        embedded_file: Path of the file or folder in the models folder, if the head comes with edgespec.
         published_speedup: The speed-up that the publisher measured. 0 if there is none.
         published_on: The machine on which the publisher measured the speed-up.
     """
@@ -141,7 +142,7 @@ class HeadEntry:
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of the head if edgespec includes it, or None."""
+        """Path of the head if it comes with edgespec, or None."""
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
@@ -193,14 +194,14 @@ class Catalogue:
         )
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """Return the entry of the model at `path` if edgespec includes that model, or None."""
+        """Return the entry of the model at `path` if it comes with edgespec, or None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
         return None
 
     def of_file(self, path: Path) -> ModelEntry | None:
-        """Return the entry of the model at `path` if edgespec includes it or recognises it, or None."""
+        """Return the entry of the model at `path` if it comes with edgespec or is recognised, or None."""
         if entry := self.embedded_at(path):
             return entry
         name = read_name(path)
@@ -226,7 +227,7 @@ class Catalogue:
         return list(found.values())[:3]
 
     def nearest_repository(self, repository: str) -> str:
-        """Return the catalogue's Hugging Face repository with the most similar name. Empty if none is."""
+        """Return the repository in the catalogue with the most similar name, or an empty string."""
         known = {entry.repository.lower(): entry.repository for entry in self.entries if entry.repository}
         close = difflib.get_close_matches(repository.lower(), known, n=1, cutoff=0.8)
         return known[close[0]] if close else ""
@@ -234,7 +235,7 @@ class Catalogue:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Return the built-in catalogue, which is read once per process."""
+    """Return the built-in catalogue. It is read once per process."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: dict[str, list[dict[str, Any]]] = tomllib.load(file)
     entries = [_entry(table) for table in tables["model"]]

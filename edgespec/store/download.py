@@ -62,11 +62,11 @@ _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class RepositoryContent:
-    """The rules for choosing a model's or a head's files in a Hugging Face repository.
+    """The rules for choosing the files of a model or head in a Hugging Face repository.
 
     Attributes:
         choose: Returns the files to download, given the repository, its files and the quantisation.
-        missing_from_folder: Returns the names of the files that a downloaded folder lacks.
+        missing_from_folder: Returns the names of files missing from a downloaded folder.
     """
 
     choose: Callable[[str, list[HubFile], str | None], list[HubFile]]
@@ -85,7 +85,7 @@ def fetch(
 
     Args:
         repository: `user/repo`.
-        quantisation: The quantisation or file to select; see `choose_files`.
+        quantisation: The quantisation or file to select. See `choose_files`.
         allow_download: Whether to download the model if it is not in the cache.
         progress: Called during the download. Returning False cancels it.
         content: What to look for. Defaults to a model.
@@ -149,7 +149,7 @@ HEAD = RepositoryContent(choose_head_files, missing_from_head)
 
 
 def list_repository(repository: str) -> tuple[str, list[HubFile]]:
-    """Return the latest commit of a repository, and the files in that commit."""
+    """Return the latest commit of a repository and the files in it."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, files_metadata=True)
@@ -188,7 +188,7 @@ def _report(
 def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[[int], None]) -> Path:
     """Download a file into the cache and return its path.
 
-    The cache stores file contents as blobs named by checksum. Each commit's folder links to its blobs.
+    The cache stores file contents as blobs named by checksum, and each commit's folder links to its blobs.
     """
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -230,7 +230,7 @@ def _link(blob: Path, pointer: Path) -> None:
 
 
 def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[int], None]) -> None:
-    """Download the rest of a partial file and verify it. Keep the partial file on errors."""
+    """Download the rest of a partial file and verify it. The partial file is kept on errors."""
     import httpx2
 
     failures = 0
@@ -287,7 +287,7 @@ def _new_digest(etag: str, size_bytes: int) -> Any:
 def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bool, bytes]]:
     """Yield the content of a URL, starting at byte `start`. Closing the iterator ends the transfer.
 
-    Each chunk comes with a flag, which is True for the first chunk if the server ignored `start` and sends
+    Each chunk comes with a flag that is True for the first chunk if the server ignored `start` and is sending
     the whole file.
     """
     from huggingface_hub import constants, get_session, get_token

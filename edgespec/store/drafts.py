@@ -1,6 +1,6 @@
 """Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
 
-The choice depends only on model sizes, vocabularies and measured acceptance rates. Nothing is downloaded.
+Only model sizes, vocabularies and measured acceptance rates matter. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class DraftOption:
 
     Attributes:
         reference: A reference to the model.
-        path: Its file or folder. None if the model is not on this machine.
-        format: Name of its file format.
-        source: Why it is an option: `catalogue` if the catalogue recommends it, `tokens` if it shares the
-            target's tokens.
+        path: The model's file or folder. None if it is not on this machine.
+        format: Name of the file format.
+        source: Why the model is an option: `catalogue` if the catalogue recommends it, `tokens` if it shares
+            the target's tokens.
         rank: Index in the catalogue's list of recommended draft models, or the length of that list for other
             models.
-        shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
-            this machine.
+        shared_token_fraction: Fraction of the target's tokens that the model also has. None if its file is
+            not on this machine.
         parameters: Number of parameters.
-        size_bytes: Size of its files.
-        needed_bytes: Size of its files plus its KV cache at the default context length.
+        size_bytes: Size of the files.
+        needed_bytes: Size of the files plus the KV cache at the default context length.
         speedup: Expected speed-up over plain decoding, from `estimate_speedup`.
-        architecture: Name of its architecture. Empty if its file is not on this machine.
+        architecture: Name of the architecture. Empty if the file is not on this machine.
         acceptance_rate: Acceptance rate measured with this target. None if not measured.
     """
 
@@ -78,7 +78,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and how it was determined, as text for messages."""
+        """The expected speed-up and how it was determined, for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -88,7 +88,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """How much of the target's vocabulary the draft model shares, as text for messages."""
+        """How much of the target's vocabulary the draft model shares, for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -104,7 +104,7 @@ class DraftChoice:
         draft: The model. None if no model is suitable.
         reason: Why this model was chosen, or why none was.
         is_expected: If False, the user is notified of the choice.
-        source: `user` if it was named with --draft or `edgespec models pair`, or else `automatic`.
+        source: `user` if it was set with --draft or `edgespec models pair`, otherwise `automatic`.
     """
 
     draft: Resolved | None
@@ -154,8 +154,8 @@ def choose_draft(
         target: The target model.
         memory_bytes: Memory available for both models. Unlimited if None.
         context_tokens: Context length of the target. None for the default.
-        installed: The models on this machine. If None, they are searched for.
-        failed: Models that cannot be loaded, with the reasons. They are not chosen.
+        installed: The models on this machine. If None, this function searches for them.
+        failed: Models that failed to load, with the reasons. They are not chosen.
 
     Raises:
         ModelFileError: The draft model that the user chose is unusable.

@@ -74,7 +74,7 @@ def resolve_head_with(reference: str, download: Downloader) -> Resolved:
 
 
 def _resolve_head_path(path: Path) -> Resolved:
-    """Return the head at a path. For Medusa and Hydra heads, the path of the weight file works too."""
+    """Return the head at a path, which can be the weight file for Medusa and Hydra heads."""
     is_weights = path.is_file() and residual_head_method(path) is not None
     return resolve_path(path.parent if is_weights else path, missing_from_head)
 

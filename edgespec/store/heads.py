@@ -1,7 +1,7 @@
-"""Find heads for a target in its own files, beside them, and in the catalogue.
+"""Find heads for a target in its own files, next to them, and in the catalogue.
 
-This module only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the
-target if the sizes in their metadata match.
+Only metadata is read: nothing is downloaded, and no weights are loaded. A head is assumed to fit the target
+if the sizes in their metadata match.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HeadOption:
         size_bytes: Size of the head's files. 0 for a head in the target's own files.
         speedup: Expected speed-up over plain decoding, estimated from the head's size. 0 if unknown.
         problem: Why edgespec cannot draft with the head. Empty if it can.
-        published: Text about the speed-up that the head's publisher measured. Empty if unknown.
+        published: The publisher's measured speed-up, for messages. Empty if unknown.
         must_be_named: Whether edgespec drafts with the head only if the user names it.
     """
 
@@ -82,17 +82,17 @@ class HeadOption:
 
     @property
     def is_usable(self) -> bool:
-        """Whether edgespec can choose the head by itself now."""
+        """Whether edgespec can select the head automatically."""
         return self.head is not None and not self.problem and not self.must_be_named
 
     @property
     def name(self) -> str:
-        """The name of the head to show in messages."""
+        """The head's display name."""
         return self.reference or f"in the model's own files ({self.kind})"
 
     @property
     def expectation(self) -> str:
-        """Text about the head's size and expected speed-up, for messages. Empty if both are unknown."""
+        """The head's size and expected speed-up, for messages. Empty if both are unknown."""
         size = format_bytes(self.size_bytes) if self.size_bytes else ""
         if not self.speedup:
             return size
@@ -104,8 +104,8 @@ class HeadOption:
 def head_options(target: Resolved) -> list[HeadOption]:
     """Return the heads for a target, most preferred first.
 
-    Heads that edgespec cannot use come last, with the reason in `problem`. Heads beside the target that were
-    made for another model are left out.
+    Unusable heads come last, with the reason in `problem`. Heads next to the target that were made for a
+    different model are left out.
     """
     info = model_info_or_none(target)
     if info is None:
@@ -134,13 +134,14 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
     """Return the head that the user named, after checking that it can draft for the target.
 
     Args:
-        found: The head that the user named. If it is the target itself, use the head in the target's files.
+        found: The head that the user named. If it is the target itself, the head in the target's files is
+            used.
         target: The target.
         convert: Whether to convert a head in the Hugging Face layout to the target's format.
 
     Raises:
         ModelFileError: The files are damaged, contain a model instead of a head, or cannot be converted.
-        CapabilityError: The head was made for another target, or edgespec cannot draft with it.
+        CapabilityError: The head was made for a different target, or edgespec cannot draft with it.
     """
     info = head_info(found.path)
     kind = _kind(info)
@@ -166,7 +167,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
 
 
 def _other_head(refused: Resolved, target: Resolved) -> str:
-    """Return advice that names a head in the catalogue for the target, or says how to list heads."""
+    """Suggest a head in the catalogue for the target, or say how to list heads."""
     for entry in load_catalogue().heads_for(target.entry):
         if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
             return f"use --head {entry.name}, which was made for {target.name}"
@@ -174,7 +175,7 @@ def _other_head(refused: Resolved, target: Resolved) -> str:
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
-    """Yield files and folders in or beside a model's folder whose names look like heads."""
+    """Yield files and folders in or next to a model's folder whose names look like heads."""
     for folder in (target, target.parent) if target.is_dir() else (target.parent,):
         files = files_below(folder, 0, EntryBudget(_MAX_ENTRIES))
         yield from (path for path in files if path.suffix == ".gguf" and _SIDECAR.match(path.name))
@@ -185,7 +186,7 @@ def _sidecars(target: Path) -> Iterator[Path]:
 def _installed(
     path: Path, reference: str, source: HeadSource, target: Resolved, target_info: ModelInfo
 ) -> HeadOption | None:
-    """Return the head at a path, or None if it is damaged, not a head, or made for another target."""
+    """Return the head at a path, or None if it is damaged, not a head, or made for a different target."""
     try:
         info = head_info(path)
     except EdgespecError:
@@ -236,7 +237,7 @@ def _published_speedup(entry: HeadEntry) -> str:
 
 
 def _kind(info: ModelInfo) -> str:
-    """Return the kind of head in the files, such as `EAGLE-3`, or "" if edgespec knows no such head."""
+    """Return the kind of head in the files, such as `EAGLE-3`, or "" if it is unknown."""
     return next(filter(method_of, info.heads), "")
 
 

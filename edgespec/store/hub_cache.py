@@ -41,8 +41,8 @@ def cached_model(
 
     Args:
         repository: `user/repo`.
-        quantisation: The quantisation or file to select; see `choose_files`.
-        missing_from_folder: Returns the names of the files that a folder lacks.
+        quantisation: The quantisation or file to select. See `choose_files`.
+        missing_from_folder: Returns the names of files missing from a folder.
 
     Returns:
         The first file of a GGUF model, or the folder of an MLX model.

@@ -53,7 +53,7 @@ class HubFile:
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and the part number. All parts of a split model have the same stem."""
+        """The path without `.gguf` and the part number, which is the same for all parts of a split model."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property
@@ -178,7 +178,7 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
 
 
 def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files of the head in a repository: a GGUF model, or its configuration and then its weights.
+    """Return the files of the head in a repository: its GGUF files, or its configuration, then its weights.
 
     Args:
         repository: `user/repo`, for error messages.
@@ -186,7 +186,7 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
         quantisation: As for `choose_files`. Only GGUF repositories have several.
 
     Raises:
-        ModelNotFoundError: The repository contains no head that can be read.
+        ModelNotFoundError: The repository contains no readable head.
     """
     if any(map(is_gguf_model, files)):
         return choose_files(repository, files, quantisation)

@@ -1,4 +1,4 @@
-"""Search Hugging Face for models. Reads only their descriptions, not their files."""
+"""Search Hugging Face for models, reading only their descriptions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
         limit: Maximum number of results.
 
     Returns:
-        The entries, most downloaded first. Sizes are estimated from the number of parameters. A size is 0 if
-        the hub does not know the number of parameters.
+        The entries, most downloaded first. Sizes are estimated from the number of parameters, and are 0 if
+        that is unknown.
 
     Raises:
         DownloadError: The hub cannot be reached or rejects the search.
@@ -69,7 +69,7 @@ def _failed(reason: str, next_step: str) -> DownloadError:
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:
-    """Return the entry of a repository. `facts` are the data that the hub read from one of its GGUF files."""
+    """Create the entry for a repository. `facts` is the data that the hub read from one of its GGUF files."""
     if known := load_catalogue().of_repository(repository):
         return known
     parameters = int(facts.get("total") or 0)

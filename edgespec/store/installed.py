@@ -135,7 +135,7 @@ def _refusals(models: Sequence[InstalledModel]) -> list[str]:
 
 
 def refusal_of(resolved: Resolved, info: ModelInfo) -> str:
-    """Return why the backend refuses a model with this metadata. Empty if the model seems usable."""
+    """Return why the backend rejects a model with this metadata. Empty if the model seems usable."""
     if not info.doubt:
         return ""
     (reason,) = why_refused([TrialModel(resolved.name, resolved.path, resolved.file_format, runs=False)])
@@ -175,7 +175,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return a model's shortest reference and catalogue entry. If it has none, return its path and None."""
+    """Return a model's shortest reference and its catalogue entry, or its path and None."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)
@@ -189,7 +189,7 @@ def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
 def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[InstalledModel, bool]]:
     """Return smaller models that run on the same backend, largest first.
 
-    Each model comes with a flag, which is True for another quantisation of the same model.
+    Each model comes with a flag for whether it is another quantisation of the same model.
     """
     info = model_info_or_none(resolved)
     smaller = [

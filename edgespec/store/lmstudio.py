@@ -1,4 +1,4 @@
-"""Find models in LM Studio, which stores them as publisher/repository/file. Its files are never modified."""
+"""Find models in LM Studio, which stores them as publisher/repository/file, without modifying them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _Repository(NamedTuple):
 
 
 def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredModel | None:
-    """Return the model that LM Studio stores under a repository name, or None.
+    """Return the LM Studio model with this repository name, or None.
 
     Args:
         repository: `publisher/repository`.
-        quantisation: The quantisation or file to select; see `choose_files`.
+        quantisation: The quantisation or file to select. See `choose_files`.
 
     Raises:
         ModelNotFoundError: Several models match. The message lists them.

@@ -1,4 +1,4 @@
-"""Model metadata, saved for later runs. It is valid until one of the model's files changes."""
+"""Cache model metadata across runs, until one of the model's files changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_info(path: Path, form: ModelFormat) -> ModelInfo:
 
 
 def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
-    """Return False if the models are known to use different token IDs, otherwise True."""
+    """Return whether the models use the same token IDs. True if that is unknown."""
     if not target[2] or not draft[2] or target[2] == draft[2]:
         return True
     target_tokens, draft_tokens = _read_tokens(target, draft)

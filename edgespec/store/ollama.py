@@ -119,7 +119,8 @@ def _gguf_files(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[Path, t
 def _unused(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     """Return the names of a model's parts that edgespec does not use.
 
-    Stop strings are omitted: most manifests contain some, and they repeat the end tokens in the GGUF file.
+    Stop strings are omitted, because they repeat the end tokens in the GGUF file, and most manifests contain
+    some.
     """
     kinds = dict(parts)
     unused = [name for kind, name in _UNUSED.items() if kind in kinds]

@@ -1,4 +1,4 @@
-"""Find Ollama and LM Studio models by the reference that the user typed."""
+"""Look up Ollama and LM Studio models by the reference that the user typed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def find_in_other_programs(
     Args:
         repository: `user/repo`.
         quantisation: A label or the name of a `.gguf` file. Defaults to the default quantisation.
-        hub_only: Whether to ignore models named `user/repo` in Ollama's own registry, a separate namespace.
+        hub_only: Whether to ignore models named `user/repo` in Ollama's own registry, which is a separate
+            namespace.
     """
     registries = ["hf.co", "huggingface.co", *([] if hub_only else ["registry.ollama.ai"])]
     stored = [ollama_model(f"{registry}/{repository}", quantisation) for registry in registries]
@@ -77,7 +78,7 @@ def find_in_other_programs(
 
 
 def are_same_size(paths: Iterable[Path]) -> bool:
-    """Return whether all models have exactly the same size and are therefore probably copies."""
+    """Return whether all models have exactly the same size, and so are probably copies."""
     return len({_size(path) for path in paths}) <= 1
 
 

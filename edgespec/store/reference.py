@@ -75,10 +75,10 @@ class Resolved:
         name: The reference that the user typed.
         path: A GGUF file (the first part of a split model), the folder of an MLX model, or a folder created
             by `edgespec prepare layerskip`.
-        source: Where the model was found: `path`, `embedded` (part of edgespec, or installed with it), `hub`
+        source: Where the model was found: `path`, `embedded` (part of edgespec or installed with it), `hub`
             (the Hugging Face cache), `ollama` or `lmstudio`.
         entry: The model's entry in the catalogue, if it has one.
-        note: A line that tells the user how the reference was resolved.
+        note: A line for the user on how the reference was resolved.
         format: Name of the model's file format.
         adapters: Adapters that are part of the model, as in some Ollama models.
         unused: Names of the model's parts that edgespec does not use, such as Ollama's `template`.
@@ -134,7 +134,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
 def resolve_with(
     reference: str, download: Downloader, progress: Progress | None = None, *, prepare: bool = True
 ) -> Resolved:
-    """Return the model that a reference names. Call `download` if the model is not on this machine.
+    """Return the model that a reference names, calling `download` if it is not on this machine.
 
     If `prepare` is set, a model in a Python package is first copied to its default quantisation.
     """
@@ -286,7 +286,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
 
 
 def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
-    """Return the error for a head that was passed as a model. `target` is the model that it drafts for."""
+    """Return the error to raise for a head passed as a model. `target` is the model that it drafts for."""
     return ModelFileError(
         f"{name} is a head, which drafts for one model and cannot run alone",
         f"pass it with --head, for example --target {target} --head {name}",
@@ -294,7 +294,7 @@ def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
 
 
 def _refuse_local_name(reference: HubReference) -> None:
-    """Raise ModelNotFoundError if the reference is the path of a GGUF file without its suffix."""
+    """Raise ModelNotFoundError if the reference is a GGUF file's path without the suffix."""
     file = Path(f"{reference.repository}.gguf")
     if not reference.explicit and file.is_file():
         raise ModelNotFoundError(
@@ -310,11 +310,11 @@ def _refuse_head(name: str) -> None:
 
 
 def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | None = None) -> Resolved:
-    """Return the model or head at a path after checking that its file is readable or its folder is complete.
+    """Return the model or head at a path, after checking that its file is readable or its folder complete.
 
     Args:
         path: The file or folder.
-        missing_from_folder: Returns the names of the files that a folder lacks. Defaults to those of a model.
+        missing_from_folder: Returns the names of files missing from a folder. Defaults to a model's files.
 
     Raises:
         ModelNotFoundError: There is no file.
@@ -398,7 +398,7 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
 
 
 def _is_model(file: Path) -> bool:
-    """Return whether a file is a complete model, and not a head or damaged."""
+    """Return whether a file is a complete, undamaged model rather than a head."""
     try:
         return format_at(file).read_info(file).kind == "model"
     except (ModelFileError, OSError):

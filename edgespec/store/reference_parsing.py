@@ -27,7 +27,7 @@ class HubReference:
     Attributes:
         repository: `user/repo`.
         quantisation: A label such as `Q4_K_M`, the name of a `.gguf` file, or None for the default.
-        explicit: Whether the reference begins with `hf:` or a Hugging Face URL and therefore cannot mean an
+        explicit: Whether the reference starts with `hf:` or a Hugging Face URL and therefore cannot mean an
             Ollama model.
     """
 
@@ -78,7 +78,7 @@ _HINT = "use a path, user/repo:quant or a name such as demo"
 def parse_reference(reference: str) -> Reference:
     """Parse a model reference.
 
-    Accesses the disk only to distinguish the repository `user/repo` from a local path.
+    The disk is accessed only to distinguish the repository `user/repo` from a local path.
 
     Raises:
         ModelNotFoundError: The string is not a valid reference.

@@ -1,7 +1,7 @@
 """Read the metadata of a model that is not on this machine, downloading only its file headers.
 
-The headers are written to sparse files of the original size, which take up almost no disk space. Code that
-only reads metadata can treat them like the real files.
+The headers are written to sparse files of the original size, which take up almost no disk space. To code that
+only reads metadata, they look like the real files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WITHOUT_HEADER = (".bin", ".pt")
 
 
 def resolve_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
-    """Return the model that a reference names. If it is not on this machine, download its metadata only.
+    """Return the model that a reference names. If it is not on this machine, download only its metadata.
 
     Args:
         reference: The reference that the user typed.
@@ -56,7 +56,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
 
 
 def resolve_head_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
-    """Return the head that a reference names. If it is not on this machine, download its metadata only.
+    """Return the head that a reference names. If it is not on this machine, download only its metadata.
 
     Takes the same arguments and raises the same errors as `resolve_metadata`.
     """
@@ -92,8 +92,8 @@ def _fetch_metadata(
 def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:
     """Download the header of a file and write it to a sparse file of the original size.
 
-    Files without a header, such as config.json, are downloaded completely. Of PyTorch files, only the name
-    and the size are kept.
+    Files without a header, such as config.json, are downloaded completely. For PyTorch files, only the name
+    and size are kept.
     """
     from huggingface_hub import hf_hub_url
 

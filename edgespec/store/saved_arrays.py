@@ -36,11 +36,11 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 class SavedArrays:
     """A file of named arrays that belong to particular models.
 
-    Problems with the file do not raise exceptions but are reported in `notice`, and the data is recreated.
+    Problems with the file are reported in `notice` instead of raising, and the data is recreated.
 
     Args:
         kind: Kind of data, such as `online`.
-        identity: Fingerprint of the models; see `models_fingerprint`. Files for other models are ignored.
+        identity: Fingerprint of the models, from `models_fingerprint`. Files for other models are ignored.
         folder: Folder for the file. Defaults to one in the user's data folder.
 
     Attributes:
@@ -95,7 +95,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
 
 
 def models_fingerprint(*models: ModelFacts) -> str:
-    """Return a hash that identifies models, in the given order, including their weights and adapters.
+    """Return a hash that identifies models, in order, including their weights and adapters.
 
     Reads a few blocks of each weight file. For unreadable files, only the name is hashed.
     """

@@ -33,8 +33,8 @@ def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        shared_token_fraction: Fraction of the target's tokens that the draft model has. The draft model
-            cannot propose the other tokens.
+        shared_token_fraction: Fraction of the target's tokens that the draft model also has. It cannot
+            propose the others.
     """
     rate = _RATE_AT_EQUAL_SIZE + _RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
     return min(max(rate, _MIN_RATE), _MAX_RATE) * shared_token_fraction
@@ -56,7 +56,7 @@ def estimate_speedup(
             models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
         acceptance_rate: The measured acceptance rate. If None, it is estimated from the sizes.
-        pass_cost: Returns the duration of a pass over a number of tokens, relative to a single-token pass.
+        pass_cost: Returns the duration of a pass of a given width, relative to a single-token pass.
     """
     if acceptance_rate is None:
         acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)

@@ -33,7 +33,7 @@ _MAX_LINKED_ENTRIES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model file on this machine, and the program that stores it.
+    """A model on this machine, and the program that stores it.
 
     Attributes:
         store: The program that stores the model. `hub` is the Hugging Face cache, and `embedded` edgespec
@@ -56,7 +56,7 @@ class StoredModel:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the entry named `name` in a folder. Prefers an exact match to a match that differs in case."""
+    """Return the entry named `name` in a folder, preferring an exact match to one that differs in case."""
     if name in ("", ".", ".."):
         return None
     try:
@@ -101,14 +101,14 @@ def files_below(
 ) -> Iterator[Path]:
     """Yield all regular files in a folder and its subfolders, sorted by name.
 
-    The search visits each folder once. It skips hidden and unreadable entries, and folders with too many
+    Each folder is visited once. Hidden and unreadable entries are skipped, as are folders with too many
     entries.
 
     Args:
         folder: The folder to search.
         depth: Maximum depth of subfolders to search.
         budget: The number of folder entries that may still be read.
-        inside: Ignore symbolic links to files and folders outside this folder. None follows all links.
+        inside: Symbolic links that point outside this folder are ignored. None follows all links.
     """
     seen = set(_parents(folder))
     waiting = [(folder, depth, budget)]

@@ -1,4 +1,4 @@
-"""Suggest a real target and draft model that fit this machine, for users of the default model."""
+"""Suggest a larger target and draft model that fit this machine, for users of the default model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
 def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
     """Return the three largest recommended models that fit, with their draft models, smallest first.
 
-    Reads only the catalogue.
+    Only the catalogue is read.
 
     Args:
         budget_bytes: Memory that edgespec may use.

@@ -1,1 +1,1 @@
-"""Files, processes, cores and the limits of this machine."""
+"""Operating system helpers: files, processes, cores and resource limits."""

@@ -15,7 +15,7 @@ class ControlGroup:
 
     Attributes:
         folder: Folder of the group below /sys/fs/cgroup.
-        name: Path of the group as this process sees it, such as `/app.slice/chat`.
+        name: Path of the group as seen by this process, such as `/app.slice/chat`.
         version_1: Whether the group belongs to a cgroup v1 hierarchy.
     """
 

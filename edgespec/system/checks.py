@@ -1,4 +1,4 @@
-"""Validation of option values from the Python API and the settings file."""
+"""Validate option values from the Python API and the settings file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", r
 
 
 def as_integer(value: Any) -> int | None:
-    """Return `value` as an int if it is an integer, such as NumPy's, and not a boolean. Otherwise None."""
+    """Convert `value` to an int if it is any kind of integer except a boolean. Otherwise, return None."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -62,7 +62,7 @@ def check_integer(name: str, value: object, low: int, high: int, hint: str = "")
 
 
 def check_number(name: str, value: object, allowed: str) -> float:
-    """Return `value` as a float if it is a number and not a boolean. The caller checks its range.
+    """Return `value` as a float if it is a number and not a boolean. The caller checks the range.
 
     Args:
         name: The option's name, for the error message.
@@ -104,9 +104,9 @@ def parse_size(name: str, value: str | int) -> int:
 
 
 def check_process(loaded_by: int) -> None:
-    """Raise EdgespecError if a model was loaded by another process, of which this process is a fork.
+    """Raise EdgespecError if this process is a fork of the one that loaded a model.
 
-    A fork does not copy threads, but llama.cpp and MLX wait for theirs, so a forked model would hang forever.
+    A fork does not copy threads, so llama.cpp and MLX would wait forever for theirs.
 
     Args:
         loaded_by: ID of the process that loaded the model.

@@ -1,4 +1,4 @@
-"""Start Python in a child process, for work that could crash, hang or exhaust the memory."""
+"""Run Python in a child process, for work that could crash, hang or exhaust memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["ChildProcess", "module_arguments"]
 class ChildProcess:
     """A Python process that reads requests from its stdin and writes replies to its stdout.
 
-    The process stops when this object is closed or garbage-collected. The process should also exit when its
-    stdin is closed, which happens when the parent process exits. Call `close` from any thread.
+    The process stops when this object is closed or garbage-collected. It should also exit when its stdin is
+    closed, which happens when the parent process exits. `close` can be called from any thread.
 
     Args:
         arguments: The arguments of the Python interpreter: a script or code, followed by its own arguments.
-        open_files: Numbers of open files and sockets that the process uses too. Not supported on Windows.
+        open_files: File descriptors that the process inherits. Not supported on Windows.
 
     Attributes:
         stdin: The stream for requests to the process.
@@ -72,7 +72,7 @@ class ChildProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """The resident memory of the process in bytes, or 0 if the process has ended."""
+        """The resident memory of the process in bytes, or 0 if it has exited."""
         with suppress(psutil.Error):
             return int(psutil.Process(self.pid).memory_info().rss)
         return 0
@@ -90,7 +90,7 @@ class ChildProcess:
 
     @property
     def exceeded_cpu_limit(self) -> bool:
-        """Whether the process was killed because it exceeded its limit on CPU time (`ITIMER_PROF`)."""
+        """Whether the process was killed for exceeding its CPU time limit (`ITIMER_PROF`)."""
         return sys.platform != "win32" and self._process.returncode == -signal.SIGPROF
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def module_arguments(module: str) -> list[str]:
-    """Return the arguments that call `main` of a module, using the import path of this process."""
+    """Return interpreter arguments that call `main` of a module, using this process's import path."""
     code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     # The child must not import modules from the current folder.
     folders = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]

@@ -1,4 +1,4 @@
-"""Determine how many processor cores this process can use, and how many other programs keep busy."""
+"""Determine how many cores this process can use, and how many of them other programs keep busy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MIN_OWN_SHARE = 0.2
 def usable_cores(root: Path = Path("/"), *, logical: bool = False) -> int:
     """Return the number of cores that this process can use, at least 1.
 
-    The process's CPU affinity and the CPU quotas of its control groups (`docker run --cpus`) limit this
-    number.
+    The number is limited by the process's CPU affinity and the CPU quotas of its control groups (`docker run
+    --cpus`).
 
     Args:
         root: The folder that contains `proc` and `sys`.
@@ -54,7 +54,7 @@ def _cpu_quota(group: ControlGroup) -> float | None:
 def _busy_seconds() -> float:
     """Return the CPU time that all programs have used since the system started, in seconds.
 
-    Excludes low-priority programs (`nice`), because they give way to edgespec.
+    Low-priority programs (`nice`) are excluded, because they yield to edgespec.
     """
     times = psutil.cpu_times()
     names = ("user", "system", "irq", "softirq", "steal")
@@ -85,10 +85,10 @@ class CpuLoad:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore other programs, as if they used no cores, until the `with` block ends.
+        """Ignore the load of other programs for the duration of the `with` block.
 
-        The number of CPU threads then stays the same for every pass. Some kernels round differently with
-        another number of threads, so bit-for-bit comparisons of logits need this.
+        This keeps the number of CPU threads the same for every pass. Some kernels round differently with a
+        different number of threads, so bit-for-bit comparisons of logits require it.
         """
         with self._lock:
             self._ignored += 1

@@ -35,7 +35,7 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def append_error(path: Path) -> OSError | None:
-    """Append bytes to a file to find out why a library failed to write to it. Return the error, or None."""
+    """Append to a file to find out why a library failed to write to it. Return the error, or None."""
     try:
         with path.open("ab", buffering=0) as file:
             _write_trial(file.fileno())
@@ -46,7 +46,7 @@ def append_error(path: Path) -> OSError | None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Return a context manager that adds the missing reason to write errors from NumPy.
+    """Add the missing reason to NumPy's write errors in the block.
 
     Args:
         path: The file that the block writes.

@@ -40,12 +40,12 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Unsaved:
-    """What this process knows about a file that it could not write.
+    """What this process remembers about a file that it could not write.
 
     Attributes:
         facts: The facts that could not be saved, by kind and key.
         why: Why the last facts could not be saved. Empty if they were.
-        locked_until: Do not use the file before this time, because another process has locked it.
+        locked_until: Time before which not to use the file, because another process has locked it.
     """
 
     facts: dict[tuple[str, str], bytes] = field(default_factory=dict)
@@ -57,17 +57,17 @@ _unsaved: dict[Path, _Unsaved] = {}
 
 
 class _DamagedError(Exception):
-    """The file is not a database, or not one with the expected table."""
+    """Raised when the file is not a database with the expected table."""
 
 
 class Facts:
-    """Facts of several kinds, each a JSON value with a key, that later runs need not find out again.
+    """A key-value store of JSON facts, grouped by kind, that saves later runs from determining them again.
 
-    The file never causes an error or a long wait. If it is damaged, it is replaced. If it cannot be written,
-    this process keeps new facts in memory. Each fact has a checksum, so that a damaged one is not used.
+    The file never causes an error or a long wait. A damaged file is replaced. If the file cannot be written,
+    new facts are kept in memory. Each fact has a checksum, so that damaged ones are not used.
 
-    Any thread may call any method, also after a fork, because each call opens the file anew. Several
-    processes can use the file at once.
+    Thread-safe and fork-safe, because each call opens the file anew. Several processes can use the file at
+    once.
 
     Args:
         path: The file. Defaults to `facts.sqlite` in the cache folder.
@@ -93,7 +93,7 @@ class Facts:
         return None if value is None else json.loads(value)
 
     def put(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Save facts of one kind, by key. The oldest facts of this kind are deleted if there are too many."""
+        """Save facts of one kind. If there are too many of this kind, the oldest are deleted."""
         unsaved, rows = self._unsaved, dict(self._unsaved.facts)
         for key, fact in facts.items():
             if len(value := json.dumps(fact).encode()) <= _MAX_VALUE_BYTES:
@@ -139,7 +139,7 @@ class Facts:
         return self._run(delete, writes=True) or 0
 
     def _run(self, operation: Callable[[sqlite3.Connection], _T], *, writes: bool = False) -> _T | None:
-        """Run an operation, or return None if there is no file. Raises OSError if the file cannot be used."""
+        """Run an operation, or return None if there is no file. Raises OSError if the file is unusable."""
         if monotonic() < self._unsaved.locked_until:
             raise OSError(EIO, "database is locked", str(self.path))
         for _ in range(2):
@@ -178,7 +178,7 @@ class Facts:
 
 
 def _create(path: Path) -> None:
-    """Create a private file if there is none. SQLite's own files get the same permissions."""
+    """Create a private file if there is none. SQLite's auxiliary files get the same permissions."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An existing file must not be opened here: closing it would release SQLite's locks in this process.
     with suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""edgespec's own folders, atomic writing of private files, and formatting of sizes and errors."""
+"""edgespec's folders, atomic writes of private files, and formatting of sizes and errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _platform_folder(default: str, variables: str) -> Path:
 
 
 def home_folder() -> Path | None:
-    """Return the user's home folder, or None if it is unknown, as it can be in a container."""
+    """Return the user's home folder, or None if it is unknown, which can happen in containers."""
     path = Path(os.path.expanduser("~"))
     return path if path.is_absolute() else None
 
@@ -132,7 +132,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def unwritable_cache() -> str:
-    """Return the reason why nothing can be saved in the cache folder. Empty if it is writable."""
+    """Return why nothing can be saved in the cache folder. Empty if it is writable."""
     try:
         folder = cache_folder()
         make_private_folder(folder)
@@ -168,7 +168,7 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML that may be damaged or hostile.
+    """Parse untrusted TOML.
 
     Raises:
         ValueError: The text is not valid TOML, or is nested too deeply.
@@ -190,7 +190,7 @@ def write_private_file(path: Path, *payload: bytes) -> None:
     """Write a file that only its owner can read, atomically replacing an older version.
 
     A missing parent folder is created as a private folder. An existing folder keeps its permissions.
-    Temporary files that earlier, killed writes of this file left behind are deleted.
+    Temporary files left behind by earlier writes that were killed are deleted.
 
     Args:
         path: The file to write.
@@ -225,8 +225,7 @@ def delete_stale_temporaries(folder: Path, name: str = "") -> None:
 
     Args:
         folder: The folder to clean.
-        name: Delete only temporary files for the file with this name. If empty, delete the temporary files
-            for all files.
+        name: The file whose temporary files to delete. If empty, those of all files are deleted.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
@@ -237,7 +236,7 @@ def delete_stale_temporaries(folder: Path, name: str = "") -> None:
 
 @contextmanager
 def replace_when_written(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which replaces `path` if the block succeeds.
+    """Yield the path of a temporary file that replaces `path` if the block succeeds.
 
     If the block fails, the temporary file is deleted. Only one process may write to `path` at a time.
 
@@ -280,7 +279,7 @@ def file_state(path: Path) -> str:
 
 
 def sampled_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's size, its first MiB and 16 blocks spread over the file. Raises OSError.
+    """Return the SHA-256 of a file's size, first MiB and 16 blocks spread over the file. Raises OSError.
 
     The digest changes if the file is truncated or replaced. Sampling is much faster than reading a whole
     model file.
@@ -298,7 +297,7 @@ def sampled_sha256(path: Path) -> str:
 def format_bytes(size_bytes: int) -> str:
     """Format a size in bytes for display, in powers of 1024, such as `900 B` or `1.4 GiB`.
 
-    File sizes use the same units as memory, because a model file takes up as much memory as disk space.
+    Memory and file sizes use the same units, because a model file takes up as much memory as disk space.
     """
     size, unit = float(size_bytes), 0
     while size >= 999.5 and unit + 1 < len(_SIZE_UNITS):
@@ -308,7 +307,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the reason for an error in lower case, such as `the disk is full` or `permission denied`."""
+    """Return the reason for an error, in lower case, such as `the disk is full` or `permission denied`."""
     if isinstance(error, OSError):
         reason = _WRITE_REASONS.get(error.errno or 0, error.strerror or str(error))
     else:
@@ -317,7 +316,7 @@ def error_reason(error: Exception) -> str:
 
 
 def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
-    """Return what the user can do about an error that occurred while writing to a folder.
+    """Return advice on an error that occurred while writing to a folder.
 
     Args:
         error: The error.
@@ -344,8 +343,8 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
 def write_all(handle: int, payload: bytes) -> None:
     """Write all bytes to an open file. Raises OSError.
 
-    A single call to `os.write` can write fewer bytes without raising an error, for example if the disk
-    becomes full.
+    A single call to `os.write` can write fewer bytes without raising an error, for example if the disk fills
+    up.
     """
     while payload:
         payload = payload[os.write(handle, payload) :]

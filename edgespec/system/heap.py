@@ -1,4 +1,4 @@
-"""Settings for glibc's malloc, which by default does not return all freed memory to the system.
+"""Tune glibc's malloc, which by default does not return all freed memory to the system.
 
 On systems without glibc, the functions do nothing.
 """
@@ -34,9 +34,9 @@ def address_space_is_limited() -> bool:
 
 
 def limit_malloc_arenas() -> None:
-    """If the address space is limited, make threads started later share one malloc arena.
+    """If the address space is limited, make later threads share one malloc arena.
 
-    Otherwise, glibc reserves 64 MiB of address space per thread, most of which remains unused.
+    By default, glibc reserves 64 MiB of address space per thread, most of which stays unused.
     """
     if address_space_is_limited():
         _set_malloc_option(_ARENA_MAX, 1)

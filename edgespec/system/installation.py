@@ -12,9 +12,9 @@ __all__ = ["chat_command", "pip_command", "setup_command"]
 
 
 def chat_command() -> str:
-    """Return the shell command that starts a chat, in the form in which the user started edgespec.
+    """Return the shell command that starts a chat, in the form that the user used to start edgespec.
 
-    This is scripts/chat if that script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the one on PATH is
+    That is scripts/chat if this script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the one on PATH is
     this installation, or else Python with `-m edgespec chat`.
     """
     if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
@@ -40,5 +40,5 @@ def setup_command(packages: str = "") -> str:
 
 
 def pip_command(*arguments: str) -> str:
-    """Return a pip command that changes edgespec's own Python environment."""
+    """Return a pip command for edgespec's own Python environment."""
     return shlex.join([sys.executable, "-m", "pip", "install", *arguments])

@@ -1,4 +1,4 @@
-"""Suggest the names that a user may have meant by a misspelt one."""
+"""Suggest names that the user may have meant by a misspelt one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _END_MISSING = _START_MISSING = 0.5
 
 
 def nearest(typed: str, names: Iterable[str]) -> list[str]:
-    """Return the names that are most similar to `typed`, at most four.
+    """Return up to four names that are most similar to `typed`.
 
     A swapped, missing, extra or wrong letter counts as one error, and at most a third of the letters may be
     wrong. `typed` may also be the beginning of a name, or lack its first words. Case, dashes and underscores
@@ -94,9 +94,9 @@ def _score(typed: str, words: list[str]) -> float:
 
 
 def _errors(typed: str, name: str) -> list[int]:
-    """Return the edit distance between `typed` and each prefix of `name`, beginning with the empty one.
+    """Return the edit distance between `typed` and each prefix of `name`, starting with the empty one.
 
-    This is the optimal string alignment distance, in which swapping two neighbouring letters counts once.
+    This is the optimal string alignment distance, in which swapping two adjacent letters counts once.
     """
     rows = [list(range(len(name) + 1))]
     for i, letter in enumerate(typed):

@@ -1,4 +1,4 @@
-"""Encodings of stdin, stdout and command-line arguments, which vary with the terminal, pipe and locale."""
+"""Handle the encodings of stdin, stdout and command-line arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def is_ascii(encoding: str | None) -> bool:
-    """Return whether an encoding is ASCII, Python's default if the locale does not specify an encoding."""
+    """Return whether an encoding is ASCII, Python's default if the locale does not specify one."""
     try:
         return codecs.lookup(encoding or "ascii").name == "ascii"
     except LookupError:
@@ -25,11 +25,11 @@ def is_ascii(encoding: str | None) -> bool:
 
 
 def ensure_utf8_locale() -> None:
-    """Start the program again in Python's UTF-8 mode if the locale's encoding is ASCII.
+    """Restart the program in Python's UTF-8 mode if the locale's encoding is ASCII.
 
-    File names on such a machine are nevertheless UTF-8, as is text from its terminal, but Python would read
-    the bytes of every non-ASCII character in a file name or argument as invalid. Python chooses the encoding
-    when it starts, so it cannot be changed later.
+    File names and terminal input on such a machine are UTF-8 nevertheless, but Python would treat every
+    non-ASCII byte in a file name or argument as invalid. Python chooses the encoding at startup, so it cannot
+    be changed later.
     """
     if (
         sys.platform != "win32"
@@ -43,9 +43,9 @@ def ensure_utf8_locale() -> None:
 
 
 def use_utf8(stream: TextIO) -> None:
-    """Make a stream write UTF-8, unless it is a terminal with an encoding other than ASCII.
+    """Make a stream write UTF-8, unless it is a terminal with a non-ASCII encoding.
 
-    A character that the encoding lacks is written as a question mark.
+    Characters that the encoding lacks are written as question marks.
     """
     with suppress(AttributeError):
         keep = stream.isatty() and not is_ascii(stream.encoding)

@@ -1,4 +1,4 @@
-"""Wait for long calls in a way that Ctrl-C and progress callbacks can interrupt."""
+"""Wait for long calls so that Ctrl-C and progress callbacks can interrupt the wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait_for(
     """Run `work` in another thread and return its result.
 
     Args:
-        work: The call to wait for. It continues in its thread if the wait ends early.
+        work: The call to wait for. It keeps running in its thread if the wait ends early.
         poll: Called every 50 ms while `work` runs. An exception that it raises ends the wait.
         discard: Called with the result of `work` if the wait ended early.
     """

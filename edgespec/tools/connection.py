@@ -31,14 +31,14 @@ _MAX_PROBLEM_CHARACTERS = 300
 
 
 class ServerConnection:
-    """A connection to an MCP server. Call its methods in one event loop. Any thread may read its attributes.
+    """A connection to an MCP server. Call methods from one event loop. Any thread may read attributes.
 
     Attributes:
         config: The server's configuration.
-        tools: The server's tools. Kept if the server ends by itself, because the next call starts it again.
+        tools: The server's tools. Kept if the server exits on its own, because the next call restarts it.
             Empty before the first start and after `stop`.
         left_out: Number of tools that were left out because they are invalid or too many.
-        problem: Why the server could not be started or has ended by itself. Otherwise empty.
+        problem: Why the server could not be started or has exited on its own, otherwise empty.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -83,7 +83,7 @@ class ServerConnection:
         self.problem = ""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool. Restart the server if it has ended. Failures are returned as results, not raised."""
+        """Call a tool, restarting the server if it has exited. Failures are returned, not raised."""
         from edgespec.tools.transport import is_connection_lost
 
         began = monotonic()
@@ -109,7 +109,7 @@ class ServerConnection:
         return ToolResult.failure(problem, monotonic() - began)
 
     async def _serve(self, started: asyncio.Event, stop: asyncio.Event) -> None:
-        """Connect to the server. Keep the connection open until `stop` is set or the server ends."""
+        """Connect to the server, and keep the connection open until `stop` is set or the server exits."""
         from mcp import Client
 
         from edgespec.tools.transport import Problems, transport
@@ -140,7 +140,7 @@ class ServerConnection:
     async def _list_tools(self, client: Client) -> tuple[tuple[Tool, ...], int]:
         """Return the server's tools and the number of tools left out. See `accepted_tools`.
 
-        A server can spread its list of tools over several pages.
+        A server can split its list of tools into several pages.
         """
         listed, cursor = [], None
         while True:
@@ -153,7 +153,7 @@ class ServerConnection:
 
 
 async def _first(*waiting: Any) -> None:
-    """Wait until the first of several coroutines has ended, and cancel the others."""
+    """Wait until the first of several coroutines finishes, and cancel the others."""
     tasks = [asyncio.ensure_future(each) for each in waiting]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +174,7 @@ def _problem(problems: Problems, reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return a one-line description of an error. For a group of errors, describe the first one."""
+    """Describe an error in one line. For an exception group, describe the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     # Imported only when used, like the SDK, because these imports would delay the chat's first screen.

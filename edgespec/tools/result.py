@@ -31,7 +31,7 @@ class ToolResult:
 
     @classmethod
     def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
-        """Convert a result of the MCP SDK. Replace contents other than text by a short description."""
+        """Convert an MCP SDK result, replacing non-text content with a short description."""
         parts = [_text(content) for content in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -40,17 +40,17 @@ class ToolResult:
 
     @classmethod
     def failure(cls, problem: str, seconds: float = 0.0) -> ToolResult:
-        """Return the result of a call that failed before or while reaching the tool."""
+        """Create the result of a call that failed to reach the tool."""
         return cls(f"{_FAILED}{problem}", True, seconds)
 
     @classmethod
     def saved(cls, text: str) -> ToolResult:
-        """Return the result in a saved chat, which contains only its text."""
+        """Create a result from a saved chat, which contains only its text."""
         return cls(text, failed=text.startswith(_FAILED))
 
     @property
     def problem(self) -> str:
-        """The error message of a failed call, without the words that tell the model of the failure."""
+        """The error message of a failed call, without the words that inform the model of the failure."""
         return self.text.removeprefix(_FAILED)
 
 
@@ -66,7 +66,7 @@ def _text(content: Any) -> str:
 
 
 def limited(text: str, max_characters: int) -> str:
-    """Shorten text that is too long, and append a note that says how much is missing."""
+    """Truncate text that is too long, and append a note on how much is missing."""
     if len(text) <= max_characters:
         return text
     left_out = len(text) - max_characters

@@ -1,4 +1,4 @@
-"""The user's MCP servers, from the file `tools.toml` in the folder of the settings file."""
+"""Read the user's MCP servers from `tools.toml`, which is next to the settings file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """An MCP server that the user configured: a command that starts it, or the URL of a running server.
+    """A configured MCP server: a command that starts it, or the URL of a running server.
 
     Attributes:
         name: The user's name for the server.
@@ -99,7 +99,7 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
 
 
 def _problem(key: str, value: Any) -> str:
-    """Return a description of the values that a setting accepts, or an empty string if `value` is valid."""
+    """Describe the values that a setting accepts, or return an empty string if `value` is valid."""
     if key in ("args", "allow"):
         valid = isinstance(value, list) and all(isinstance(each, str) for each in value)
         return "" if valid else "a list of strings"

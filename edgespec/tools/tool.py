@@ -1,4 +1,4 @@
-"""A tool of an MCP server. Names, descriptions and schemas come from the server and are not trusted."""
+"""A tool of an MCP server. Its name, description and schema come from the server and are untrusted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _INVISIBLE = re.compile(
 
 
 def visible(text: str) -> str:
-    r"""Replace control characters and invisible characters by escapes such as `\u200b`.
+    r"""Replace control characters and invisible characters with escapes such as `\u200b`.
 
-    Newlines and tabs stay, and the line ends of Windows become newlines.
+    Newlines and tabs are kept, and Windows line endings become newlines.
     """
     text = text.replace("\r\n", "\n")
     return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -70,7 +70,7 @@ class _Listed(Protocol):
 
 
 def accepted_tools(server: str, listed: Iterable[_Listed]) -> tuple[tuple[Tool, ...], int]:
-    """Return the usable tools among those that a server lists, and the number of tools left out.
+    """Return the usable tools that a server lists, and the number of tools left out.
 
     A tool is left out if its name is invalid or repeated, if its schema is too large, or if 100 tools have
     already been accepted.

@@ -21,15 +21,15 @@ _T = TypeVar("_T")
 
 
 class Toolbox:
-    """Connections to MCP servers. The methods can be called from any thread.
+    """Connections to MCP servers. Thread-safe.
 
-    The first call to `start` or `call` starts the thread. Until then, nothing runs.
+    The first call to `start` or `call` starts a background thread. Nothing runs before that.
 
     Args:
         configs: The servers.
 
     Attributes:
-        servers: The connections, by the names of the servers.
+        servers: The connections, keyed by server name.
     """
 
     def __init__(self, configs: Iterable[ServerConfig]) -> None:

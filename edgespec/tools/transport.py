@@ -1,7 +1,7 @@
 """Connect to MCP servers, and limit how much data a server may send.
 
-The transports of the MCP SDK buffer messages of any length, so a broken or hostile server could fill the
-memory. This transport accepts at most 8 MiB from a server between two of our requests.
+The MCP SDK's transports buffer messages of any length, so a broken or malicious server could exhaust memory.
+This transport accepts at most 8 MiB from a server between two of our requests.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class FloodError(Exception):
 
 
 class Problems:
-    """The known reasons why a connection ended, for the error message.
+    """What is known about why a connection ended, for the error message.
 
     Attributes:
         flooded: Whether the server exceeded the limit on data.
         exit_status: Exit status of the server's program. None if it is running or was not started.
-        stderr: The last lines that the program wrote to stderr.
+        stderr: The last lines of the program's stderr.
         ended: Set when the server's program closed the connection, or when edgespec disconnected it.
     """
 
@@ -71,7 +71,7 @@ class Problems:
 
 
 class _Allowance:
-    """Counts the bytes received since our last request, and limits them."""
+    """Limits the number of bytes received since our last request."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -90,7 +90,7 @@ class _Allowance:
 
 
 def transport(config: ServerConfig, problems: Problems) -> Any:
-    """Return the transport that `mcp.Client` uses for a server."""
+    """Return a transport to a server for `mcp.Client`."""
     return _http(config, problems) if config.url else _stdio(config, problems)
 
 
@@ -111,7 +111,7 @@ async def _http(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any]
 
 
 class _LimitedHTTP(httpx2.AsyncBaseTransport):
-    """Forwards requests to another transport, and limits the size of the responses."""
+    """Wraps a transport and limits the size of the responses."""
 
     def __init__(self, inner: httpx2.AsyncBaseTransport, allowance: _Allowance) -> None:
         self._inner = inner
@@ -151,7 +151,7 @@ class _LimitedStream(httpx2.AsyncByteStream):
 
 @asynccontextmanager
 async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any]:
-    """Start a server and exchange lines of JSON with it. On exit, stop it and the processes it started."""
+    """Start a server and exchange JSON lines with it. On exit, stop it and the processes it started."""
     command = os.path.expanduser(config.command)
     process = await anyio.open_process(
         [shutil.which(command) or command, *map(os.path.expanduser, config.args)],
@@ -228,7 +228,7 @@ def _message(line: bytes) -> SessionMessage | Exception:
 
 
 async def _end(process: Process) -> None:
-    """Stop a server as the MCP specification requires: close its stdin, then send SIGTERM, then SIGKILL."""
+    """Stop a server as specified by MCP: close its stdin, then send SIGTERM, then SIGKILL."""
     if process.stdin is not None:
         with suppress(OSError, anyio.ClosedResourceError, anyio.BrokenResourceError):
             await process.stdin.aclose()
@@ -251,7 +251,7 @@ async def _has_ended(process: Process) -> bool:
 
 
 def _signal(process: Process, name: str) -> None:
-    """Send a signal to a server and the processes that it started. On Windows, only kill the server."""
+    """Send a signal to a server and the processes it started. On Windows, only the server is killed."""
     with suppress(OSError):
         if os.name == "posix":
             os.killpg(process.pid, getattr(signal, name))

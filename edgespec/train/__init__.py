@@ -1,4 +1,4 @@
-"""Train heads and draft models for the user's own models (`edgespec train`)."""
+"""Train heads and draft models for a given target (`edgespec train`)."""
 
 from __future__ import annotations
 

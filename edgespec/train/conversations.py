@@ -1,4 +1,4 @@
-"""Save and load the conversations that drafters are trained with, and arrange them into training steps."""
+"""Save and load training conversations, and arrange them into training steps."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
 
 
 def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
-    """Combine conversations into one batch, padding each at the end to the longest one's length."""
+    """Combine conversations into one batch, padding each to the length of the longest one."""
     length = max(len(each.tokens) for each in conversations)
     tokens = np.zeros((len(conversations), length), np.int32)
     replied = np.zeros((len(conversations), length), np.bool_)
@@ -99,10 +99,10 @@ def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
 def batches(
     conversations: Sequence[Conversation], max_tokens: int, random: np.random.Generator
 ) -> list[list[Conversation]]:
-    """Divide conversations into batches of similar length, in random order.
+    """Group conversations into batches of similar length, in random order.
 
-    Similar lengths keep the padding small. A batch has at most `max_tokens` tokens including padding, unless
-    a single conversation is longer.
+    Similar lengths keep padding small. A batch has at most `max_tokens` tokens including padding, unless a
+    single conversation is longer.
     """
     shuffled = [conversations[i] for i in random.permutation(len(conversations))]
     divided: list[list[Conversation]] = [[]]
@@ -114,7 +114,7 @@ def batches(
 
 
 def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-    """Return the batch for each training step. Deterministic, so that training can be continued."""
+    """Return the batch for each training step. Deterministic, so that training can be resumed."""
     tokens = PASSES * sum(len(each.tokens) for each in conversations)
     batch_tokens = min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, tokens // _WANTED_STEPS))
     return [
@@ -125,6 +125,6 @@ def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversat
 
 
 def token_counts(conversations: Sequence[Conversation], vocab_size: int) -> NDArray[np.int64]:
-    """Return the number of occurrences of each token in the replies, int64 [vocabulary]."""
+    """Count how often each token occurs in the replies, int64 [vocabulary]."""
     replies = [each.tokens[each.prompt_length :] for each in conversations]
     return np.bincount(np.concatenate(replies), minlength=vocab_size).astype(np.int64)

@@ -24,7 +24,7 @@ DEPTH = 4
 
 @dataclass(frozen=True, slots=True)
 class DrafterFigures:
-    """A drafter's accuracy in predicting the target's most likely tokens.
+    """A drafter's accuracy in predicting the target's top tokens.
 
     Attributes:
         tokens_per_pass: Expected tokens per target pass with drafts of `DEPTH` tokens.
@@ -51,7 +51,7 @@ class DrafterFigures:
 def measure_drafter(
     drafter: Guesser, conversations: Sequence[Conversation], batch_tokens: int, progress: Progress
 ) -> DrafterFigures:
-    """Draft throughout the replies, and compare the drafts with the target's most likely tokens.
+    """Draft throughout the replies, and compare the drafts with the target's top tokens.
 
     Args:
         drafter: The head or draft model to evaluate.

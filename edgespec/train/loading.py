@@ -1,4 +1,4 @@
-"""Load the target and the draft model to train, or explain which version of a model is needed."""
+"""Load the target and the draft model to train, or explain which version is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["DraftToTrain", "TrainingTarget", "find_draft", "load_target"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingTarget:
-    """A target that is loaded for training a drafter.
+    """A target loaded for training a drafter.
 
     Attributes:
         name: The target's name, for messages.
@@ -112,7 +112,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
 
 @contextmanager
 def load_target(path: Path, name: str, weights: Path | None, progress: Progress) -> Iterator[TrainingTarget]:
-    """Load a target for training. The target can be used until the end of the `with` block.
+    """Load a target for training. It can be used until the end of the `with` block.
 
     Args:
         path: File or folder of the target.
@@ -144,7 +144,7 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
 
 
 def _trainable(path: Path, name: str, weights: Path | None) -> Path:
-    """Return the folder to train with. Raises OptionError if `weights` does not suit the target."""
+    """Return the folder to train with. Raises OptionError if `weights` does not match the target."""
     if format_at(path).load_teacher is not None:
         if weights is not None:
             raise OptionError(
@@ -172,7 +172,7 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
 
 
 def _difference(path: Path, weights: Path) -> str:
-    """Describe how a GGUF model and another version of it differ, or return an empty string."""
+    """Describe how another version of a GGUF model differs from it, or return an empty string."""
     own, other = format_at(path).read_info(path), format_at(weights).read_info(weights)
     # The layers of a GGUF model include those for multi-token prediction, which other formats do not count.
     if not own.heads and 0 < own.layers != other.layers > 0:

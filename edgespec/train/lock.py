@@ -1,4 +1,4 @@
-"""Keep two processes from training in the same folder at the same time."""
+"""Keep two processes from training in the same folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOCK_FILE = "lock"
 def lock_training(path: Path) -> Iterator[None]:
     """Lock the folder of an unfinished training run until the end of the block.
 
-    The operating system releases the lock when the process ends, even if it is killed.
+    The operating system releases the lock when the process exits, even if it is killed.
 
     Args:
-        path: The folder, which is created if it does not exist. At the end, it and its parent folder are
-            deleted if they are empty.
+        path: The folder. Created if it does not exist. On exit, it and its parent folder are deleted if
+            empty.
 
     Raises:
-        BusyError: Another process trains in this folder.
+        BusyError: Another process is training in this folder.
         OSError: The folder cannot be written.
     """
     from filelock import FileLock, Timeout

@@ -1,7 +1,7 @@
 """Train a drafter on conversations that the target writes, and publish it if it beats the earlier one.
 
-Conversations and training state are saved as training proceeds, so that interrupted training can be
-resumed. The result is the same as without the interruption.
+Conversations and training state are saved along the way, so that interrupted training can be resumed with the
+same result.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class TrainingResult:
         kept: Whether `folder` contains the new drafter. If False, the earlier drafter was at least as good,
             and `folder` is unchanged.
         figures: Accuracy of the new drafter on the held-out conversations.
-        earlier: Accuracy of the earlier drafter on the same conversations: the one in `folder`, or the draft
+        earlier: Accuracy on the same conversations of the earlier drafter: the one in `folder`, or the draft
             model before training. None for the first head.
         curve: Evaluations during training.
-        best: The evaluation with the most tokens per pass. The new drafter has the weights of this point.
+        best: The evaluation with the most tokens per pass. The new drafter has the weights from this point.
         conversations: Number of conversations, including those held out.
-        tokens: Number of tokens in these conversations.
+        tokens: Number of tokens in the conversations.
         plot: Path of the training curve. None if `kept` is False or matplotlib is not installed.
         gguf: Path of the new head's GGUF version. None if `kept` is False or the target needs none.
     """
@@ -108,18 +108,18 @@ def train_drafter(
         target: The loaded target.
         student: The kind of head, or the draft model, to train.
         settings: Settings of the training run.
-        prompts: Prompts to answer before the target writes its own questions.
-        folder: Folder for the drafter. A drafter that is already there is replaced only by a better one.
+        prompts: Prompts to answer before the target generates its own questions.
+        folder: Folder for the drafter. An existing drafter is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
-        announce: Called once before writing and training, with the estimated remaining time in seconds (0 if
-            training is finished) and a description of what an interrupted run has finished (empty for a new
-            run).
+        announce: Called once before the work starts, with the estimated remaining time in seconds (0 if
+            training is finished) and a description of what an interrupted run has already done (empty for a
+            new run).
 
     Raises:
         CancelledError: `progress` returned False. Calling with the same arguments continues the training.
-        BusyError: Another process trains in the same folder.
+        BusyError: Another process is training in the same folder.
         OptionError: The folder contains an unfinished training run with other settings, or other files.
-        ModelFileError: The folder contains another kind of drafter, or one for another target.
+        ModelFileError: The folder contains another kind of drafter, or one for a different target.
         EdgespecError: The training or the conversion to GGUF failed, or the folder cannot be written.
     """
     path = folder / "training"
@@ -194,7 +194,7 @@ def train_drafter(
 
 @contextmanager
 def _explain_failures(path: Path) -> Iterator[None]:
-    """Convert exceptions to errors that say how to continue the training run in `path`."""
+    """Convert exceptions to errors that say how to resume the training run in `path`."""
     try:
         yield
     except CancelledError as error:
@@ -212,7 +212,7 @@ def _explain_failures(path: Path) -> Iterator[None]:
 def _continued(
     settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, *, trained: bool
 ) -> str:
-    """Describe what an interrupted run has finished. Return an empty string for a new run."""
+    """Describe what an interrupted run has already done. Empty for a new run."""
     if trained:
         return "all training steps are finished, and only the evaluation is left"
     if state.steps:
@@ -228,7 +228,7 @@ def _continued(
 
 
 def _divided(conversations: list[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the held-out conversations and the training conversations."""
+    """Split conversations into held-out and training ones."""
     held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
     held = set(map(id, held_out))
     return held_out, [each for each in conversations if id(each) not in held]
@@ -241,7 +241,7 @@ def _write_conversations(
     wanted_tokens: int,
     progress: Progress,
 ) -> None:
-    """Append conversations to the list until it contains `wanted_tokens` tokens, and save each batch."""
+    """Generate conversations until there are `wanted_tokens` tokens, saving each batch."""
     tokens = sum(len(each.tokens) for each in conversations)
     batch = len(saved.conversation_files())
 
@@ -298,7 +298,7 @@ def _train(
 
 
 def _publish(trainer: DrafterTrainer, folder: Path) -> None:
-    """Write the drafter to `folder`. The folder gets this name only when the drafter is complete."""
+    """Write the drafter to `folder`, which gets this name only once the drafter is complete."""
     unfinished = folder.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -309,7 +309,7 @@ def _publish(trainer: DrafterTrainer, folder: Path) -> None:
 
 
 def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> None:
-    """Convert the trained head to GGUF. Raises EdgespecError, saying that the head itself is finished."""
+    """Convert the trained head to GGUF. On failure, the EdgespecError says that the head is finished."""
     if not progress("converting the head to GGUF", 0.0):
         raise CancelledError("the conversion was cancelled")
     try:

@@ -63,5 +63,5 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
 
 
 def own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
-    """Return a prompt, with the kind of text detected from the last message."""
+    """Create a prompt, detecting the kind of text from the last message."""
     return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))

@@ -31,13 +31,13 @@ _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """The settings of a training run, which can only be continued with the same settings.
+    """The settings of a training run. It can be resumed only with the same settings.
 
     Attributes:
         method: Kind of drafter, such as `eagle3` or `draft`.
         target: Hash of the target's files.
-        tokens: Number of tokens in the conversations to train with.
-        prompts: Hash of the user's prompts. Empty if the target writes all questions itself.
+        tokens: Number of tokens in the training conversations.
+        prompts: Hash of the user's prompts. Empty if the target generates all questions itself.
         draft: Hash of the files of the draft model to train. Empty for heads.
         lora: Whether a LoRA adapter is trained instead of the draft model's weights.
     """
@@ -137,7 +137,7 @@ class TrainingFolder:
             )
 
     def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
-        """Return the saved speed of the training run, or measure and save it.
+        """Return the training run's saved speed, or measure and save it.
 
         Raises:
             ModelFileError: The file is damaged.
@@ -172,7 +172,7 @@ class TrainingFolder:
         return self.path / f"conversations-{batch:06d}.npz"
 
     def conversation_files(self) -> list[Path]:
-        """Return the files of conversations, in the order of their batches, up to the first missing one."""
+        """Return the conversation files in batch order, up to the first missing one."""
         return list(takewhile(Path.exists, map(self.conversation_file, count())))
 
     def state_file(self, steps: int) -> Path:
@@ -180,14 +180,14 @@ class TrainingFolder:
         return self.path / f"state-{steps:08d}.safetensors"
 
     def best_folder(self, steps: int) -> Path:
-        """Return the path of the drafter after `steps` steps, which exists for the best evaluation so far."""
+        """Return the path of the drafter after `steps` steps. It exists for the best evaluation so far."""
         return self.path / f"best-{steps:08d}"
 
     def progress(self, *, required: bool) -> TrainingProgress:
         """Return the saved progress, if any.
 
         Raises:
-            ModelFileError: The file is damaged, or it is missing although `required` is True.
+            ModelFileError: The file is damaged, or is missing although `required` is True.
         """
         file = self.path / _PROGRESS
         if not file.exists():
@@ -227,8 +227,8 @@ class TrainingFolder:
     def delete_contents(self) -> None:
         """Delete the files of a finished training run, except for the lock.
 
-        The progress is deleted before the files that it refers to, and the settings are deleted last. If this
-        is interrupted, the training folder therefore stays valid.
+        The progress is deleted before the files that it refers to, and the settings last, so the training
+        folder stays valid if this is interrupted.
         """
         (self.path / _PROGRESS).unlink(missing_ok=True)
         for saved in self.path.iterdir():
@@ -273,7 +273,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 
 
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
-    """Raise ValueError if the number is impossible for drafts of `DEPTH` tokens, or not a number."""
+    """Raise ValueError if the value is impossible for drafts of `DEPTH` tokens, or not a number."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
         raise ValueError(f"{tokens_per_pass} tokens per pass are not possible")
 

@@ -43,9 +43,9 @@ class TrainingSpeed:
         """Return the estimated remaining time in seconds.
 
         Args:
-            wanted_tokens: Number of tokens in the conversations to train with.
-            written_tokens: Number of tokens in the conversations already written.
-            trained_tokens: Number of tokens already trained on, including repetitions.
+            wanted_tokens: Number of tokens that the training conversations should have.
+            written_tokens: Number of tokens in the conversations so far.
+            trained_tokens: Number of tokens trained on so far, including repetitions.
         """
         left_to_write = max(0, wanted_tokens - written_tokens)
         left_to_train = max(0, wanted_tokens * PASSES - trained_tokens)
@@ -55,12 +55,12 @@ class TrainingSpeed:
 def measure_speed(
     teacher: Teacher, student: Student, question_start: Sequence[int], progress: Progress
 ) -> TrainingSpeed:
-    """Measure the speed of a training run by generating a short text and training on it.
+    """Measure the speed of a training run by generating some text and training on it.
 
     Args:
         teacher: The target.
         student: The kind of head, or the draft model, to train.
-        question_start: The prompt that makes the target write a question.
+        question_start: The prompt that makes the target generate a question.
         progress: Called repeatedly. Returning False cancels the trial.
 
     Raises:

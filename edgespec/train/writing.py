@@ -31,19 +31,19 @@ _MARKER = "edgespec-7f3a"
 
 
 class ConversationWriter:
-    """Writes conversations in batches.
+    """Generates conversations in batches.
 
-    A batch depends only on its index, the target and the prompts, so that an interrupted training run
-    continues with the same batches.
+    A batch depends only on its index, the target and the prompts, so a resumed training run gets the same
+    batches.
 
     Args:
         teacher: The target.
         template: The target's chat template.
-        prompts: Prompts to answer in the first batches. In later batches, the target writes the questions.
+        prompts: Prompts to answer in the first batches. In later batches, the target generates the questions.
 
     Attributes:
-        question_start: The prompt that makes the target write a question: the chat template up to the user's
-            message.
+        question_start: The prompt that makes the target generate a question: the chat template up to the
+            user's message.
 
     Raises:
         TemplateError: The template rejects a message or leaves it out.
@@ -65,7 +65,7 @@ class ConversationWriter:
             self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, teacher.context_tokens - _MAX_REPLY_TOKENS)
 
     def write(self, batch: int, progress: Progress) -> list[Conversation]:
-        """Write a batch of conversations. The batch can be empty if all of its prompts are too long.
+        """Generate a batch of conversations. It can be empty if all of its prompts are too long.
 
         Args:
             batch: Index of the batch.
@@ -101,7 +101,7 @@ class ConversationWriter:
         return written
 
     def _ask(self, batch: int, progress: Progress) -> list[TrainingPrompt]:
-        """Return questions that the target wrote after `question_start`, skipping unfinished ones."""
+        """Return questions that the target generates after `question_start`, skipping unfinished ones."""
         count = BATCH_CONVERSATIONS
         starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
         questions = self._teacher.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)

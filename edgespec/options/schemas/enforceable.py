@@ -145,7 +145,7 @@ def _check(schema: dict[str, Any], place: str) -> None:
 
 
 def _inside(bound: float, inwards: float) -> float:
-    """Return the nearest bound, in a direction, that llguidance reads exactly.
+    """Move a bound inwards to a nearby value that llguidance reads exactly.
 
     Args:
         bound: The bound.

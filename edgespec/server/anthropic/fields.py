@@ -76,7 +76,7 @@ class ThinkingConfig(RequestFields):
 
 
 class Thread(RequestFields):
-    """The field that asks Anthropic's servers to store the conversation, so that the next request is shorter."""
+    """The field that asks Anthropic's servers to store the conversation, to shorten the next request."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None

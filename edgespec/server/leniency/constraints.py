@@ -161,7 +161,7 @@ def _allows_any(key: str, value: Any) -> bool:
 
 
 def _is_unset(value: Any) -> bool:
-    """Return whether a value means that a field is not set. C# and Go serialise unset fields as empty values."""
+    """Return whether a value means that a field is not set. C# and Go send empty values for unset fields."""
     if isinstance(value, Mapping):
         return value.keys() <= _FORMAT_KEYS and all(
             each in (None, "", [], {}) or (key == "strict" and each is False) for key, each in value.items()

@@ -1,4 +1,4 @@
-"""Ollama's API, for programs that can use Ollama but no other server."""
+"""Ollama's API, for programs that support no other server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def version(_call: Call[None]) -> Response:
 
 
 async def running(_call: Call[None]) -> Response:
-    """Report that the server is running. Ollama's client checks this before each command."""
+    """Report that the server is running. Ollama's client checks this before every command."""
     return PlainTextResponse("edgespec is running")
 
 

@@ -1,4 +1,4 @@
-"""Handle `POST /api/embed`, and the older `POST /api/embeddings`."""
+"""Handle `POST /api/embed` and the older `POST /api/embeddings`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 
 
 class _EmbedFields(RequestFields):
-    """Fields of both endpoints. The fields that choose how a model is loaded are ignored."""
+    """The fields of both endpoints. Those that control how a model is loaded are ignored."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     options: Ignored

@@ -26,7 +26,7 @@ _DURATION = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)
 
 
 def _duration(value: float | str | None) -> float | str | None:
-    """Return a valid `keep_alive`. Empty text means that it is not set. Raises ValueError."""
+    """Validate `keep_alive`. An empty string means that it is not set. Raises ValueError."""
     text = value.strip().lower() if isinstance(value, str) else value
     if isinstance(text, str) and text and not _DURATION.fullmatch(text):
         raise ValueError("must be a number of seconds or a time such as 5m; 0 unloads the model")
@@ -36,10 +36,9 @@ def _duration(value: float | str | None) -> float | str | None:
 class OllamaOptions(ReplyFields, ConstraintFields):
     """The field `options`, which accepts Ollama's and edgespec's option names.
 
-    Some options are ignored. Most of these control how a model is loaded, which `edgespec serve` has already
+    Some options are ignored. Most of them control how a model is loaded, which `edgespec serve` has already
     decided. Ignoring `num_ctx` is safe, because a prompt that exceeds the model's context is an error. The
-    other options control features that edgespec does not have. Such options are ignored only if they turn the
-    feature off.
+    others control features that edgespec does not have, and are ignored only if they turn the feature off.
     """
 
     num_predict: Annotated[int, Field(ge=1)] | None = Field(
@@ -73,8 +72,8 @@ class OllamaOptions(ReplyFields, ConstraintFields):
 class OllamaFields(ReplyFields, ConstraintFields):
     """Fields of the requests that generate text.
 
-    The options of a reply belong in `options`. Ollama ignores them elsewhere, but some clients, such as a
-    provider of the AI SDK, set them here, so they are accepted here too.
+    Reply options belong in `options`. Ollama ignores them elsewhere, but some clients, such as an AI SDK
+    provider, set them at the top level, so they are accepted there too.
     """
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
@@ -125,7 +124,7 @@ def ignored_fields(fields: OllamaFields) -> list[str]:
 
 
 def options_of(fields: OllamaFields) -> dict[str, Any]:
-    """Return the reply options that a request sets, under edgespec's names."""
+    """Return the reply options that a request sets, by their edgespec names."""
     options = reply_options(fields)
     constraints = constraints_in(fields, options)
     options.pop("logprobs", None)  # The field of this name is Ollama's.

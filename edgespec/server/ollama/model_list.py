@@ -59,7 +59,7 @@ class ModelTags(TypedDict):
 
 
 class RunningModel(ModelTag):
-    """A loaded model. `size` is its total memory in bytes, and `size_vram` the part on graphics cards."""
+    """A loaded model. `size` is its total memory in bytes, and `size_vram` the part on GPUs."""
 
     size_vram: int
     context_length: int
@@ -87,13 +87,13 @@ class PullRequest(ShowRequest):
 
 
 class PulledModel(TypedDict):
-    """The state of a pulled model, which is always `success`."""
+    """The state of a pulled model. Always `success`."""
 
     status: str
 
 
 class ShownModel(TypedDict):
-    """A description of a model. `modelfile` and `template` are always empty, but clients require them."""
+    """A description of a model. `modelfile` and `template` are required by clients but always empty."""
 
     modelfile: str
     template: str
@@ -104,7 +104,7 @@ class ShownModel(TypedDict):
 
 
 async def list_models(call: Call[None]) -> Response:
-    """List the models on this machine, the server's own first."""
+    """List the models on this machine, starting with the server's own."""
     tags: ModelTags = {"models": [_tag(known) for known in await call.service.models.known()]}
     return json_response(tags)
 
@@ -130,10 +130,10 @@ async def show_model(call: Call[ShowRequest]) -> Response:
 
 
 async def pull_model(call: Call[PullRequest]) -> Response:
-    """Confirm that a model is on this machine. Programs pull their model when they start.
+    """Confirm that a model is on this machine. Programs pull their model on startup.
 
     Raises:
-        ApiError: There is no such model. The server downloads none.
+        ApiError: There is no such model. The server does not download models.
     """
     name = call.body.model or call.body.name
     found = await call.service.models.find(name)

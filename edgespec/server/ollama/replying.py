@@ -28,9 +28,9 @@ STREAM_MEDIA_TYPE = "application/x-ndjson"
 
 
 class OllamaReply(TypedDict):
-    """The fields that the responses of chat and generate share. All times are in nanoseconds.
+    """The fields common to chat and generate responses. All times are in nanoseconds.
 
-    In a stream, only the last line has the counts and times.
+    In a stream, only the last line contains the counts and times.
     """
 
     model: str
@@ -93,7 +93,7 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
 async def _stream(
     call: Call[Any], request: ReplyRequest, formatted: Formatter
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of a streamed reply. Ollama sends tool calls whole, so they follow the text."""
+    """Yield the lines of a streamed reply. Ollama does not split tool calls, so they follow the text."""
     fields: OllamaFields = call.body
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
@@ -115,7 +115,7 @@ async def _stream(
 
 
 async def load_model(call: Call[Any], formatted: Formatter) -> Response:
-    """Load the model of a request that has no prompt, as Ollama does, so that the next reply starts sooner.
+    """Load the model of a request without a prompt, as Ollama does, so that the next reply starts sooner.
 
     With `keep_alive: 0`, the model is unloaded instead.
     """
@@ -162,7 +162,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
 
 
 def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: int) -> dict[str, Any]:
-    """Return the fields at the end of a reply.
+    """Return the closing fields of a reply.
 
     Args:
         fields: The request's fields.

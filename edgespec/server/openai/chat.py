@@ -74,7 +74,7 @@ _ChatParts = TypeAliasType("_ChatParts", Annotated[list[ContentPart], FailFast()
 
 
 class ChatMessage(ItemFields):
-    """A message of the conversation. Fields that other servers add to their replies are ignored."""
+    """A message of the conversation. Fields that other servers add to replies are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _ChatParts | None = None
@@ -144,7 +144,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
 class ChatReplyMessage(TypedDict):
     """The message of a reply.
 
-    `reasoning_content` is present if the model reasoned, and `tool_calls` if it calls tools. If the request
+    `reasoning_content` is present if the model reasoned, and `tool_calls` if it called tools. If the request
     has `functions`, the first call is in `function_call` instead.
     """
 
@@ -257,7 +257,7 @@ def _finish_reason(reply: Reply, body: ChatRequest) -> str:
 def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
     """Return a part of a tool call. Only the first part of a call has the id and the name.
 
-    In the older form, a message has a single call, and further calls are left out.
+    In the older form, a message has only one call, and further calls are left out.
     """
     function = {"arguments": delta.arguments}
     if delta.id:
@@ -271,8 +271,8 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is part of the last choice's last event. If the client requested the usage, it is sent in a
-    separate event without choices, which other clients often cannot handle.
+    The usage is part of the last choice's last event. If the client requested it, it is sent in a separate
+    event without choices instead, which other clients often cannot handle.
     """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None
@@ -339,7 +339,7 @@ def chat_prompt(
     """Convert the messages of a request.
 
     Raises:
-        ApiError: A message contains an image or anything else that is not text.
+        ApiError: A message contains something other than text, such as an image.
     """
     converted = [each for index, message in enumerate(messages) for each in _converted(index, message)]
     return ChatPrompt.from_messages([*system_messages(system), *converted], tools, tool_choice)
@@ -390,14 +390,14 @@ def _text(place: str, message: ChatMessage) -> str:
 
 
 def _reasoning_parts(message: ChatMessage) -> list[ContentPart]:
-    """Return the parts of a reply that hold its reasoning."""
+    """Return the parts of a reply that contain its reasoning."""
     if message.role != "assistant" or not isinstance(message.content, list):
         return []
     return [part for part in message.content if reasoning_of(part) is not None]
 
 
 def omitted_in_results(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return the locations of non-text parts of tool results, including those in Anthropic's format."""
+    """Return the locations of non-text parts in tool results, including those in Anthropic's format."""
     return [
         place
         for index, message in enumerate(messages)
@@ -407,7 +407,7 @@ def omitted_in_results(messages: Sequence[ChatMessage]) -> list[str]:
 
 
 def _results(place: str, message: ChatMessage) -> Iterator[tuple[str, Any]]:
-    """Yield the location and the content of each tool result in a message."""
+    """Yield the location and content of each tool result in a message."""
     if message.role == "tool":
         yield place, message.content
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):

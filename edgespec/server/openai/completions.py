@@ -1,4 +1,4 @@
-"""Handle `POST /v1/completions`, which continues texts verbatim."""
+"""Handle `POST /v1/completions`, which continues text verbatim."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _new_id() -> str:
 
 
 def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) -> str:
-    """Return the text of the prompt if the request asks for it, or an empty string."""
+    """Return the prompt's text if the request asks to echo it, or an empty string."""
     prompt = request.prompt
     if not body.echo:
         return ""
@@ -162,7 +162,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogp
 def _prompt_logprobs(
     body: CompletionRequest, request: ReplyRequest, model: LoadedModel, tokens: Sequence[TokenLogprobs]
 ) -> TextLogprobs | None:
-    """Return the log-probabilities of a prompt's tokens, or None if the request does not ask for them."""
+    """Return the log-probabilities of a prompt's tokens, or None if they were not requested."""
     if not body.echo or wanted_logprobs(body.logprobs, body.top_logprobs) is None:
         return None
     piece, prompt = model.runtime.vocabulary.piece, request.prompt
@@ -183,7 +183,7 @@ def _joined(first: TextLogprobs | None, second: TextLogprobs | None) -> TextLogp
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of streamed texts. The usage is sent as for chat completions."""
+    """Yield the events of streamed completions. The usage is sent as in chat completions."""
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
     continuous = bool(body.stream_options and body.stream_options.continuous_usage_stats)

@@ -1,4 +1,4 @@
-"""Handle `POST /v1/embeddings`, which returns vectors that represent the meaning of texts."""
+"""Handle `POST /v1/embeddings`, which returns vectors that represent the meaning of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_TEXTS = 2048
 
 
 class EmbeddingRequest(RequestFields):
-    """The body of a request for embeddings."""
+    """The body of an embedding request."""
 
     prompt_field = "input"
 
@@ -52,14 +52,14 @@ class EmbeddingItem(TypedDict):
 
 
 class EmbeddingUsage(TypedDict):
-    """Token counts of a request for embeddings."""
+    """The token counts of an embedding request."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingList(TypedDict):
-    """The embeddings of all texts, in the order of the request. Mistral's clients require the id."""
+    """The embeddings of all texts, in request order. Mistral's clients require the id."""
 
     id: str
     object: str

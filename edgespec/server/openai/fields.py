@@ -40,7 +40,7 @@ def texts_in(given: Texts) -> list[str | list[int]]:
 
 
 class StreamOptions(RequestFields):
-    """Options of an event stream."""
+    """Options for an event stream."""
 
     include_usage: bool | None = Field(
         default=None, description="Send the usage in a separate event, as OpenAI does."
@@ -52,7 +52,7 @@ class StreamOptions(RequestFields):
 
 
 class OpenAIFields(ReplyFields, ConstraintFields):
-    """Fields of all requests that generate text."""
+    """The fields of all requests that generate text."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
@@ -67,7 +67,7 @@ class OpenAIFields(ReplyFields, ConstraintFields):
 
 
 class ChoiceFields(OpenAIFields):
-    """Fields of the requests that can generate several replies."""
+    """The fields of requests that can generate several replies."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         default=None, description="Number of replies."
@@ -84,7 +84,7 @@ def openai_options(fields: OpenAIFields) -> dict[str, Any]:
 
 
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
-    """Return the options of each of the `n` replies. The seed, if set, increases by one for each reply."""
+    """Return the options of each of the `n` replies. If a seed is set, it is incremented for each reply."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
             "stream_options requires stream: true; set stream to true, or leave stream_options out",
@@ -96,7 +96,7 @@ def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
 
 
 class ReasoningFields(RequestFields):
-    """The fields of OpenAI, OpenRouter, vLLM, DeepSeek and Qwen for reasoning.
+    """The reasoning fields of OpenAI, OpenRouter, vLLM, DeepSeek and Qwen.
 
     Other settings in these fields, such as a low effort, are ignored.
     """
@@ -113,7 +113,7 @@ class ReasoningFields(RequestFields):
         return _STATES.get(str(value.get("type")), value) if isinstance(value, dict) else value
 
     def reasoning_options(self) -> dict[str, Any]:
-        """Return the reply option that the fields set, or an empty dictionary if they set none."""
+        """Return the reply option set by these fields, or an empty dictionary if there is none."""
         return {"thinking": state} if (state := next(iter(self._states().values()), None)) else {}
 
     def ignored_fields(self) -> list[str]:
@@ -123,7 +123,7 @@ class ReasoningFields(RequestFields):
         return [*super().ignored_fields(), *names]
 
     def _states(self) -> dict[str, str]:
-        """Return `on` or `off` for each field that sets it."""
+        """Return `on` or `off` for each field that turns reasoning on or off."""
         template, reasoning = self.chat_template_kwargs or {}, self.reasoning or {}
         enabled = reasoning.get("enabled")
         given = {

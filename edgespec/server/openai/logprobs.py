@@ -36,14 +36,14 @@ class ContentLogprob(Alternative):
 
 
 class ChatLogprobs(TypedDict):
-    """The log-probabilities of the tokens of an answer."""
+    """The log-probabilities of an answer's tokens."""
 
     content: list[ContentLogprob]
     refusal: None
 
 
 class TextLogprobs(TypedDict):
-    """The log-probabilities of the tokens of a completion. Those of the first token of a prompt are null."""
+    """The log-probabilities of a completion's tokens. They are null for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -54,8 +54,8 @@ class TextLogprobs(TypedDict):
 def wanted_logprobs(logprobs: bool | int | None, top: int | None) -> int | None:
     """Return the `logprobs` reply option for a request's `logprobs` and `top_logprobs` fields.
 
-    In the completions API, `logprobs` is the number of alternatives. In the chat API, it is a boolean and
-    `top_logprobs` is the number. Clients mix the two.
+    In the completions API, `logprobs` is the number of alternatives. In the chat API, it is a boolean, and
+    `top_logprobs` is the number. Clients mix up the two.
     """
     if logprobs is None or logprobs is False:
         return None
@@ -64,9 +64,9 @@ def wanted_logprobs(logprobs: bool | int | None, top: int | None) -> int | None:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return the log-probabilities of tokens in the format of chat completions.
+    """Format the log-probabilities of tokens for chat completions.
 
-    The token that ends the reply is omitted, so that the tokens' bytes add up to exactly the text.
+    The token that ends the reply is omitted, so that the tokens' bytes add up to the text exactly.
     """
     content: list[ContentLogprob] = [
         {**_alternative(each), "top_logprobs": [_alternative(other) for other in each.top]}
@@ -77,7 +77,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
 
 
 class TextOffsets:
-    """Computes the position at which each token's text begins in one completion.
+    """Computes the position at which each token's text starts in a completion.
 
     Args:
         start: Number of characters before the first token.
@@ -88,20 +88,20 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def after(self, token: TokenLogprobs) -> int:
-        """Add a token and return the index of the character in which its text begins."""
+        """Add a token, and return the index of the character in which its text starts."""
         return self.after_bytes(b"" if token.is_end else token.raw)
 
     def after_bytes(self, spelled: bytes) -> int:
-        """Add the text of a token and return the index of the character in which it begins."""
+        """Add a token's text, and return the index of the character in which it starts."""
         offset = self._length
         self._length += len(self._decoder.decode(spelled))
         return offset
 
 
 def text_logprobs(tokens: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogprobs:
-    """Return the log-probabilities of tokens in the format of OpenAI's completions API.
+    """Format the log-probabilities of tokens for OpenAI's completions API.
 
-    The token that ends the reply is included, as in OpenAI's API, because evaluation programs count tokens.
+    The token that ends the reply is included, as in OpenAI's API, because evaluation tools count tokens.
 
     Args:
         tokens: The tokens.
@@ -116,11 +116,11 @@ def text_logprobs(tokens: Sequence[TokenLogprobs], offsets: TextOffsets) -> Text
 
 
 def prompt_logprobs(tokens: Sequence[TokenLogprobs], spelled: Sequence[bytes]) -> TextLogprobs:
-    """Return the log-probabilities of the tokens of a prompt, as `text_logprobs` does.
+    """Format the log-probabilities of a prompt's tokens. See `text_logprobs`.
 
     Args:
         tokens: The tokens of the whole prompt.
-        spelled: The part of the prompt's text that each token stands for.
+        spelled: The part of the prompt's text that each token represents.
     """
     result = text_logprobs(tokens, TextOffsets())
     # No tokens come before the first one, so it has no probability.
@@ -131,10 +131,10 @@ def prompt_logprobs(tokens: Sequence[TokenLogprobs], spelled: Sequence[bytes]) -
 
 
 def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int], bytes]) -> list[bytes]:
-    """Return the part of a prompt's text that each of its tokens stands for.
+    """Return the part of a prompt's text that each of its tokens represents.
 
-    The BOS token that some models need stands for no text, and neither does the space that some tokenizers
-    put before the text. Control tokens that the text contains stand for their names.
+    The BOS token that some models need represents no text, and neither does the space that some tokenizers
+    prepend. Control tokens within the text represent their names.
 
     Args:
         text: The text.
@@ -157,7 +157,7 @@ def _alternative(token: TokenLogprobs) -> Alternative:
 
 
 def _shown(token: TokenLogprobs) -> str:
-    """Return a token's text. Bytes that are not valid text on their own are escaped as in OpenAI's API."""
+    """Return a token's text, escaping bytes that are not valid text on their own, as in OpenAI's API."""
     try:
         return token.raw.decode("utf-8")
     except UnicodeDecodeError:

@@ -16,9 +16,9 @@ __all__ = ["Model", "ModelList", "list_models", "retrieve_model"]
 
 
 class ModelMeta(TypedDict):
-    """Properties of a model, under the names that llama-server uses.
+    """Properties of a model, with llama-server's names.
 
-    `n_ctx` is the maximum length of prompt and reply in tokens. It is known only once the model is loaded.
+    `n_ctx` is the maximum length of prompt plus reply in tokens. It is known only once the model is loaded.
     """
 
     n_ctx: int | None
@@ -29,7 +29,7 @@ class ModelMeta(TypedDict):
 
 
 class Model(TypedDict):
-    """A model that requests can name, in the form that both OpenAI's and Anthropic's APIs return.
+    """A model that requests can name, with the fields of both OpenAI's and Anthropic's APIs.
 
     `exactness` says whether replies are identical to plain decoding. It is null until the model is loaded.
     """
@@ -47,7 +47,7 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The models that requests can name. The last three fields describe a page, as in Anthropic's API."""
+    """The models that requests can name. The last three fields are for pagination, as in Anthropic's API."""
 
     object: str
     data: list[Model]
@@ -57,7 +57,7 @@ class ModelList(TypedDict):
 
 
 async def list_models(call: Call[None]) -> Response:
-    """List the models on this machine, the server's own first."""
+    """List the models on this machine, starting with the server's own."""
     data = [_model(known) for known in await call.service.models.known()]
     models: ModelList = {
         "object": "list",

@@ -30,7 +30,7 @@ class PromptDetails(TypedDict):
 
 
 class CompletionDetails(TypedDict):
-    """Details about the generated tokens. Rejected drafts are not part of `completion_tokens`."""
+    """Details about the generated tokens. `completion_tokens` does not include rejected drafts."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -47,7 +47,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """Counts and times of all replies to a request, under the names that llama-server uses."""
+    """Total counts and times of the replies to a request, with llama-server's names."""
 
     cache_n: int
     prompt_n: int
@@ -61,7 +61,7 @@ class Timings(TypedDict):
 
 
 class LossLimit(TypedDict):
-    """Upper bound on the time that drafting can cost a reply.
+    """An upper bound on the time that drafting can cost a reply.
 
     The reply takes at most `1 + share` times as long as with plain decoding, plus the time of `passes`
     passes.
@@ -75,8 +75,8 @@ class ExactnessReport(TypedDict):
     """Whether replies are identical to plain decoding.
 
     `effective` is `bits` if they are, and `rounding` if they can differ. `requested` is the server's option
-    `exactness`. `widths` are the numbers of tokens per pass that agree bit for bit. `expected_speed` is the
-    expected speed with these passes only, as a share of the speed without this restriction.
+    `exactness`. `widths` lists the pass widths that agree bit for bit. `expected_speed` is the expected speed
+    with only these passes, as a fraction of the unrestricted speed.
     """
 
     requested: str
@@ -95,8 +95,8 @@ class IgnoredReport(TypedDict):
 class ReplyReport(TypedDict):
     """A report on how a reply was generated.
 
-    `method` is a sentence with the drafting method, its speed-up and the reason for it. `ignored_fields` are
-    fields of the request that had no effect.
+    `method` is a sentence with the drafting method, its speed-up and the reason for it. `ignored_fields`
+    lists request fields that had no effect.
     """
 
     method: str
@@ -114,13 +114,13 @@ def usage(replies: Sequence[Reply], per_prompt: int = 1) -> Usage:
 
     Args:
         replies: The replies, in the order of their prompts.
-        per_prompt: Number of replies to each prompt. The tokens of a prompt count once.
+        per_prompt: Number of replies to each prompt. A prompt's tokens are counted only once.
     """
     return usage_so_far([reply.stats for reply in replies], per_prompt)
 
 
 def usage_so_far(replies: Sequence[Stats], per_prompt: int = 1) -> Usage:
-    """Return a request's token counts, as `usage` does, from the statistics of unfinished replies."""
+    """Return a request's token counts from the statistics of unfinished replies. See `usage`."""
     prompts = replies[::per_prompt]
     prompt_tokens = sum(stats.prompt_tokens for stats in prompts)
     generated = sum(stats.generated_tokens for stats in replies)
@@ -139,7 +139,7 @@ def usage_so_far(replies: Sequence[Stats], per_prompt: int = 1) -> Usage:
 
 
 def timings(replies: Sequence[Reply]) -> Timings:
-    """Return the sums of the token counts and times of all replies."""
+    """Return the total token counts and times of all replies."""
     each = [reply.stats for reply in replies]
     cached = sum(stats.cached_prompt_tokens for stats in each)
     processed = sum(stats.prompt_tokens for stats in each) - cached
@@ -160,7 +160,7 @@ def timings(replies: Sequence[Reply]) -> Timings:
 
 
 def exactness_report(exactness: Exactness | None) -> ExactnessReport | None:
-    """Return whether replies are identical to plain decoding. None if it is unknown."""
+    """Return whether replies are identical to plain decoding, or None if unknown."""
     return cast(ExactnessReport, exactness.to_json()) if exactness else None
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: `POST /v1/responses`, whose input is a conversation or refers to earlier items."""
+"""Handle `POST /v1/responses`, OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _ResponseParts = TypeAliasType("_ResponseParts", Annotated[list[InputPart], Fail
 
 
 class InputItem(ItemFields):
-    """An item of the conversation. `chat_prompt` checks the fields that its type requires.
+    """An item of the conversation. `chat_prompt` checks the fields required by its type.
 
     Agents add items of many types, depending on the provider's tools. Items shaped like a tool call or a tool
     result are treated as such. Others, such as web searches, are skipped and reported, because the agent
-    cannot withdraw them.
+    cannot take them back.
     """
 
     unlisted = frozenset({"status", "encrypted_content"})
@@ -88,7 +88,7 @@ class InputItem(ItemFields):
 
     @property
     def form(self) -> Literal["message", "part", "reasoning", "call", "result", "skipped"]:
-        """How the item is presented to the model."""
+        """How the item is treated when building the prompt."""
         kind = self.type or "message"
         if kind in _PARTS:
             return "part"
@@ -152,7 +152,7 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
 
     @property
     def added_tools(self) -> list[Any]:
-        """The tools that items of the conversation add, such as the results of a tool search."""
+        """The tools that conversation items add, such as the results of a tool search."""
         items = [] if isinstance(self.input, str) else self.input
         return [tool for item in items for tool in item.tools or ()]
 
@@ -410,10 +410,10 @@ def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: Sto
     Args:
         body: The request.
         offered: The tools that the model can call.
-        stored_items: Items of recent responses, which the conversation can refer to.
+        stored_items: Items of recent responses that the conversation can refer to.
 
     Raises:
-        ApiError: An item contains an image or other content that is not text, is incomplete, or refers to an
+        ApiError: An item contains something other than text, such as an image, is incomplete, or refers to an
             item that is not stored.
     """
     messages: list[dict[str, Any]] = []
@@ -434,7 +434,7 @@ def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: Sto
 
 
 def _stored(place: str, reference: InputItem, stored_items: StoredItems) -> InputItem:
-    """Return the item of an earlier response that an item refers to."""
+    """Look up the item of an earlier response that a reference points to."""
     require_fields(place, reference, ("id",))
     item = stored_items.get(reference.id or "")
     if item is None:
@@ -449,7 +449,7 @@ def _stored(place: str, reference: InputItem, stored_items: StoredItems) -> Inpu
 
 
 def _add(messages: list[dict[str, Any]], place: str, item: InputItem, offered: OfferedTools) -> None:
-    """Add an item to the messages. Consecutive items of a reply are combined in one message."""
+    """Add an item to the messages. Consecutive items of a reply are combined into one message."""
     match item.form:
         case "message":
             require_fields(place, item, ("role", "content"))
@@ -473,7 +473,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem, offered: O
 
 
 def _add_part(messages: list[dict[str, Any]], place: str, item: InputItem, *, goes_on: bool) -> None:
-    """Add a part that is not in a message. Consecutive parts form one message."""
+    """Add a part that is outside of a message. Consecutive parts form one message."""
     role = "assistant" if item.type == "output_text" else "user"
     text = part_text(place, item)
     if role == "assistant":
@@ -485,7 +485,7 @@ def _add_part(messages: list[dict[str, Any]], place: str, item: InputItem, *, go
 
 
 def _reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant message at the end of the conversation, adding one if there is none."""
+    """Return the trailing assistant message of the conversation, adding one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": "", "reasoning": "", "tool_calls": []})
     return messages[-1]

@@ -1,1 +1,1 @@
-"""Files that edgespec makes from models, such as copies in another quantisation, and their records."""
+"""Files that edgespec derives from models, such as copies in another quantisation."""

@@ -1,8 +1,8 @@
 """Build prepared models. Only one process builds a model at a time.
 
-Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
-folder without the suffix is therefore always complete. A journal of finished files allows an interrupted
-build to be resumed.
+Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete, so a
+folder without the suffix is always complete. A journal of finished files makes it possible to resume an
+interrupted build.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _USE_NEW_FOLDER = "choose a folder that does not exist"
 
 
 class BuildFolder:
-    """The folder of a prepared model while it is being built.
+    """The folder of a prepared model during its build.
 
     Attributes:
         folder: The folder with the suffix `.partial`.
@@ -94,9 +94,9 @@ class BuildFolder:
     def build(
         self, write_files: Callable[[BuildFolder], Mapping[str, Any]], needed_bytes: int
     ) -> PreparedModel:
-        """Write the files of the prepared model, except those that an interrupted build has already finished.
+        """Write the files of the prepared model, except those already finished by an interrupted build.
 
-        The folder gets its final name when all files are complete.
+        The folder gets its final name once all files are complete.
         """
         # A build that was interrupted just before its end has a manifest instead of a journal.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
@@ -193,7 +193,7 @@ def build(
         source: The model to build from.
         settings: Build settings. Together with `source`, they identify the build.
         write_files: Writes all files and returns facts for the manifest. If it raises CapabilityError, the
-            partial folder is deleted; after any other error, the next build resumes with the finished files.
+            partial folder is deleted. After any other error, the next build resumes with the finished files.
         needed_bytes: Free disk space required for the build.
         to: Folder to create. Defaults to a folder in the store.
         progress: Reports progress while reading and writing.
@@ -257,7 +257,7 @@ def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | No
 def _existing(
     kind: PreparedKind, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
 ) -> PreparedModel | None:
-    """Return the prepared model in `folder` if it is intact. Delete it if it is damaged or outdated."""
+    """Return the prepared model in `folder` if it is intact, or delete it if it is damaged or outdated."""
     if not folder.exists():
         return None
     if not (folder / MANIFEST).exists():

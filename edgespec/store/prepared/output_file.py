@@ -1,4 +1,4 @@
-"""Convert folders of heads and draft models to files. A file gets its final name only when it is complete."""
+"""Convert folders of heads and draft models to files, which get their final names only when complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_conversion(
     Args:
         output: The file to write. An existing file is replaced once the new one is complete.
         what: Description of the model, for error messages.
-        convert: Function that writes the file to the given path.
+        convert: Writes the file to the given path.
         setting: The option or environment variable that chose the output's folder, for error messages.
 
     Raises:

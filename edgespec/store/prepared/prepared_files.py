@@ -81,8 +81,7 @@ def find_prepared(
 ) -> PreparedModel | None:
     """Find the newest model that was prepared from `source`.
 
-    This function does not check the files. Use `check_prepared` for that. Folders with an unreadable manifest
-    are ignored.
+    The files are not checked. Use `check_prepared` for that. Folders with an unreadable manifest are ignored.
 
     Args:
         kind: Kind of the prepared model.
@@ -154,7 +153,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
     Args:
         prepared: The prepared model.
         source: Source model to check for changes. If None, only the prepared files are checked.
-        full: Hash whole files. If False, compare only the size and a few blocks of each file.
+        full: Whether to hash whole files instead of comparing only the size and a few blocks of each.
 
     Raises:
         ModelFileError: A file is missing or damaged, or the source has changed.

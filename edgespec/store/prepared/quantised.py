@@ -1,4 +1,4 @@
-"""Make copies of models in another quantisation type, which are then run instead of the originals."""
+"""Copy models to another quantisation type, to run the copies instead of the originals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXTRA_BYTES = 16 << 20
 
 
 def find_quantised(path: Path, type_name: str) -> Path | None:
-    """Return the file of the copy that `prepare_quantised` made, or None if it is missing or damaged."""
+    """Return the file of a copy made by `prepare_quantised`, or None if it is missing or damaged."""
     prepared = find_prepared("quantised", path, {"type": type_name})
     try:
         if prepared is not None:
@@ -39,7 +39,7 @@ def prepare_quantised(path: Path, type_name: str, progress: Progress | None = No
         progress: Reports progress while reading and writing.
 
     Returns:
-        The file of the copy, which is in the store.
+        The copy's file in the store.
 
     Raises:
         ModelFileError: The model cannot be read, or the copy cannot be written.
