@@ -106,14 +106,14 @@ def _load_pair(pair: ModelPair, request: LoadRequest, progress: Progress | None)
         load_options = with_own_adapters(connected, pair.target)
         trial_notice = ""
         if not request.trust:
-            # A target on workers can be larger than this machine's memory, so only its metadata is tried.
+            # A target on workers may exceed this machine's memory, so try only its metadata.
             trial = load_options if request.machines is None else replace(load_options, memory_bytes=0)
             pair, trial_notice = try_pair(pair, trial, progress)
         budget = budget_for(pair.backends, request.drafting.arguments)
         planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         check_fits(planned)
         runtime = _load_planned(planned, trial_notice, progress)
-        # From now on, closing the target releases the workers.
+        # The target now owns the workers and releases them when it is closed.
         undo.pop_all()
     return runtime
 
@@ -155,7 +155,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             )
             undo.callback(drafters.close)
             for method in drafting.methods:
-                # Report a missing drafter now, instead of at the first reply.
+                # Report a missing drafter now rather than at the first reply.
                 drafters.choose(method)
             session_models.append(SessionModels(each, draft.model if draft else None, drafters))
         entry = pair.target.entry

@@ -40,7 +40,7 @@ class ReplyStream:
         prompt_logprobs: See `Reply.prompt_logprobs`. Complete before the stream yields text.
     """
 
-    # Read by `__del__` if the constructor raised an exception. There is then no reply to end.
+    # Class-level default for `__del__`, in case the constructor raised and there is no reply to end.
     _ended = True
 
     def __init__(
@@ -53,7 +53,7 @@ class ReplyStream:
         syntax: CallSyntax | None = None,
         stop_searches: Sequence[StopSearch] = (),
     ) -> None:
-        # Replaced by the session that generates the reply, once the reply has started.
+        # Replaced by the session that generates the reply once it has started.
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
@@ -78,7 +78,7 @@ class ReplyStream:
         self._splitter = ReplySplitter(reply_start, syntax)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        # The log-probabilities of tokens that could still belong to a stop string.
+        # Log-probabilities of tokens that could still turn out to be part of a stop string.
         self._undecided_logprobs: deque[TokenLogprobs] = deque()
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._finish_reason: FinishReason = "cancelled"
@@ -151,7 +151,7 @@ class ReplyStream:
             self._reading.release()
 
     def __del__(self) -> None:
-        # Do not wait for the lock, because garbage collection can run in a thread that holds it.
+        # Do not wait for the lock: garbage collection may run in a thread that already holds it.
         if not self._ended and not self._finish(failed=False, wait=False):
             self._session.end_later(self.close)
 
@@ -182,7 +182,7 @@ class ReplyStream:
             else:
                 self._add(step)
         except BaseException as error:
-            # A reply stopped by Ctrl-C keeps its text and counts as cancelled, not as failed.
+            # A reply stopped by Ctrl-C keeps its text and counts as cancelled rather than failed.
             self._finish(failed=isinstance(error, Exception))
             raise
         finally:
@@ -278,7 +278,7 @@ def _text_chunks(
         raw = "".join(texts[start:end])
         values = tuple(value for each in logprobs[start:end] for value in each)
         calls = parts[-1].calls
-        # A delta without an id continues an earlier call, which came before the text.
+        # A delta without an id continues an earlier call, which precedes the text.
         continued = [delta for delta in calls if not delta.id]
         yield from (TextChunk("", 0, accepted, tool_call=delta) for delta in continued)
         yield TextChunk(shown, tokens_per_text * len(parts), accepted, reasoning, raw, values)

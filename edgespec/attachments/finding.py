@@ -55,7 +55,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
         ) from error
     if pattern[-1] == "**":
         pattern = (*pattern, "*")
-    # Skip files that have been deleted since the last commit, because Git still lists them.
+    # Skip deleted files, which Git lists until the deletion is committed.
     found = [
         each
         for each in listing.paths
@@ -75,8 +75,8 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     """Return whether a path matches a pattern, both split at slashes."""
-    # The numbers of parts of the pattern that can match the parts of the path so far. Trying each number of
-    # folders for each `**` would take exponential time.
+    # The set of pattern positions reachable after the path parts so far. Backtracking over every `**` would
+    # take exponential time.
     matched = _skip_stars({0}, pattern)
     for part in parts:
         next_matched = set()

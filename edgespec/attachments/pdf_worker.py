@@ -27,7 +27,7 @@ def main() -> None:
     except MemoryError:
         text, problem = "", "extracting its text needs too much memory"
     except Exception:
-        # pypdf can raise almost any exception for a damaged file.
+        # pypdf can raise almost any exception on a damaged file.
         text, problem = "", "the file is damaged"
     sys.stdout.write(json.dumps([text, problem]))
 

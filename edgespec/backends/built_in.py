@@ -217,7 +217,7 @@ def _llama_cpp_build() -> str:
 def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     from edgespec.backends.llamacpp.loading import repacks_weights
 
-    # A model that was split for early exit is a folder.
+    # A folder is a model that was split for early exit.
     return not path.is_dir() and repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
 
 

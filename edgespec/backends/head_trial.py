@@ -113,7 +113,7 @@ def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[i
         tokens: The tokens that the target has processed.
         best: The target's top token after each of the last `len(best)` tokens.
     """
-    # The head cannot run the first token, which follows no hidden state.
+    # The head cannot run the first token, because no hidden state precedes it.
     begin = max(1, len(tokens) - len(best))
     if begin == len(tokens):
         return 0

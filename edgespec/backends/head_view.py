@@ -77,9 +77,9 @@ class CachedHeadView(HeadView[M]):
     """
 
     _length: int
-    # Maximum number of tokens per pass of a prefill.
+    # Maximum number of tokens per prefill pass.
     _batch_tokens: int
-    # Number of nodes in the current draft tree that the head processed with the target's own hidden states.
+    # Number of nodes in the current draft tree that were run with the target's own hidden states.
     _known_nodes = 0
 
     @property

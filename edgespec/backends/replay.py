@@ -89,13 +89,13 @@ class ReplayModel(BaseModel):
         limits = replace(inner.facts.capabilities, tree=False, max_branches=1, partial_truncate=False)
         capabilities = replace(limits, rollback=True, reason=reason)
         self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
-        # Position of the first token in `_known`. Greater than 0 if the tokens before it came from a
-        # snapshot, which does not contain their IDs.
+        # Position of the first token in `_known`. Greater than 0 if earlier tokens came from a snapshot,
+        # which does not contain their IDs.
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
         self._round: list[int] = []
-        # Number of tokens that the wrapped model has run but not committed.
+        # Number of tokens that the wrapped model has run but not committed yet.
         self._open = 0
 
     @property
@@ -264,7 +264,8 @@ class ReplayModel(BaseModel):
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         if not isinstance(method, Head):
             return super().self_draft(method)
-        # Clear the cache, because the wrapped model runs a token to check that its hidden states can be read.
+        # Clear the cache first, because the wrapped model runs a token to check that its hidden states can be
+        # read.
         self.truncate(0)
         return self._inner.self_draft(method)
 

@@ -140,8 +140,7 @@ class ResidualNetwork:
         """
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._heads[head](inputs)
-        # Very large weights can make logits overflow. Replace NaN, so that the drafts are useless but still
-        # valid.
+        # Very large weights can make logits overflow. Replacing NaN makes the drafts useless but valid.
         return logits if np.isfinite(logits).all() else np.nan_to_num(logits)
 
 
@@ -384,8 +383,8 @@ class ResidualHeadView(HeadView[BaseModel]):
 
     @property
     def length(self) -> int:
-        # A recurrent target may have been rewound, which makes it shorter than the text until its next pass.
-        # The log still covers the whole text.
+        # A recurrent target may have been rewound, so it can lag behind the sequence until its next pass. The
+        # log still covers the whole sequence.
         return max(self._target.length, self.log.end)
 
     def _states_before(self, count: int) -> Array:
@@ -444,7 +443,7 @@ class ResidualHeadView(HeadView[BaseModel]):
     def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
         """Fill in the logits of all nodes that belong to this head."""
         at = [i for i, node in enumerate(nodes) if node.head == head]
-        # Run each distinct input once, because all nodes of a Medusa tree at the same depth share one input.
+        # Run each distinct input only once: all nodes of a Medusa tree at the same depth share one input.
         inputs = {id(nodes[i].inputs): nodes[i].inputs for i in at}
         logits = dict(zip(inputs, self._network.logits(head, np.array([*inputs.values()])), strict=True))
         for i in at:

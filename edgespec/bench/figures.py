@@ -200,7 +200,7 @@ def oracle_comparisons(
         ratios = {config: _ratios(by_config.get(config, ()), plain, _speed) for config in configs}
         prompts = [name for name in ratios[PLAIN] if all(name in found for found in ratios.values())]
         if prompts:
-            # A method that drafted nothing decodes plainly, so that it is the fastest only by chance.
+            # A method that drafted nothing is plain decoding, so it is fastest only by chance.
             silent = {config for config in configs if not _has_drafted(by_config.get(config, ()))}
             kept = {config: [found[name] for name in prompts] for config, found in ratios.items()}
             comparisons.append(_oracle_comparison(temperature, category, len(prompts), kept, silent))
@@ -251,7 +251,7 @@ def _pairing_key(row: Measurement) -> tuple[str, float, int]:
 
 
 def _speed(row: Measurement) -> float:
-    # A reply of one token has no decoding speed if the last pass over the prompt computed the token.
+    # A one-token reply has no decoding speed if the prompt's last pass produced the token.
     return row.reply.stats.tokens_per_second or _whole_speed(row)
 
 

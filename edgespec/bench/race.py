@@ -127,7 +127,7 @@ class Race:
 
     @property
     def is_faster(self) -> bool:
-        # Without accepted tokens, a higher speed can only come from other programs or the order of the runs.
+        # Without accepted tokens, a higher speed can come only from other programs or the order of the runs.
         return self.is_fair and self.has_accepted and self.speed_up > 1 + _EQUAL_SPEEDS
 
     @property

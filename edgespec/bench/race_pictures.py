@@ -138,7 +138,7 @@ class Picture:
             f'<rect width="{width:.0f}" height="{height:.0f}" rx="8" fill="#15171c"/>',
             '<g font-family="ui-monospace,Menlo,Consolas,monospace" font-size="14" xml:space="preserve">',
         ]
-        # The last event at each position replaces the earlier ones.
+        # Keep only the last event at each position.
         for event in {(each.row, each.column): each for each in self.events}.values():
             x = _MARGIN + event.column * _CELL_WIDTH
             y = _MARGIN + (event.row + 0.8) * _LINE_HEIGHT

@@ -260,7 +260,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # Count one token per depth of a draft tree, because at most one can be accepted.
+        # Count one token per level of a draft tree, because at most one of them can be accepted.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

@@ -33,12 +33,12 @@ class AttachedFile:
     @property
     def block(self) -> str:
         """The file as Markdown: its name, and its text in a code block."""
-        # The fence must be longer than any run of backticks in the text, because programs differ in what they
-        # consider the start of a line.
+        # Make the fence longer than any run of backticks in the text, because programs disagree on what
+        # starts a line.
         longest = max(map(len, re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         line_break = "" if self.text.endswith("\n") or not self.text else "\n"
-        # Ignore unusual file extensions, because a backtick after the fence would end the code block at once.
+        # Ignore unusual file extensions, because a backtick after the fence would end the code block.
         language = re.fullmatch(r"\.([\w+#-]+)", PurePath(self.name).suffix)
         return f"{self.name}:\n{fence}{language[1] if language else ''}\n{self.text}{line_break}{fence}"
 

@@ -70,7 +70,7 @@ class ControlTokenEscaping:
         self.literals: dict[int, str] = {}
         texts = (text for message in messages for text in (message.reasoning, *message.prompt_texts))
         used_characters = set().union(*texts, *_strings(list(tools)))
-        # Use two Unicode private-use characters that occur in no message to mark placeholders.
+        # Mark placeholders with two Unicode private-use characters that occur in no message.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 
@@ -102,7 +102,7 @@ class ControlTokenEscaping:
         self, tools: Sequence[Mapping[str, Any]], scanner: TextScanner, progress: Progress | None
     ) -> tuple[Mapping[str, Any], ...]:
         """Return the definitions of tools with their control tokens replaced by placeholders."""
-        # Scan all texts together. Most tools contain no control tokens.
+        # Scan all strings at once, because most tools contain no control tokens.
         control_tokens = scanner.scan("\n".join(_strings(list(tools))), progress).control_tokens
         if not control_tokens:
             return tuple(tools)

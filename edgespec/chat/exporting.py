@@ -62,7 +62,7 @@ def as_html(chat: SavedChat) -> str:
 
     The model's reasoning is collapsed.
     """
-    # With `html` off, tags in a reply are shown as text, so that the page cannot run scripts from a model.
+    # With `html` off, tags in a reply are shown as text, so the page cannot run scripts from a model.
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
     sections = "".join(
         f"<section><h2>{_NAMES[message.role]}</h2>{_message_as_html(message, markdown)}</section>\n"
@@ -145,7 +145,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
     except FileExistsError:
         raise OptionError(f"the file {path} already exists", "choose another file name") from None
     except (OSError, ValueError) as error:
-        # Opening a file whose name contains a null character raises ValueError.
+        # Opening a file whose name contains a NUL character raises ValueError.
         if is_created:
             with suppress(OSError):
                 path.unlink()

@@ -63,7 +63,7 @@ class _Reader:
     def __init__(self, stream: TextIO, max_characters: int) -> None:
         self._stream, self._max_characters = stream, max_characters
         self._decode = json.JSONDecoder().raw_decode
-        # The text that has been read but not yet parsed starts at `_at`.
+        # Text that has been read but not parsed yet starts at `_at`.
         self._text, self._at = "", 0
 
     def skip(self, mark: str) -> bool:
@@ -91,12 +91,12 @@ class _Reader:
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
-                # A number at the end of the text read so far may be incomplete.
+                # A number at the end of the text may be incomplete.
                 if end < len(self._text) or not self._read(size):
                     self._at = end
                     return value
             except ValueError:
-                # The value may just be incomplete, so read more of it.
+                # The value may only be incomplete, so read more.
                 if len(self._text) - self._at > self._max_characters:
                     raise ItemTooLargeError from None
                 if not self._read(size):
@@ -194,7 +194,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
         return
-    # Decompress the whole file first, because errors in a compressed file appear only when it is read.
+    # Decompress the whole file first, because errors in a compressed file appear only during reading.
     with tempfile.TemporaryFile() as unpacked:
         _unpack(path, unpacked)
         unpacked.seek(0)
@@ -214,7 +214,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
     except OSError:
         raise
     except Exception as error:
-        # The errors of a damaged file depend on its compression method, so catch all of them.
+        # Which error a damaged file causes depends on its compression method, so catch all of them.
         raise OSError("the ZIP file is damaged or encrypted") from error
 
 

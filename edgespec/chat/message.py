@@ -52,7 +52,7 @@ class Message:
         """The whole text of the message, including any reasoning and its markers."""
         before, after = self.markers
         if self.reasoning and not before:
-            # A reply without an answer ended while the model was reasoning.
+            # A reply without an answer was cut off while the model was reasoning.
             before, after = _DEFAULT_MARKERS if self.content else (_DEFAULT_MARKERS[0], "")
         return before + self.reasoning + after + self.content
 
@@ -166,7 +166,7 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
 def _seconds(number: int, value: object) -> float | None:
     if value is None:
         return None
-    # An integer can exceed all floats.
+    # A Python integer can be larger than any float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise OptionError(
             f"the reasoning_seconds of message {number} must be a number of seconds, not {value!r}",

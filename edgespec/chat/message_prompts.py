@@ -57,7 +57,7 @@ class MessagePrompts:
         self._cached_prefixes = cached_prefixes
         self._other_template, self._model_name = other_template, model_name
         self._builder: PromptBuilder | None = None
-        # Reentrant, because garbage collection during a build can end an abandoned reply, which calls
+        # Reentrant, because garbage collection during `build` can end an abandoned reply, which calls
         # `remember`.
         self._lock = threading.RLock()
 

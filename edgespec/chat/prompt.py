@@ -126,7 +126,7 @@ class PromptBuilder:
         self._scanner = TextScanner(vocabulary)
         self._added_tokens: int | None = None
         # Recent prompts, newest last. Each is stored with and without its reply, because regenerating a reply
-        # needs the prompt alone.
+        # requires the prompt alone.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
     def build(
@@ -157,8 +157,8 @@ class PromptBuilder:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, False, progress)
-            # Append tokens only if the first is a control token, because other tokens could merge with
-            # earlier text.
+            # Append tokens only if the first one is a control token, because others could merge with earlier
+            # text.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
@@ -226,8 +226,7 @@ class PromptBuilder:
     def _plain_tokens(self, text: str) -> list[int]:
         """Return tokens that decode to exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
-        # Some tokenizers prepend a space. Try variants of the text until the tokens decode to exactly the
-        # text.
+        # Some tokenizers prepend a space, so try variants of the text until the tokens decode to it exactly.
         for anchored in (text, text.removeprefix(" "), f"\n{text}"):
             tokens = vocabulary.tokenize(anchored, special=False, start=False)
             for first in range(3):
@@ -306,7 +305,7 @@ class PromptBuilder:
         Reasoning is not counted, because most templates drop it.
         """
         content = "\n".join(filter(None, message.prompt_texts))
-        # Do not tokenize a message that is certainly too long for the context.
+        # Do not tokenize a message that is bound to exceed the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count
@@ -328,7 +327,7 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        # Include control tokens such as `<think>`, because chat templates write them as text.
+        # Include control tokens such as `<think>`, because chat templates render them as text.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")
         self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
@@ -354,7 +353,7 @@ class PromptBuilder:
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
             if not encoded.startswith(piece, at):
                 if i == 0 and control:
-                    # Skip the start token, which the tokenizer adds and chat templates do not write.
+                    # Skip the start token, which the tokenizer adds and chat templates do not render.
                     continue
                 break
             if control:

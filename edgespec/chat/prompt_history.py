@@ -61,7 +61,7 @@ class PromptHistory:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._path.exists():
                 regular_file_bytes(self._path)  # Opening a pipe would wait for a program that reads it.
-            # Append the line with a single write, so that it is not mixed with lines of other programs.
+            # Append the line in a single write, so that it does not interleave with other processes' lines.
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(handle, _line(prompt))

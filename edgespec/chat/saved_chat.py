@@ -85,7 +85,7 @@ class SavedChat:
     def encoded(self) -> bytes:
         """Return the contents of the chat's file. Raises ChatFileError if it is too large to read."""
         text = json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n"
-        # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8 and are replaced.
+        # Replace lone surrogates, which pasted text can contain and UTF-8 cannot encode.
         data = text.encode("utf-8", "replace")
         if len(data) > _MAX_FILE_BYTES:
             raise ChatFileError(

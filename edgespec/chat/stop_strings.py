@@ -43,7 +43,7 @@ class StopSearch:
         The length of the reply up to the stop string. If no stop string has been found, the length up to
         the first character that could still belong to one.
         """
-        # Feed the splitter single characters, so that the position of the answer in the whole text is known.
+        # Feed the splitter character by character, to keep track of the answer's position in the whole text.
         for part in text if self._splitter else [text]:
             self._length += len(part)
             if self._splitter:

@@ -121,7 +121,7 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # Do not overwrite an unreadable file, because a newer version of edgespec may have written it.
+            # Do not overwrite an unreadable file, which a newer version of edgespec may have written.
             return self._path(chat_id).exists()
 
     @contextmanager
@@ -241,7 +241,7 @@ class ChatStore:
         return file.name, known
 
     def _path(self, chat_id: str) -> Path:
-        # The ID becomes a file name, so an invalid one could point to another folder.
+        # The ID becomes a file name, so an invalid one could escape the folder.
         if not _ID.fullmatch(chat_id):
             raise ChatFileError(f"{chat_id!r} is not a chat ID", "choose one from the list of saved chats")
         return self.folder / f"{chat_id}.json"

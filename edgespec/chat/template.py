@@ -45,7 +45,7 @@ class TemplateSettings:
             enabled = self.thinking == "on"
             variables |= {"enable_thinking": enabled, "thinking": enabled}
         if self.thinking == "off":
-            # gpt-oss cannot be prevented from reasoning. With `low`, it reasons as little as possible.
+            # gpt-oss always reasons. With `low`, it reasons as little as possible.
             variables["reasoning_effort"] = "low"
         return variables
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         self.source = source
         self._tool_support = ToolSupport(source, self.call_form)
         self._quirks = SourceQuirks(source)
-        # The content format that the template expects for each kind of message that has been probed.
+        # The content format that the template expects, for each kind of message probed so far.
         self._forms: dict[str, str | None] = {}
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         self._lock = threading.Lock()
@@ -129,7 +129,7 @@ class ChatTemplate:
         error: TemplateError | None = None
         for variant in accepted_variants(messages, self._tool_support):
             kinds = kinds_of(variant)
-            # The format is irrelevant for a message without text, such as a reply that only calls tools.
+            # The format does not matter for a message without text, such as a reply that only calls tools.
             forms = [
                 self._content_form(kind, progress) or (None if message.content else "text")
                 for kind, message in zip(kinds, variant, strict=True)
@@ -168,13 +168,13 @@ class ChatTemplate:
             A key of `CONTENT_FORMS`, or None if the template omits the text in every format.
         """
         if kind not in self._forms:
-            # The probe's other messages use the format of user messages, which is probed first.
+            # The probe's other messages use the user message format, which is probed first.
             others = "text" if kind == "user" else self._content_form("user", progress) or "text"
             kinds, found, rejected = kinds_of(PROBES[kind]), None, False
             for form in CONTENT_FORMS:
                 forms = [form if each == kind else others for each in kinds]
                 reply = self._try(PROBES[kind], forms, progress, DEFAULT_SETTINGS)
-                # Some templates change the case of the text, or write a list of parts as Python shows it.
+                # Some templates change the case of the text or print a list of parts as Python's repr.
                 prompt = reply.get("text", "").casefold()
                 if PROBE_TEXT in prompt and f"'text': '{PROBE_TEXT}'" not in prompt:
                     found = form

@@ -39,7 +39,7 @@ CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
 )
 """Formats of a message's content, keyed by name. The first with which the text reaches the prompt is used."""
 
-# A word that no template contains or changes.
+# A word that no template contains or alters.
 PROBE_TEXT = "qzprobetextzq"
 
 

@@ -121,7 +121,7 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except SyntaxError as error:
-        # Jinja raises a plain SyntaxError only if the template is nested too deeply.
+        # Jinja raises a plain SyntaxError only for excessive nesting.
         raise RecursionError from error
 
 

@@ -52,7 +52,7 @@ class ReplyText:
         self._released: list[str] = []
         self._released_length = 0
         self._fresh: list[ReleasedText] = []
-        # The positions in the text at which each token begins and ends that is not certain to belong to it.
+        # The start and end positions of the tokens that may not belong to the text.
         self._undecided: deque[tuple[int, int]] = deque()
 
     @property
@@ -69,7 +69,7 @@ class ReplyText:
             return True
         text = self._decoder.decode(self._piece(token))
         self._held += text
-        # The bytes that wait in the decoder belong to the next character.
+        # Bytes pending in the decoder belong to the next character.
         waiting, _ = self._decoder.getstate()
         self._undecided.append((start, start + len(text) + bool(waiting)))
         ends = [search.feed(text) for search in self._searches]
@@ -102,7 +102,7 @@ class ReplyText:
         """
         count, cut, end = 0, 0, self._released_length
         if not self._searches:
-            # A part of a character is certain to be part of the text, too.
+            # Without a search, an incomplete character belongs to the text as well.
             end += 1
         while self._undecided and self._undecided[0][1] <= end:
             self._undecided.popleft()

@@ -109,7 +109,7 @@ class ExportedCheckpoints:
             raise BackendError(
                 f"the state after {checkpoint.length:,} tokens cannot be restored", "load the model again"
             )
-        # Remove the KV cells of later tokens, which importing the checkpoint leaves unchanged.
+        # Remove the KV cells of later tokens, which importing the checkpoint does not touch.
         self._context.drop(0, checkpoint.length)
 
     def release_dropped(self) -> None:

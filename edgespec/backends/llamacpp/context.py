@@ -176,11 +176,10 @@ class LlamaContext(KvSequences):
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # Keep KV cells outside the sliding attention window, because attention needs them again after a
-        # rollback.
+        # Keep KV cells outside the sliding attention window, because they are needed again after a rollback.
         params.swa_full = True
         params.kv_unified = True
-        # Disable llama.cpp's pooling, which cannot pool long texts. `Pooling` implements it instead.
+        # Disable llama.cpp's pooling, which cannot handle long texts. `Pooling` is used instead.
         params.pooling_type = lib.LLAMA_POOLING_TYPE_NONE
         params.no_perf = True
         self._model, self._target, self._adapters = model, target, adapters
@@ -188,8 +187,7 @@ class LlamaContext(KvSequences):
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
         self.kv_readers: list[LlamaContext] = []
-        # Number of calls to `allocate`. The contexts of heads compare it to notice that this context was
-        # replaced.
+        # Number of calls to `allocate`, by which head contexts notice that this context was replaced.
         self._generation = 0
         # Settings of the current llama_context. `is_stale` compares them with the required settings.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
@@ -244,7 +242,7 @@ class LlamaContext(KvSequences):
         self._taps.apply(context)
         self.apply_adapters()
         for reader in self.kv_readers:
-            # If there is too little memory, the head stays without a context and cannot draft.
+            # If memory is short, the head is left without a context and cannot draft.
             with suppress(MemoryBudgetError):
                 reader.allocate(reader.plan.with_tokens(plan.tokens))
 
@@ -298,7 +296,7 @@ class LlamaContext(KvSequences):
             reader.release()
         context = self._detach()
         self.tokens = 0
-        # Replace the NumPy view of the logits, because `llama_free` frees the memory that it refers to.
+        # Drop the NumPy view of the logits, because `llama_free` frees the underlying memory.
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
         if context:
@@ -401,7 +399,7 @@ class LlamaContext(KvSequences):
 
         Run at most `max_width` tokens, or `batch_tokens` if the hidden states were chosen with `tap_states`.
         """
-        # Request logits for all tokens. Otherwise, llama.cpp does not compute all of their hidden states.
+        # Request logits for all tokens, because llama.cpp otherwise skips some of their hidden states.
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=True)
         self._hook.clear()
@@ -467,7 +465,7 @@ class LlamaContext(KvSequences):
         """Set the thread count of the next pass to the number of cores that other programs leave free."""
         if self._thread_count and (threads := self._thread_count.update()) != self.threads:
             self._lib.llama_set_n_threads(self._context, threads, threads)
-            # Store the number of threads for `allocate`, which creates a new context.
+            # Remember the number of threads for when `allocate` creates a new context.
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def set_interrupt(self, requested: bool) -> None:

@@ -97,8 +97,8 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     same_type = has_latent_attention(weights)
     if states is None:
         types = choose_kv_types(options, same_type=same_type)
-        # Reserve one llama.cpp sequence for each branch of the draft tree, one for moving KV cells, and one
-        # for `WindowSlot`.
+        # Reserve one llama.cpp sequence per branch of the draft tree, one for moving KV cells, and one for
+        # `WindowSlot`.
         slots, sequences = options.parallel, options.max_branches + 1
         sequences += slots > 1 and library().llama_model_n_swa(weights) > 0
         whole = ContextPlan(wanted * slots, types, sequences * slots, slots=slots)
@@ -109,7 +109,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
             token_bytes=kv_bytes_per_token(weights, types),
         )
     types = choose_kv_types(options, same_type=same_type)
-    # Reserve one llama.cpp sequence for the text, and one for each checkpoint.
+    # Reserve one llama.cpp sequence for the committed tokens and one per checkpoint.
     sequences, checkpoint_bytes = 1 + MAX_CHECKPOINTS, 0
     if states.checkpoint_bytes:
         sequences, checkpoint_bytes = 1, MAX_CHECKPOINTS * states.checkpoint_bytes
@@ -221,7 +221,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
     """Measure the KV cache sizes of a model with compressed keys. No tokens are processed."""
     sizes = []
-    # The second context is the smallest that needs two blocks of keys for every four tokens.
+    # The second size is the smallest that needs two blocks of the keys that combine four tokens each.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
         small = ContextPlan(tokens, _F16, 1)
         context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)

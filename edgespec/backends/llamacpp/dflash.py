@@ -76,7 +76,7 @@ class _MRopeBatch(Batch):
         logits: bool | Sequence[bool],
     ) -> None:
         super().put(inputs, positions, sequences, logits)
-        # Time, height and width are equal for text tokens.
+        # For text tokens, time, height and width are the same.
         rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
         rows[:-1], rows[-1] = positions, 0
 
@@ -421,7 +421,7 @@ class DFlashHead(CachedHead):
         if self._markov:
             return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():
-            # Return a view, because copying the row for each token would be slow for large vocabularies.
+            # Return a view, because copying the row for every token would be slow with large vocabularies.
             return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
         rows: NDArray[np.float32] = self._rows[depths]
         return rows
@@ -445,7 +445,7 @@ def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
     def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         layers = target_layers(target, weights, head.shown_path, library().llama_model_n_embd(weights))
         shape = read_block_shape(path, target.facts.vocab_size)
-        # One branch is enough, because a draft tree needs only one pass over a single block.
+        # One branch is enough, because any draft tree takes only one pass over a single block.
         options = replace(options, max_branches=1, batch_tokens=_BATCH_TOKENS, max_logit_rows=shape.tokens)
         plan, free = plan_context(weights, options), partial(library().llama_model_free, weights)
         found = HeadWeights(weights, path, name, options, plan, free, head.shown_path)
@@ -517,8 +517,8 @@ def _estimate(
     block_tokens: int,
 ) -> MemoryEstimate:
     compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
-    # llama.cpp sizes its buffers for a batch of two blocks. It includes the Markov head only if two blocks
-    # fill the batch, so heads with smaller blocks need no memory for it.
+    # llama.cpp sizes its buffers for a batch of two blocks, and includes the Markov head only if two blocks
+    # fill the batch. Heads with smaller blocks therefore need no memory for it.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(

@@ -163,8 +163,8 @@ class Eagle1Head(AttentionHeadView):
             raise
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._output(np.array(self._own_states[first:]))
-        # Very large hidden states can make logits overflow. Replace NaN and infinite values: the drafts are
-        # then useless, but valid.
+        # Very large hidden states can make logits overflow. Replacing NaN and infinity makes the drafts
+        # useless but valid.
         return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
     def _run_tree(self, tree: TokenTree, first: int) -> None:
@@ -172,7 +172,7 @@ class Eagle1Head(AttentionHeadView):
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._keep(self.length)
-            # During warm-up, the root is processed even though the target has not processed any tokens.
+            # During warm-up, the root is run even though the target has not processed any tokens.
             known = max(self.log.end - self._length, 0)
             start = self._known_nodes = sum(depth <= known for depth in tree.depths)
             self._run_nodes(tree, visible, (0, start), self._logged_states(self.length, start))
@@ -267,7 +267,7 @@ class LoadedEagle1Head:
     ) -> None:
         self._folder, self._facts, self._network = folder, facts, network
         self._embed, self._output = embed, output
-        # The hidden state that the head reads. The first view finds it out.
+        # The hidden state that the head reads, determined when the first view is opened.
         self._chosen: int | None = None
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> Eagle1Head:
@@ -286,7 +286,7 @@ class LoadedEagle1Head:
 
         def choices() -> Iterator[Eagle1Head]:
             # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the
-            # state before the norm, which not all architectures can provide.
+            # state before the norm, which is not available for all architectures.
             yield tried_head(POST_NORM)
             with suppress(CapabilityError):
                 yield tried_head(library().llama_model_n_layer(target.weights[0]))

@@ -55,7 +55,8 @@ def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
     """
     check_assistant(path, Path(target.facts.path), target.facts.name)
     if target.options.parallel > 1:
-        # It reads the KV cells of the target's first llama.cpp sequence, which belongs to one reply.
+        # The head reads the KV cells of the target's first llama.cpp sequence, which belongs to a single
+        # reply.
         raise CapabilityError(
             f"the Gemma 4 assistant {path.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
@@ -77,7 +78,7 @@ def _checked_view(parts: HeadParts) -> AssistantHead:
     if target.length or not target.free_tokens:
         return head
     try:
-        # `HeadFile` cannot check the logits of this head while the target's cache is empty.
+        # `HeadFile` cannot check this head's logits while the target's cache is empty.
         target.prefill([0])
         check_finite(head, parts.weights.path)
     except BaseException:
@@ -157,8 +158,8 @@ class AssistantHead(HeadView[HeadTarget]):
         check_tokens_fit(self, tree.width)
         check_draft_width(tree.width, self.facts.capabilities.max_width)
         self._own_states = self._own_states[:first]
-        # Run each node in a later pass than its parent, because its input is the hidden state after the
-        # parent.
+        # Run each node in a later pass than its parent, because it takes the hidden state after the parent as
+        # input.
         *earlier, last = tree.independent_ranges(first)
         rows = [self._run(tree, *nodes).copy() for nodes in earlier]
         logits = self._run(tree, *last)
@@ -177,7 +178,7 @@ class AssistantHead(HeadView[HeadTarget]):
             HeadPass("draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count)
         )
         self._own_states = np.concatenate([self._own_states, rows.states])
-        # With no committed tokens, attention divides by zero. This happens only in warm-up passes.
+        # Without committed tokens, which happens only during warm-up, attention divides by zero.
         return rows.logits if position else np.zeros_like(rows.logits)
 
     def interrupt(self, enabled: bool) -> None:
@@ -193,8 +194,7 @@ def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> P
     """Return a context for a head that reads the target's KV cells."""
     shared, options = target.context, weights.options
     plan = weights.max_plan.with_tokens(shared.tokens)
-    # Export the target's KV cells, because llama.cpp empties the cache when it creates a context that reads
-    # it.
+    # Save the target's KV cells, because llama.cpp clears the cache when it creates a context that reads it.
     try:
         cells = shared.export_cells(0, 0, target.length)
     except MemoryError as error:

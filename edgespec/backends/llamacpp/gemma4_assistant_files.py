@@ -94,15 +94,15 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
     if size != target_size:
         return f"hidden states of size {size:,}, not {target_size:,}"
     windowed, layers = _windowed(needed), needed.architecture_number("block_count")
-    # In llama.cpp, layers with a sliding window read the KV cells of the target's second to last layer, and
-    # all others those of its last layer.
+    # In llama.cpp, sliding-window layers read the KV cells of the target's second to last layer, and all
+    # other layers read those of its last layer.
     if len(windowed) != layers or windowed[-2:] != [True, False]:
         return "a sliding window in the second to last layer but not in the last one, unlike"
     own_kv = layers - needed.architecture_number("attention.shared_kv_layers")
     for layer, is_windowed in enumerate(_windowed(own)):
         from_end = 2 if is_windowed else 1
-        # The target's last layers may have no KV cells of their own, and share those of the last two layers
-        # that have some.
+        # The target's last layers may have no KV cells of their own and share those of the last two layers
+        # that do.
         read = layers - from_end if layers - from_end < own_kv else own_kv - from_end
         shape, target_shape = _kv_shape(own, layer, is_windowed), _kv_shape(needed, read, is_windowed)
         if shape != target_shape:

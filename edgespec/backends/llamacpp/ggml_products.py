@@ -55,8 +55,8 @@ class GgmlProducts:
         )
         weakref.finalize(self, self._lib.ggml_gallocr_free, self._allocator)
         device = self._lib.ggml_backend_get_device(self._backend)
-        # Look up the function through ggml, because llama.cpp may load the CPU library at run time, and
-        # ctypes then finds no symbol for it.
+        # Look up the function through ggml, because ctypes cannot find the symbol if llama.cpp loads the CPU
+        # library at run time.
         address = self._lib.ggml_backend_reg_get_proc_address(
             self._lib.ggml_backend_dev_backend_reg(device), b"ggml_backend_set_n_threads"
         )

@@ -96,8 +96,8 @@ class GgufModel(BaseModel):
             try:
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
-                # Truncate the KV cells but not the logs of hidden states. After a rollback, a recurrent model
-                # processes tokens again whose hidden states are already known.
+                # Truncate the KV cells but not the hidden-state logs: after a rollback, a recurrent model
+                # reprocesses tokens whose hidden states are already known.
                 for cells in self._all_cells:
                     cells.truncate(self.length)
                 raise
@@ -198,8 +198,8 @@ class GgufModel(BaseModel):
             for context, plan in zip(self._contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
-            # Notify the heads even if the size is unchanged, because their contexts may refer to a context
-            # that was replaced.
+            # Notify the heads even if the size is unchanged, because their contexts may refer to the old
+            # context.
             self._now_sized(before[0].tokens, sum(plan.kv_bytes for plan in before))
             raise
         finally:

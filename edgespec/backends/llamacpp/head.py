@@ -94,7 +94,7 @@ class CachedHead(CachedHeadView[HeadTarget]):
         tokens, context = self._target.facts.context_tokens, self._context
         assert isinstance(context, HeadContext)  # The size of a slot never changes.
         if not tokens:
-            # The target lost its KV cache. Free the head's too, until the target's is allocated again.
+            # The target lost its KV cache, so free the head's as well until the target's is reallocated.
             self._cells.length = 0
             context.release()
             return
@@ -175,8 +175,7 @@ class PairHead(CachedHead):
         """Return input states for the nodes from `first` on: the target's if known, else the head's own."""
         known = 0
         if first == 0:
-            # Always count the root as known, so that a warm-up pass works before the target has run any
-            # tokens.
+            # Always treat the root as known, so that warm-up works before the target has run any tokens.
             last = max(self.log.end, positions[0])
             known = self._known_nodes = sum(position <= last for position in positions)
         own = [self._own_states[tree.parents[first + node]] for node in range(known, len(positions))]

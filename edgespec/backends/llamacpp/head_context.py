@@ -86,7 +86,7 @@ class _PairBatch(Batch):
         self.native.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
     def free(self) -> None:
-        # Remove the pointer to NumPy's memory, which llama.cpp would otherwise free.
+        # Clear the pointer into NumPy's memory, which llama.cpp would otherwise free.
         self.native.embd = None
         super().free()
 
@@ -129,8 +129,8 @@ class PairContext(HeadContext):
 
     def compute(self, head_pass: HeadPass) -> HeadRows:
         kind, tokens, inputs, positions, sequences = head_pass
-        # Request logits for all tokens or for none. If only some are requested, llama.cpp returns the wrong
-        # hidden states for many heads: those of the first tokens.
+        # Request logits for all tokens or none. If only some are requested, llama.cpp returns the hidden
+        # states of the wrong tokens (the first ones) for many heads.
         self._pairs.put(tokens, positions, sequences, kind == "draft")
         self._pairs.states[: len(tokens)] = inputs
         self._decode(self._pairs)

@@ -112,7 +112,7 @@ class HeadFile:
     ) -> None:
         self._weights, self._states = weights, states
         self._open_context, self._make_view = open_context, make_view
-        # One for each view: slots in a shared context, or a context of its own for the only view.
+        # One context per view: slots in a shared context, or a context of its own for a single view.
         self._contexts: Sequence[HeadContext | HeadSlot] = ()
         self._close_context: Callable[[], None] = lambda: None
 
@@ -159,7 +159,7 @@ class SharedHeadContext(SharedContext):
 
     def __init__(self, context: HeadContext, name: str) -> None:
         if context.window:
-            # llama.cpp would use the cells of a reply outside the window for tokens of other replies.
+            # llama.cpp would reuse a reply's cells outside the window for other replies' tokens.
             raise CapabilityError(
                 f"{name} cannot draft for several replies at once, because it has sliding-window attention",
                 "omit --parallel, or choose another method, such as suffix",
@@ -293,7 +293,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     api, count = target_layers_api(), lib.llama_model_n_layer(weights)
     assert api is not None
     layers = list(api.ids(head)[: api.count(head)])
-    # `count` is valid too, and stands for the last layer's output.
+    # `count` is also valid and means the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
             f"the head {path} was made for another target: it reads the layers {layers}, but"
@@ -350,7 +350,7 @@ def estimate_head(
             MemoryPart("cache", token_bytes * context_tokens, per_reply=True),
             MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit),
             MemoryPart("compute", MAX_LOGGED_TOKENS * state_size * 4, per_reply=True),
-            # Replies that share a pass copy their logits.
+            # Replies that share a pass each copy their logits.
             MemoryPart("output", batch_tokens * vocabulary * 4, per_reply=True),
         ),
     )

@@ -52,7 +52,7 @@ class SharedHeads:
 
     def __init__(self, load: Callable[[HeadTarget, Head], SharedHead]) -> None:
         self._load = load
-        # Each loaded head, and an object for each open view of it.
+        # The loaded heads, with one object per open view.
         self._loaded: dict[Head, tuple[SharedHead, set[object]]] = {}
 
     def view(self, target: HeadTarget, head: Head) -> SelfDraftView[Any]:
@@ -91,7 +91,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
     max_plan: ContextPlan
     slot: int = 0
     _heads: SharedHeads
-    # Hidden states of the nodes of the tree that is being verified.
+    # Hidden states of the nodes in the tree that is being verified.
     _tree_states: list[NDArray[np.float32]]
 
     @property

@@ -177,7 +177,7 @@ def _vocabulary_problem(header: GgufHeader) -> str:
         return f"its vocabulary has {duplicates:,} duplicate tokens"
     model = header.metadata.get("tokenizer.ggml.model")
     if isinstance(model, str) and model == "llama":
-        # Require a token for each byte, because llama.cpp aborts if it cannot spell a character with byte
+        # Require a token for every byte, because llama.cpp aborts if it cannot spell a character with byte
         # tokens.
         byte_tokens = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
         bytes_present = {byte_tokens[name] for name in _token_texts(tokens) if name in byte_tokens}
@@ -192,7 +192,7 @@ def _token_texts(tokens: StringArray) -> Iterator[bytes]:
 
 
 def _duplicate_count(tokens: StringArray) -> int:
-    # Look for duplicate hashes first, because a set of all tokens takes much more memory.
+    # Look for duplicate hashes first, because a set of all tokens would take much more memory.
     hashes = np.sort(np.fromiter(map(hash, _token_texts(tokens)), np.int64))
     if not (hashes[1:] == hashes[:-1]).any():
         return 0

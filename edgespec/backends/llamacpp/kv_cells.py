@@ -37,7 +37,7 @@ class KvCells:
         self.context = context
         self._max_branches = max_branches
         self._replays = replays
-        # The llama.cpp sequence and the position of each node in the token tree that is being verified.
+        # The llama.cpp sequence and position of each node in the token tree that is being verified.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 
@@ -99,7 +99,7 @@ class KvCells:
                 f"the draft tree exceeds the limit of {self._max_branches} branches",
                 "raise the limit with --draft-branches",
             )
-        # Ancestors in the current batch are not in the KV cache yet, so add them to the new sequence here.
+        # Ancestors in the current batch have no KV cells to share yet, so add them to the new sequence here.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]
@@ -118,8 +118,7 @@ class KvCells:
         length = self._positions[last] + 1
         kept_all = length == self._positions[-1] + 1
         if last == len(path):
-            # The accepted nodes are the first ones in the tree, so their KV cells are already next to each
-            # other.
+            # The accepted nodes come first in the tree, so their KV cells are already contiguous.
             self.truncate(length)
         else:
             self.context.compact_branch(self._sequences[last], self.length, length)
@@ -142,7 +141,7 @@ class KvCells:
             self.context.drop_others()
         self.length = length
         if not self.context.drop(0, length) and not self._replays:
-            # Clear the whole cache, because the recurrent state still includes the removed tokens.
+            # Clear the entire cache, because the recurrent state still includes the removed tokens.
             self.context.clear()
             self.length = 0
         self.clear_round()

@@ -46,7 +46,7 @@ class KvSequences:
         self._context: Any = None
         self._memory: Any = None
         self._scratch = count - 1
-        # The ids of all llama.cpp sequences, except sequence 0, that may contain KV cells.
+        # The ids of all llama.cpp sequences other than 0 that may contain KV cells.
         self._others: set[int] = set()
         self.window = window
 
@@ -156,7 +156,7 @@ class KvSequences:
         time.
         """
         parts = []
-        # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.
+        # Remove KV cells that an interrupted export may have left in the scratch sequence.
         self.drop(self._scratch, 0)
         for begin, stop in self._parts(start, end):
             self.copy(source, self._scratch, begin, stop)

@@ -107,7 +107,7 @@ class LayerSkipModel(GgufModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # The lower and upper model share some memory-mapped tensors. Count them only once.
+            # The lower and upper models share some memory-mapped tensors, which count only once.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -142,7 +142,7 @@ class LayerSkipModel(GgufModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # Export the KV cells of two tokens, to test whether the model can draft with a low-bit copy.
+            # Export two tokens' KV cells to test whether the model can draft with a low-bit copy.
             self.prefill([0, 0])
             try:
                 self.export_cells(0, 2)
@@ -286,8 +286,8 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # The drafted tokens and the tokens to verify do not fit in the KV cache together, so discard the
-            # draft.
+            # Discard the draft, because the KV cache has no room for both the drafted tokens and the tokens
+            # to verify.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:

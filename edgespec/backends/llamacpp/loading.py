@@ -159,8 +159,8 @@ def model_params(gpu_layers: int | None = None) -> Any:
     lib = library()
     params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # A negative number offloads all layers.
-    # llama.cpp's AMX kernels crash if GCC 12 compiled them, because it drops the code that fills in the tile
-    # configuration. They can only be turned off together with the other special weight layouts.
+    # llama.cpp's AMX kernels crash when compiled with GCC 12, which drops the code that fills in the tile
+    # configuration. They can be disabled only together with all other repacked weight layouts.
     params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
     return params
 
@@ -180,7 +180,7 @@ def _open(paths: Paths, params: Any) -> Any:
     if len(every) == 1:
         weights = lib.llama_model_load_from_file(os.fsencode(every[0]), params)
     else:
-        # Pass the paths of all parts, because llama.cpp itself finds only parts with standard names.
+        # Pass the paths of all parts, because llama.cpp finds only parts with standard names itself.
         names = (ctypes.c_char_p * len(every))(*map(os.fsencode, every))
         weights = lib.llama_model_load_from_splits(names, len(every), params)
     if not weights:

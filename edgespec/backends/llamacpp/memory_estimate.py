@@ -127,11 +127,11 @@ class GgufMemoryEstimator:
         self.why_not_shared = "it was prepared for early exit" if split else why_not_shared(weights)
         self.layers: int = lib.llama_model_n_layer(weights) if has_own_memory() and not split else 0
         # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
-        # converting them.
+        # repacking the weights.
         can_share = split and not any(repacks_weights(files, None) for files in self._files)
         self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
-        # Layers for multi-token prediction are part of the head's memory, not of the model's.
+        # Multi-token prediction layers count towards the head's memory, not the model's.
         self._unloaded_bytes = 0 if split else unloaded_bytes(Path(path))
 
     def _open(self, gpu_layers: int | None) -> None:
@@ -157,7 +157,7 @@ class GgufMemoryEstimator:
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
-            # Count logits twice, because replies that share a pass copy them.
+            # Count logits twice, because replies that share a pass copy their logits.
             output_bytes += logits if plan.slots == 1 else 2 * logits
         if options.workers is not None:
             return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)
@@ -228,7 +228,7 @@ class GgufMemoryEstimator:
 
     def _compute_without_logits(self, plan: ContextPlan, options: LoadOptions) -> int:
         """Return the size of the compute buffer on a machine without the output layer."""
-        # llama.cpp reserves memory for at least one row of logits per sequence in every context.
+        # llama.cpp always reserves memory for at least one row of logits per sequence.
         few_rows = self._buffers(0, replace(plan, rows=plan.sequences), options)
         return few_rows.compute_bytes + _attention_bytes(self._weights[0], plan, options)
 

@@ -88,7 +88,7 @@ def _join(lower: memoryview, upper: memoryview) -> bytes:
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
-            # The lower and upper layers may have stored the same tokens in a different order, so sort both by
+            # The lower and upper layers may have stored the same tokens in different orders, so sort both by
             # position.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:

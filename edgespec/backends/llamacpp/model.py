@@ -53,7 +53,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     if options.kv_type != "auto":
-        # Report an invalid `--kv-type` before loading the model, which may take minutes.
+        # Report an invalid `--kv-type` before loading the model, which can take minutes.
         parse_kv_types(options.kv_type)
     weights = load_weights(path, name, options, progress)
     try:
@@ -115,8 +115,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        # A separate pass verifies the last token if a head needs the final hidden states of all tokens, or if
-        # a recurrent model needs a checkpoint before the last token.
+        # Verify the last token in a separate pass if a head needs the final hidden states of all tokens, or
+        # if a recurrent model needs a checkpoint before it.
         if self._context.needs_all_rows or self._recurrent:
             return super().prefill_prompt(tokens, progress)
         self._check(len(tokens))
@@ -227,5 +227,5 @@ class LlamaCppModel(GgufModel, HeadTarget):
         try:
             super().resize(context_tokens)
         finally:
-            # Free the llama.cpp sequences of checkpoints that are no longer used.
+            # Free the llama.cpp sequences of checkpoints that are no longer in use.
             self._checkpoints.release_dropped()

@@ -65,7 +65,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
     if layers.count > 1 and target.options.parallel > 1:
-        # The layers of a context have common KV cells, but the replies would run different layers.
+        # All layers of a context share its KV cells, but concurrent replies would run different layers.
         raise CapabilityError(
             f"the {layers.count} MTP layers of {file.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
@@ -84,7 +84,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         def make_view(parts: HeadParts) -> PairHead:
             view = ChainedMtpHead(layers.count, parts) if layers.count > 1 else PairHead(parts)
             if path is None:
-                # `weights` are the whole target.
+                # `weights` covers the whole target, not just its MTP layers.
                 view.facts = replace(view.facts, weight_bytes=layers.weight_bytes)
             return view
 
@@ -173,7 +173,7 @@ class ChainedMtpHead(PairHead):
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):
-            # Free the KV cells of these tokens, so that every layer uses the same cells for a token.
+            # Free these tokens' KV cells, so that every layer uses the same cell for a given token.
             self._cells.truncate(self.length)
             self._context.select_mtp_layer(layer)
             super()._append(tokens)

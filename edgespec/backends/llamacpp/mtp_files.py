@@ -57,7 +57,7 @@ class MtpGraph(NamedTuple):
         return (POST_NORM,) if self.reads_normed else (layer_count,)
 
 
-# Architectures whose MTP layers llama.cpp can run. With any other architecture, it would end the process.
+# Architectures whose MTP layers llama.cpp can run. With any other architecture, it aborts.
 MTP_GRAPHS = {
     "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
@@ -130,7 +130,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
             f" {path.name}, whose architecture is {shorten(header.architecture)!r}",
             "choose another method",
         )
-    # Check for the tensors too, because many files still list MTP layers that a converter has removed.
+    # Check the tensors too, because many files still list MTP layers that were removed in conversion.
     if graph is None or not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
             f"{path.name} contains no layers for multi-token prediction (MTP)",
@@ -264,8 +264,8 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
 
 def _equal(first: object, second: object) -> bool:
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        # Arrays have one value per layer. Compare only the layers that both files have values for, because
-        # the target's file may lack the values for MTP layers.
+        # Arrays have one value per layer. Compare only the layers in both files, because the target's file
+        # may lack the values for MTP layers.
         length = min(len(first), len(second))
         return bool(np.array_equal(first[:length], second[:length]))
     return type(first) is type(second) and bool(first == second)

@@ -198,9 +198,9 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
     for lines in _captures:
         lines.append(line)
     if level == _DEBUG:
-        # Loading a model logs thousands of these lines. They take time, and would soon fill the log file.
+        # Loading a model logs thousands of these lines, which would slow it down and fill the log file.
         return
-    # Ignore errors while writing the log, such as a full disk, because they must not interrupt a reply.
+    # Ignore logging errors, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False
     _LOG.log(logging.WARNING if level in (_WARN, _ERROR) else logging.INFO, line)
 

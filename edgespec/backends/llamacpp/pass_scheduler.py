@@ -179,8 +179,8 @@ class PassScheduler:
             try:
                 _CHANGED.wait_for(lambda: part.is_done)
             except BaseException:
-                # After a Ctrl-C, withdraw the tokens so that no later pass runs them, and wait if a pass is
-                # already running them.
+                # After Ctrl-C, withdraw the tokens so that no later pass runs them. If a pass is already
+                # running them, wait for it.
                 self._withdraw(part)
                 _CHANGED.wait_for(lambda: part.is_done)
                 raise
@@ -293,10 +293,10 @@ class PassScheduler:
         """Return the time until which to wait for a reply's next request."""
         caller = slot.caller
         if caller.waiting_in is None:
-            # After a pass of one model, a reply may next request a pass of any other model.
+            # After a pass of one model, a reply may request a pass of any model next.
             return max(slot.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
-        # A pass of the target waits for replies that are drafting. A pass of the draft model does not wait
-        # for replies that have finished their drafts.
+        # A target pass waits for replies that are still drafting. A draft model pass does not wait for
+        # replies that have finished drafting.
         is_away = caller.waiting_in._pass_seconds > self._pass_seconds
         return 0.0 if is_away else slot.expected_by
 

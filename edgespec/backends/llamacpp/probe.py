@@ -74,7 +74,7 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     has_mtp = metadata(weights, "general.architecture") in (*MTP_GRAPHS, ASSISTANT_TARGET)
     layers, nextn = target_layers_api() is not None, nextn_api() is not None
     works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
-    # edgespec runs Medusa and Hydra heads itself, so they work with any version of llama.cpp.
+    # edgespec runs Medusa and Hydra heads itself, so any version of llama.cpp works.
     return frozenset({*RESIDUAL_METHODS, *(name for name in works if works[name])})
 
 
@@ -120,7 +120,7 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # The rollback works if the logits after it are exact, apart from rounding errors.
+        # The rollback works if the logits after it are correct up to rounding errors.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {MAX_CHECKPOINTS} held"

@@ -109,13 +109,13 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
     """
     for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
-    # Use a unique file name, because a killed quantiser from an earlier run may still be writing its file.
+    # Use a unique file name, because a quantiser killed in an earlier run may still be writing its file.
     partial = copy.with_name(f"{copy.name}.{token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         _run(source, partial, type_name, progress, f"making a {type_name} copy")
         partial.replace(copy)
     except BaseException as error:
-        # llama.cpp does not report a full disk, so test whether the file can still be written.
+        # llama.cpp does not report a full disk, so test whether the file is still writable.
         write_failure = append_error(partial) if isinstance(error, BackendError) else None
         partial.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
@@ -144,8 +144,8 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
             assert process.stdout is not None
             for line in process.stdout:
                 if match := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
-                    # llama.cpp prints a tensor's number before quantising it, so count only the tensors
-                    # before this one.
+                    # llama.cpp prints a tensor's number before quantising it, so only the tensors before it
+                    # are done.
                     fraction = (int(match[1]) - 1) / int(match[2])
                 elif line.strip():
                     output.append(line.strip())
@@ -183,7 +183,7 @@ def _main(source: str, copy: str, type_number: str) -> int:
     """
     import llama_cpp
 
-    # Ignore Ctrl-C, which the parent process handles by killing this child process.
+    # Ignore Ctrl-C, because the parent process handles it by killing this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = threading.Lock()
 

@@ -59,8 +59,8 @@ def load_on_workers(
         parse_kv_types(options.kv_type)
     guard_against_aborts(workers)
     placement = _placement(path, name, options)
-    # Skip the memory checks, because the planner has checked all machines. Allow only chains as drafts,
-    # because committing a tree would move KV cells over the network.
+    # Skip the memory checks, because the planner has already checked all machines. Allow only chains as
+    # drafts, because committing a tree would move KV cells over the network.
     own = replace(
         options,
         memory_bytes=_UNLIMITED_BYTES,
@@ -95,8 +95,8 @@ class _Placer:
 
     def __init__(self, devices: Sequence[Any], placement: LayerPlacement) -> None:
         self._remote_layers = sum(placement.remote)
-        # llama.cpp counts the output layer as one more layer of the last device that has layers. Its norm is
-        # always on that device.
+        # llama.cpp counts the output layer as an extra layer on the last device with layers, which always
+        # holds the final norm.
         counts = [float(count) for count in placement.remote]
         last = max((i for i, count in enumerate(counts) if count), default=len(counts) - 1)
         counts[last] += 1.0
@@ -193,7 +193,7 @@ class RemoteModel(BaseModel):
                 " are on workers",
                 "use --head none, or omit --workers",
             )
-        # The head runs on this machine. Only the hidden states that it reads cross the network.
+        # The head runs on this machine, so only the hidden states that it reads cross the network.
         return self._call(lambda: self._model.self_draft(method))
 
     def resize(self, context_tokens: int) -> None:
@@ -208,7 +208,7 @@ class RemoteModel(BaseModel):
         if enabled:
             self._model.interrupt(True)
         else:
-            # The interrupt must also end a pass that was abandoned and still runs.
+            # The interrupt must also stop an abandoned pass that is still running.
             self._workers.run_later(lambda: self._model.interrupt(False))
 
     def close(self) -> None:

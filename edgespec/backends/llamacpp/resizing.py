@@ -62,8 +62,7 @@ def check_resize_fits(
     if options.memory_bytes is not None:
         check_contexts_fit(after, weight_bytes, options)
     elif in_main_memory(options):
-        # Count only the new KV caches, because the weights are already loaded and the old KV caches will be
-        # freed.
+        # Count only the new KV caches: the weights are already loaded, and the old KV caches will be freed.
         check_contexts_fit(after, 0, options)
 
 
@@ -97,7 +96,7 @@ def rebuild_context(
     except BaseException:
         _fill(context, old_plan, saved, length, recurrent)
         raise
-    # Free the saved KV cells, and return their memory to the operating system.
+    # Free the saved KV cells and return their memory to the operating system.
     saved = ()
     release_free_memory()
 

@@ -47,8 +47,8 @@ def _rpc(copy: int = 0) -> Any:
     suffix = "dylib" if sys.platform == "darwin" else "so"
     path = Path(str(lib.__file__)).parent / "lib" / f"libggml-rpc-{lib.__version__}.{suffix}"
     try:
-        # `ggml_backend_load` is not used, because it would register the backend. llama.cpp would then assume
-        # that all models can use a graphics card.
+        # Do not use `ggml_backend_load`, which would register the backend and make llama.cpp assume that a
+        # GPU is available to all models.
         with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
             rpc = ctypes.CDLL(shutil.copy(path, folder) if copy else str(path))
     except OSError as error:
@@ -107,8 +107,8 @@ def add_devices(workers: ConnectedWorkers) -> list[list[Any]]:
     found = []
     _generation += 1
     for link in workers.links:
-        # llama.cpp would reuse a lost connection to an address with the same text. Zeros before the port
-        # change the text but not the address.
+        # llama.cpp would reuse a lost connection if the address were spelled the same. Leading zeros in the
+        # port change the spelling but not the address.
         endpoint = f"{link.address.host}:{'0' * _generation}{link.address.port}"
         reg = rpc.ggml_backend_rpc_add_server(endpoint.encode())
         count = libggml.ggml_backend_reg_dev_count(reg) if reg else 0
@@ -137,6 +137,6 @@ def _on_abort(message: bytes) -> None:
         return
     for workers in tuple(_guarded):
         workers.report_abort()
-    # Never return, because llama.cpp would then end the process. `report_abort` has released the thread that
-    # waits for this one.
+    # Never return, because llama.cpp would then abort the process. `report_abort` has released the thread
+    # that was waiting for this one.
     threading.Event().wait()

@@ -40,7 +40,7 @@ class _SavedWeights(logging.Handler):
 def main() -> None:
     """Read the options from stdin, report the port and devices on stdout, and serve until stdin closes."""
     options = json.loads(sys.stdin.buffer.readline())
-    # Use a copy of stdout for messages to the parent process, and discard what llama.cpp prints to stdout.
+    # Duplicate stdout for messages to the parent process, and discard what llama.cpp prints to stdout.
     parent = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:

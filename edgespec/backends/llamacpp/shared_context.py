@@ -40,8 +40,7 @@ def why_not_shared(weights: Any) -> str:
     if has_state(weights):
         return "it has recurrent layers"
     if longrope_switch_tokens(weights):
-        # llama.cpp chooses the LongRoPE factors by the size of the whole context, not by a reply's share of
-        # it.
+        # llama.cpp chooses the LongRoPE factors by the size of the whole context, not of a reply's share.
         return "it uses LongRoPE"
     return ""
 
@@ -62,7 +61,7 @@ def max_pass_tokens(context: LlamaContext) -> int:
     """Return the maximum number of tokens that one pass can verify for a single reply."""
     if not context.window:
         return context.max_width
-    # The root of a deeper tree could be outside the window before it is committed (see `WindowSlot`).
+    # In a deeper tree, the root could leave the window before it is committed (see `WindowSlot`).
     return max(1, min(context.max_width, context.window - 1))
 
 
@@ -104,7 +103,7 @@ class SharedContext:
         )
         self.slots = tuple(self._make_slot(context, slot) for slot in range(count))
         self._open_slots = count
-        # The hidden states that the heads of each slot read, and those that passes copy for all of them.
+        # The hidden states that each slot's heads read, and those that passes copy for all slots.
         self._slot_states: list[Sequence[int]] = [()] * count
         self._states: Sequence[int] = ()
 
@@ -128,7 +127,7 @@ class SharedContext:
         if parts[0].kind == "embeddings":
             parts[0].rows = self._context.run_states(*joined)
             return
-        # If heads read hidden states that llama.cpp computes only together with logits, compute all logits.
+        # If heads read hidden states that llama.cpp computes only along with logits, compute all logits.
         every = self._context.needs_all_rows
         needs_logits = [
             every or index >= part.prompt_tokens for part in parts for index in range(len(part.tokens))
@@ -141,7 +140,7 @@ class SharedContext:
                 end = part.positions[0] + part.prompt_tokens
                 self.slots[part.slot].protect(part.positions[0], end)
             row += part.prompt_tokens if every else 0
-            # Copy the rows, because the next pass overwrites them, and it may belong to other replies.
+            # Copy the rows, because the next pass, which may be for other replies, overwrites them.
             part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
             if states is not None and (own := self._slot_states[part.slot]):
                 columns = [self._states.index(state) for state in own]

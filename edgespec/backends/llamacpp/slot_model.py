@@ -315,6 +315,6 @@ class SlotModel(HeadTarget):
             return
         self._closed = True
         self._slot.clear()
-        # Free the weights only after all slots have stopped tokenizing text.
+        # Free the weights only once no slot is tokenizing text any more.
         self._vocabulary.close(self._slot.shared.release)
         gc.collect()

@@ -24,8 +24,7 @@ __all__ = [
     "target_layers_api",
 ]
 
-# Architectures for which llama.cpp can copy the inputs of layers. With any other architecture, it would end
-# the process.
+# Architectures for which llama.cpp can copy layer inputs. With any other architecture, it aborts.
 TAPPED_ARCHITECTURES = frozenset(
     {
         "bailingmoe3", "deepseek4", "gemma4", "hunyuan-vl", "lfm2", "llama", "mimo2", "minimax-01",

@@ -37,7 +37,7 @@ class HiddenStateHook:
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = ggml()
-        # Keep a reference to the callback, because C code may call it later, and ctypes holds no reference.
+        # Keep a reference to the callback, because ctypes does not, and C code may call it later.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
     def set_names(self, names: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class StateTaps:
         self._architecture = metadata(model, "general.architecture")
         self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
-        # The indices of the final hidden states that llama.cpp itself can copy.
+        # Indices of the final hidden states that llama.cpp can copy itself.
         self._final = _final_states(self._architecture or "", self._layer_count) if nextn_api() else ()
         self.hook = HiddenStateHook((), size)
         self._select(())

@@ -73,7 +73,7 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
         tokens = [target.facts.vocab_size * i // _HEAD_TOKENS for i in range(_HEAD_TOKENS)]
         with suppress(CancelledError), _interrupted_after(view.interrupt, _PASS_CPU_SECONDS):
             target.prefill(tokens)
-            # Skip the first token, because there is no hidden state before it.
+            # Skip the first token, because no hidden state precedes it.
             view.start_at(view.first_position)
             view.prefill(tokens[view.first_position :])
             tree = _TREE.pruned(1 << 30, view.facts.capabilities.max_draft_length - 1)

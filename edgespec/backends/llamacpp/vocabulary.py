@@ -34,7 +34,7 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
-        # The lock is reentrant, because a finaliser may look up tokens in a thread that already holds it.
+        # Reentrant, because a finaliser may look up tokens in a thread that already holds the lock.
         self._lock = threading.RLock()
         self._running_calls = 0
         self._free_model: Callable[[], None] | None = None
@@ -87,7 +87,7 @@ class LlamaVocabulary:
     def _longest_piece_bytes(self) -> int:
         lib, tokens = self._lib, range(self.size)
         with self._open():
-            # Other vocabularies have no longest token, because any unknown word can be one token.
+            # Other vocabularies have no longest token, because any unknown word can be a single token.
             if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
                 return 0
             entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))

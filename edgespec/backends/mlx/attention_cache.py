@@ -154,7 +154,7 @@ class AttentionCache:
         keys, values = tuple(arrays[: len(arrays) // 2]), tuple(arrays[len(arrays) // 2 :])
         if first:
             keys, values = self._joined(self._keys, keys), self._joined(self._values, values)
-        # Assign all fields in one statement, so that an interrupt cannot leave the cache partly restored.
+        # Assign all fields in one statement, so that an interrupt cannot leave the cache half restored.
         (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
@@ -192,7 +192,7 @@ class AttentionCache:
             return tuple(result)
 
         moved_keys, moved_values = moved(self._keys, keys), moved(self._values, values)
-        # Assign all fields in one statement, so that an interrupt cannot leave the cache partly moved.
+        # Assign all fields in one statement, so that an interrupt cannot leave the cache half moved.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     def _encode(self, rows: mx.array) -> Rows:

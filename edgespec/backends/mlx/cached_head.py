@@ -62,7 +62,7 @@ class CachedHead(CachedHeadView[HeadTarget]):
         self.facts = facts
         self._layout = PassLayout()
         self._restart(0)
-        # Open the log last. If anything failed after this line, nothing would call `close` to stop the log.
+        # Open the log last, because nothing would close it if a later line failed.
         super().__init__(target, target.log_hidden_states(states))
 
     def _restart(self, position: int) -> None:

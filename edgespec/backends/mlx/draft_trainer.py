@@ -76,7 +76,7 @@ class TrainableDraft:
     """
 
     def __init__(self, path: Path, name: str, lora: bool) -> None:
-        # The data types in the files. Loading may convert the weights to other types.
+        # The data types in the files, because loading may convert the weights to other types.
         stored = read_skeleton(str(path), name, LoadOptions()).model.parameters()
         self._dtypes = {key: array.dtype for key, array in named_arrays(stored)}
         loaded = load_model(str(path), name, LoadOptions(), None)
@@ -121,7 +121,7 @@ class TrainableDraft:
             module, _, leaf = key.rpartition(".")
             if leaf == "weight" and module in self._quantised and mx.issubdtype(array.dtype, mx.floating):
                 scales_dtype = self._dtypes[f"{module}.scales"]
-                # Keep the type of the weights if the scales are 8-bit integers, as in some quantisations.
+                # Keep the weights' type if the scales are 8-bit integers, as in some quantisations.
                 weight = array.astype(scales_dtype) if mx.issubdtype(scales_dtype, mx.floating) else array
                 packed = mx.quantize(weight, **self._quantised[module]._asdict())
                 parts = zip(("weight", "scales", "biases"), packed, strict=False)
@@ -152,7 +152,7 @@ class DraftGuesser:
 
     def __init__(self, teacher: TeacherModel, draft: TrainableDraft, name: str) -> None:
         self._teacher, self._draft, self._name = teacher, draft, name
-        # The vocabularies can have different numbers of padding tokens at the end.
+        # The vocabularies may differ in the number of padding tokens at the end.
         self._vocab_size = min(teacher.vocabulary.size, draft.vocab_size)
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:

@@ -105,8 +105,8 @@ class EagleHead(CachedHead):
     def _keep(self, length: int) -> None:
         super()._keep(length)
         self._round = TreeBuilder()
-        # The head's hidden states [nodes, size] from each pass over the current draft tree, converted by
-        # `fed_back` to inputs for the next draft step.
+        # The head's hidden states [nodes, size] from each pass over the current draft tree, after `fed_back`
+        # converted them to inputs for the next draft step.
         self._own_states: list[mx.array] = []
 
     def _run_known(self, tokens: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class EagleHead(CachedHead):
         """
         begin, ranges = first, []
         if first == 0:
-            # The root is processed even before the target has processed any tokens, to warm up.
+            # For warm-up, the root is run even before the target has processed any tokens.
             last = max(self.log.end, self._length)
             begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))

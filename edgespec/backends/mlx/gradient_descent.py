@@ -143,8 +143,8 @@ class GradientDescent:
 
 def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
     """Write arrays to a safetensors file. Raises OSError if it cannot be written."""
-    # Pass an open file, because MLX appends `.safetensors` to paths and raises a RuntimeError without the
-    # reason.
+    # Pass an open file, because with a path, MLX appends `.safetensors` and raises a RuntimeError that does
+    # not give the reason.
     with path.open("wb") as file:
         mx.save_safetensors(file, arrays, metadata)
 

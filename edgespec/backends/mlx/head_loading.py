@@ -32,7 +32,7 @@ __all__ = [
     "weight_array",
 ]
 
-# On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
+# On CPUs, heads are computed in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 

@@ -50,7 +50,7 @@ class LayerBlock:
         if not 0 <= first < end <= len(layers.layers):
             raise ValueError(f"the model has no layers {first} to {end}")
         self._layers = {str(index): layers.layers[index] for index in range(first, end)}
-        # The weights that have not been received.
+        # Weights that have not been received yet.
         self._waiting = dict(named_arrays({name: layer.parameters() for name, layer in self._layers.items()}))
         self._left_bytes = memory_bytes
         own = [*layers.layers[first:end]]
@@ -122,7 +122,8 @@ class LayerBlock:
         self._first.states = states
         count = states.shape[1]
         with translate_errors("the layers could not be run"):
-            # Only the block's output is evaluated. The tokens, the embedding and the LM head do not matter.
+            # Only the block's output is evaluated, so the tokens, the embedding and the LM head do not
+            # matter.
             self._model(mx.zeros((1, count), mx.int32), cache=caches.layers)
         caches.length += count
         evaluate(self._last.output, *caches.arrays)
@@ -149,7 +150,7 @@ def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes,
             for index, (header, size) in enumerate(headers):
                 with (folder / f"model{index}.safetensors").open("wb") as stream:
                     stream.write(header)
-                    # Extend the file to its full size with a hole, which takes no disk space.
+                    # Extend the file to its full size with a hole, which takes up no disk space.
                     stream.truncate(size)
         except OSError as error:
             raise WorkerError(

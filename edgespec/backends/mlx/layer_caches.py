@@ -69,7 +69,7 @@ class LayerCaches:
             return cache
 
         layers = [replace(cache) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
-        # Assign all fields in one statement, so that an interrupt cannot leave the caches partly cleared.
+        # Assign all fields in one statement, so that an interrupt cannot leave the caches half cleared.
         state = (layers, attention, recurrent, unsupported, 0)
         self.layers, self.attention, self.recurrent, self.unsupported, self.length = state
 
@@ -114,7 +114,7 @@ class LayerCaches:
         if self.unsupported:
             return lambda _tokens: 0
         rows = [(cache.bytes_per_token, cache.window) for cache in self.attention]
-        # Each checkpoint keeps one more copy of the recurrent states in memory.
+        # Each checkpoint keeps another copy of the recurrent states in memory.
         fixed = (MAX_CHECKPOINTS + 1) * sum(cache.nbytes for cache in self.recurrent)
         return lambda tokens: fixed + sum(size * cache_rows(window, tokens) for size, window in rows)
 

@@ -29,7 +29,7 @@ _BEAT_SECONDS = 1.0
 def main() -> None:
     """Read the options from stdin, and serve the target until it closes the connection or stdin is closed."""
     options = json.loads(sys.stdin.buffer.readline())
-    # Discard what libraries print to stdout, because nobody reads it.
+    # Discard what libraries print to stdout, because nothing reads it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     cache = options["cache"] and Path(options["cache"])
     server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"], cache)
@@ -73,7 +73,7 @@ class _LayerServer:
         except EdgespecError as error:
             self._answer_error(error)
         except Exception as error:
-            # Catch all exceptions, because an invalid message can cause any of them.
+            # Catch everything, because an invalid message can cause any exception.
             self._answer_error(WorkerError(f"the message is invalid: {type(error).__name__}: {error}"))
 
     def _answer_error(self, error: EdgespecError) -> None:
@@ -91,7 +91,7 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Import mlx-lm only now, because it takes seconds. Meanwhile, `beat` sends empty messages to the
+        # Import mlx-lm only now, because it takes seconds, during which `beat` sends keepalives to the
         # target.
         from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
 
@@ -158,7 +158,7 @@ class _LayerServer:
             output = block.run(read_array(header, data), header["offset"], header["round_start"])
         except BackendError as error:
             if self._is_in_ring:
-                # Other workers may be waiting in this pass, so the ring is unusable from now on.
+                # Other workers may be blocked in this pass, so the ring is unusable from now on.
                 raise
             self._answer_error(error)
         else:

@@ -159,8 +159,7 @@ class Body:
 
     @contextmanager
     def _replaced(self, body: LayerProxy) -> Iterator[None]:
-        # Assign a dictionary item, because MLX modules are dictionaries whose attributes can be set only to
-        # arrays and modules.
+        # Assign a dictionary item, because attributes of MLX modules can be set only to arrays and modules.
         self._parent[self._name] = body
         try:
             yield

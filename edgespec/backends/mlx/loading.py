@@ -47,7 +47,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
     reuse_stream()
     unmap_freed_buffers()
-    # Limit MLX's cache of freed buffers, which can otherwise grow to gigabytes.
+    # Limit MLX's cache of freed buffers, which could otherwise grow to gigabytes.
     mx.set_cache_limit(freed_buffers_bytes())
     try:
         return _load(path, name, options, progress)
@@ -66,7 +66,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 
         placement = MlxMemoryEstimator(path, name, options).placement(options)
-        # The planner has checked the memory of all machines.
+        # The planner has already checked the memory of all machines.
         options = replace(options, memory_bytes=_UNLIMITED_BYTES, low_bits=False)
     loaded = load_model(path, name, options, progress, placement)
     skeleton = loaded.skeleton

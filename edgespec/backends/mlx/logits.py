@@ -126,7 +126,7 @@ class DeviceLogits:
         begin = now()
         results = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if on_best_started is not None:
-            # Start computing the results now, because the device would otherwise run the next pass first.
+            # Start computing the results now. Otherwise, the device would run the next pass first.
             start_evaluation(*results)
             on_best_started(tokens[-1], self)
         evaluate(*results)
@@ -146,7 +146,7 @@ class DeviceLogits:
     def above(self, row: int, margin: float) -> Candidates:
         if self.vocab_size > _ABOVE_CANDIDATES:
             tokens, values = self._largest(row, _ABOVE_CANDIDATES)
-            # Round the threshold down, so that rounding to float32 cannot exclude a logit that equals it.
+            # Round the threshold down, so that rounding to float32 cannot exclude a logit equal to it.
             floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
             if values[-1] < floor:
                 return _ascending(tokens, values, values >= floor)
@@ -260,6 +260,6 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
-    # Compute 1 - unit from the integers, because float32 is not precise near 1.
+    # Compute 1 - unit from the integers, because float32 is imprecise near 1.
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

@@ -76,7 +76,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        # The adapter's weights and Adam's two moments, which have the same size.
+        # The adapter's weights plus Adam's two moments, which are the same size.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -102,7 +102,7 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # Give tokens that the target corrected the same total weight as all other tokens.
+        # Give the tokens that the target corrected the same total weight as all others.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )

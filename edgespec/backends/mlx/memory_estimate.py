@@ -111,7 +111,7 @@ class MlxMemoryEstimator:
         if options.workers is not None:
             return self._estimate_local(options)
         cache = shape.caches[bits, widened](tokens)
-        # Add a second copy of the largest layer's cache, because a cache is copied when it grows.
+        # Add a copy of the largest layer's cache, because caches are copied when they grow.
         compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
         compute += cache.largest_layer + cache.states + freed_buffers_bytes()
         parts = (
@@ -187,7 +187,7 @@ class MlxMemoryEstimator:
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
-        # On a CPU, MLX stores the attention scores of all tokens in memory.
+        # On CPUs, MLX stores the attention scores of all tokens in memory.
         scores = shape.attention_heads * tokens if on_cpu else 0
         row = 6 * shape.hidden_size + 2 * shape.intermediate_size + scores
         scan = max((elements(max(rows, MAX_WIDTH)) for elements in shape.scans), default=0)

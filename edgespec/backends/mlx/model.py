@@ -71,7 +71,7 @@ class MlxModel(HeadTarget):
         )
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
-        # The loader replaces this function after it has measured the model's KV cache.
+        # Replaced by the loader once it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
         self._batch_tokens = prefill_batch_tokens(options)
@@ -81,7 +81,7 @@ class MlxModel(HeadTarget):
         return self._runner.length
 
     def _check(self, more: int) -> None:
-        # Every operation starts here, and any thread can call it. See `streams.py`.
+        # Every operation goes through here, on any thread. See `streams.py`.
         reuse_stream()
         super()._check(more)
 

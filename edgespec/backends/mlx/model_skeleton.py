@@ -125,12 +125,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     if not by_dtype:
         raise ModelFileError(f"{files[0]} contains no tensors", "download the model again")
     check_weights_fit(name, by_dtype.total(), options)
-    # Redirect stdout, which is reserved for results, because some of mlx-lm's models print to it.
+    # Redirect stdout, which is reserved for results, because some mlx-lm models print to it.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         with readable_folder(folder) as readable:
             model, config = mlx_lm_utils().load_model(readable, lazy=True)
-    # Evaluate MLX's random state, to free the graph of the random initial weights, which are not used.
+    # Evaluate MLX's random state to free the graph of the unused random initial weights.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
         with translate_load_errors(adapter):
@@ -200,7 +200,7 @@ def _install_low_bits(model: Any) -> LowBitWeights:
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     if re.fullmatch(r"[\w-]+", config["model_type"]):
-        # Suppress SystemExit, because mlx-lm's OLMo implementation calls exit() if its library is missing.
+        # Suppress SystemExit, because mlx-lm's OLMo implementation calls exit() if a library is missing.
         with contextlib.suppress(ValueError, AttributeError, SystemExit):
             mlx_lm_utils()._get_classes(config)
             return
@@ -251,7 +251,7 @@ def translate_load_errors(path: str) -> Iterator[None]:
 def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter[str]) -> str:
     kinds: Counter[str] = Counter()
     for module in model.modules():
-        # mlx modules are dicts of arrays. Only quantised ones have both a weight and scales.
+        # MLX modules are dicts of arrays. Only quantised ones have both a weight and scales.
         if "scales" in module and "weight" in module:
             mode = getattr(module, "mode", "affine")
             kind = mode if mode != "affine" else f"{module.bits}-bit affine, group {module.group_size}"

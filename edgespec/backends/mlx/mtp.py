@@ -276,7 +276,7 @@ def _converted(net: Any, weights: _Weights) -> _Weights:
     """Convert weights to mlx-lm's layout, which stacks expert weights and splits some MLA weights."""
     joined = dict(weights)
     if "layers.0.self_attn.kv_b_proj.weight" in joined:
-        # Rename the MTP layer to an ordinary layer, because mlx-lm converts only those.
+        # Rename the MTP layer to look like an ordinary layer, because mlx-lm converts only those.
         known = net.sanitize({f"model.{name}": weight for name, weight in joined.items()})
         joined = {name.removeprefix("model."): weight for name, weight in known.items()}
     for layer in range(_layer_count(joined)):
@@ -330,7 +330,7 @@ def _module(
 ) -> MtpModule:
     """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
     arguments, layers = Body(net).arguments, LayerList(net).layers
-    # Use the type of the last layer, because in some models the first layers have no experts, unlike the MTP
+    # Use the last layer's type, because the first layers of some models have no experts, unlike the MTP
     # layers.
     index = max(index for index, layer in enumerate(layers) if "self_attn" in layer)
     kind = type(layers[index])

@@ -88,7 +88,7 @@ class EarlyExitModel(PartialModel):
     def active(self, first: int) -> Iterator[None]:
         with self._activate():
             yield
-        # A discarded draft pass may have stored hidden states for the nodes from `first` on. Drop them.
+        # Drop hidden states that a discarded draft pass may have stored for the nodes from `first` on.
         self._states = [(node, states) for node, states in self._states if node < first]
         assert self._first_skipped.last_input is not None
         self._states.append((first, self._first_skipped.last_input))

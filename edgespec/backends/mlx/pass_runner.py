@@ -117,7 +117,7 @@ class PassRunner:
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
         with partial_model:
             rows = self._forward(tokens)
-        # Advance the position in every layer's cache, because skipped layers do not do so.
+        # Advance the position in every layer's cache, because skipped layers do not.
         self.caches.set_offset(self.caches.length)
         return rows
 
@@ -243,8 +243,8 @@ class PassRunner:
                 start_evaluation(*self.caches.arrays)
             elif len(kept) < len(self._round):
                 if self.caches.recurrent and self._round_states:
-                    # Discard the tree without an error, because the caller commits only to log the hidden
-                    # states, and then restores a checkpoint.
+                    # Discard the tree without an error, because the caller commits only to log hidden states
+                    # before restoring a checkpoint.
                     self.end_round()
                     return
                 if self.caches.recurrent:
@@ -319,7 +319,7 @@ class PassRunner:
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
         is_logged = self.recorder is not None and self.recorder.states
-        # The states cannot be reused if `length` is 0, because `end_round` then clears the KV cache, or if a
+        # The states cannot be reused if `length` is 0, because `end_round` would clear the KV cache, or if a
         # head reads hidden states of the lower layers, which are recorded only while these layers run.
         if isinstance(partial_model, EarlyExitModel) and common and self.length and not is_logged:
             exit_states = partial_model, partial_model.exit_states(common)

@@ -189,7 +189,7 @@ class _Checks:
     def hidden_states(self) -> str:
         """Check that passes of different widths give the same hidden states and unchanged logits."""
         model = self._model
-        # Check only three hidden states, because a log of all of them would need gigabytes for large models.
+        # Check only three hidden states, because logging all of them would take gigabytes for large models.
         log = model.log_hidden_states((0, model.layer_count // 2, model.layer_count))
         try:
             model.prefill(self._tokens[:2])

@@ -157,7 +157,7 @@ def send_blocks(
             block = RemoteBlock(workers, link)
             undo.callback(block.close)
             sent.append(block)
-            # This takes seconds, because the worker first imports MLX.
+            # Takes seconds, because the worker first imports MLX.
             answer, _ = block.ask(*describe_model(folder, first, end, kv_bits))
             for index in range(first, end):
                 send_weights(block, index, layers.layers[index], widen, answer.get("has_cache") is True)
@@ -225,6 +225,6 @@ def send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_ca
                 block.ask(header, data)
         else:
             block.send(header, data)
-        # Replace the weight, because mlx-lm still reads the layer's attributes. The new array is never
-        # evaluated, so it takes no memory.
+        # Replace the weight rather than deleting it, because mlx-lm still reads the layer's attributes. The
+        # new array is never evaluated, so it takes up no memory.
         layer.update(tree_unflatten([(name, mx.zeros(weight.shape, weight.dtype))]))

@@ -101,7 +101,7 @@ class RemoteShards:
             except WorkerLostError:
                 raise
             except BackendError as error:
-                # Other workers may be waiting in this pass, so the ring is unusable from now on.
+                # Other workers may be blocked in this pass, so the ring is unusable from now on.
                 reason, advice = f"the workers could not finish a pass: {error.what}", "load the model again"
                 self._workers.lose(reason, advice)
                 raise WorkerLostError(reason, advice) from error
@@ -130,8 +130,8 @@ class _Exchange:
         self._workers, self._blocks = workers, blocks
         self._end = time.monotonic() + timeout_seconds
         self._answers: dict[RemoteBlock, _Message] = {}
-        # For each worker that has not answered, how long `receive` has waited since its last message. The
-        # time to receive a large answer from another worker is not included.
+        # For each worker that has not answered, how long `receive` has waited since its last message,
+        # excluding the time to receive large answers from other workers.
         self._silence = dict.fromkeys(blocks, 0.0)
 
     def send(self, messages: Sequence[_Message]) -> None:
@@ -163,7 +163,7 @@ class _Exchange:
             self._answers[block] = answer
             del self._silence[block]
             if "error" in answer[0]:
-                # The cause can be that another worker is lost, which takes a moment to notice.
+                # The cause may be that another worker was lost, which takes a moment to notice.
                 self._end = min(self._end, time.monotonic() + _REASON_SECONDS)
         self._check_silence()
         return not self._silence or time.monotonic() > self._end
@@ -172,8 +172,8 @@ class _Exchange:
         limit = self._blocks[0].connection.gettimeout() or 0.0
         if max(self._silence.values(), default=0.0) <= limit:
             return
-        # While a worker's process joins the ring, MLX blocks all of its threads. One worker that hangs can
-        # therefore make others silent too.
+        # While a worker's process joins the ring, MLX blocks all of its threads, so a hanging worker can
+        # silence others too.
         silent = [block.address for block, seconds in self._silence.items() if seconds > limit / 2]
         names = " and ".join(map(str, silent))
         reason = f"the worker {names} has" if len(silent) == 1 else f"the workers {names} have"

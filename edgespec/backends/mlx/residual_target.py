@@ -77,7 +77,7 @@ def _weight_bytes(heads: ResidualHeads) -> int:
 
 
 def _dtype(name: str) -> mx.Dtype:
-    # On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
+    # On CPUs, heads are computed in float32, like their targets. See `WeightSizes.widens`.
     return mx.float32 if runs_on_cpu() else _DTYPES.get(name, mx.float32)
 
 

@@ -82,8 +82,7 @@ class StateRecorder:
         """Record the hidden states of the pass inside the block in `last`."""
         hooks, body = self._hooks, self._body
         with ExitStack() as stack:
-            # The index `hooks.count` is the last layer's output, which is recorded together with that layer's
-            # input.
+            # Index `hooks.count` is the last layer's output, which is recorded along with its input.
             layers = {min(state, hooks.count - 1) for state in self.states if state != POST_NORM}
             stack.enter_context(hooks.on(layers))
             if body is not None:

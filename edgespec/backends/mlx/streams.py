@@ -34,12 +34,12 @@ class _Lease:
         try:
             self.stream = _free.pop()
         except IndexError:
-            # Only this kind of stream can later be used by another thread.
+            # Only this kind of stream can be handed to another thread later.
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:
-        # When Python exits, the main thread deletes the leases of threads that still run. Their streams must
-        # not be cleared by the main thread.
+        # When Python exits, the main thread deletes the leases of threads that are still running, but must
+        # not clear their streams.
         if self.is_used and threading.get_ident() == self._thread:
             mx.synchronize()
             mx.clear_streams()

@@ -100,8 +100,8 @@ class DraftVocabulary:
     def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int) -> None:
         self._columns: mx.array | None = None
         if target_ids is not None:
-            # For each target token, its column in the head's logits. Tokens that the head cannot draft share
-            # an extra column of -inf.
+            # Each target token's column in the head's logits. Tokens that the head cannot draft share an
+            # extra column of -inf.
             columns = np.full(vocab_size, len(target_ids))
             columns[target_ids] = np.arange(len(target_ids))
             self._columns = mx.array(columns)

@@ -118,8 +118,7 @@ class TeacherModel:
         """
         hooks, body = self._hooks, Body(self._net) if POST_NORM in states else None
         with translate_errors(f"{self.name} could not be run"):
-            # The index `self.layers` is the last layer's output, which is recorded together with that layer's
-            # input.
+            # Index `self.layers` is the last layer's output, which is recorded along with its input.
             layers = {min(state, self.layers - 1) for state in states if state != POST_NORM}
             with hooks.on(layers), body.recorded() if body else nullcontext():
                 logits = self._net(mx.array(tokens)).astype(mx.float32)
@@ -175,7 +174,7 @@ def write_texts(
         failure: Start of the message if a BackendError is raised.
     """
     mx.random.seed(seed)
-    # mlx-lm samples in one batch for all prompts that share a sampler.
+    # mlx-lm samples all prompts that share a sampler in one batch.
     samplers = {each: _sampler(each) for each in set(temperatures)}
     ends = [[token] for token in range(vocabulary.size) if vocabulary.is_end(token)]
     texts: dict[int, list[int]] = {}

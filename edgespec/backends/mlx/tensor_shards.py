@@ -58,7 +58,7 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
         CapabilityError: The layers cannot be sharded across this number of workers.
     """
     shard_model(model, config, name, shard)
-    # Without environment variables for a ring, this is a group of this process alone.
+    # Without environment variables for a ring, this is a group of just this process.
     alone = mlx_core().distributed.init(backend="ring")
     for module in model.modules():
         for attribute, value in vars(module).items():
@@ -69,10 +69,10 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     except CapabilityError:
         raise
     except Exception as error:
-        # This happens, for example, if there are more workers than KV heads.
+        # For example, there may be more workers than KV heads.
         raise _error(name, shard, error) from error
     # Collect the replaced modules and the traced graph, which contain reference cycles. They refer to whole
-    # weights, which would stay in memory as soon as a part of them is evaluated.
+    # weights, which would stay in memory once a shard of them is evaluated.
     gc.collect()
 
 
@@ -91,7 +91,7 @@ def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) ->
     divide = getattr(model, "shard", None)
     if divide is None:
         raise _error(name, group, "mlx-lm cannot divide models of its architecture")
-    # mlx-lm would round the numbers of heads down, and compute wrong results without an error.
+    # mlx-lm would silently round down the number of heads and compute wrong results.
     settings = language_config(dict(config))
     heads = settings.get("num_attention_heads")
     for number, kind in ((heads, "attention"), (settings.get("num_key_value_heads", heads), "key-value")):

@@ -170,7 +170,7 @@ class TrainableEagle(TrainableHead):
         weights = self.weights
         weights["fc.weight"] = mx.array((solution[: 3 * size].T / scales).astype(np.float32))
         weights["norm.weight"] = 0.7 * teacher.final_norm
-        # Reduce the initial effect of the other weights, so that the fitted prediction dominates.
+        # Shrink the other initial weights, so that the fitted prediction dominates.
         weights["midlayer.mlp.down_proj.weight"] *= 0.2
         weights["midlayer.self_attn.o_proj.weight"] *= 0.5
         self.weights = weights

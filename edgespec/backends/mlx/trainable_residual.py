@@ -144,7 +144,7 @@ class TrainableHydra(_TrainableHeads):
         teacher, tokens = self._teacher, examples.tokens
         embeddings = np.array(teacher.embed(mx.array(tokens)))
         states = np.array(teacher.states(tokens, self.states).hidden)
-        # Scale both inputs to about one, because ridge regression suppresses small inputs.
+        # Scale both inputs to about one, because ridge regression would suppress small inputs.
         state_scale, token_scale = (1.0 / np.sqrt((each**2).mean() + 1e-6) for each in (states, embeddings))
         weights = self.weights
         for head in range(_HEADS):

@@ -108,8 +108,8 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
     with temporary_folder() as folder:
         file = Path(folder) / "ring.json"
         file.write_text(json.dumps([[address] for address in addresses]))
-        # MLX can wait forever for the worker before this one, and no Python code runs meanwhile. The system
-        # then ends this process.
+        # MLX can wait forever for the previous worker without running any Python code, so let the alarm kill
+        # this process.
         signal.alarm(JOIN_SECONDS)
         # MLX reads these variables.
         os.environ.update(MLX_RANK=str(index), MLX_HOSTFILE=str(file))

@@ -74,7 +74,7 @@ def tool_grammar(
         return required_grammar(form, tools, control_token)
     if answer:
         return answer_grammar(form, tools, answer.expression, control_token)
-    # The text around the calls of gpt-oss contains control tokens, which this grammar does not describe.
+    # In gpt-oss's format, the text around calls contains control tokens, which this grammar does not cover.
     if tools.strict and not form.reasoning_ends:
         return auto_grammar(form, tools, control_token)
     return None
@@ -146,7 +146,7 @@ def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: C
     calls, answer = grammar.rule_of(f'{call} ("\\n"? {call}){{0,{_MAX_CALLS - 1}}}'), grammar.rule_of(answer)
     if not form.reasoning_ends:
         return grammar.text(f"{calls} | {answer}")
-    # The reasoning of gpt-oss must be part of the grammar, because it begins with the same token as a call.
+    # gpt-oss's reasoning must be part of the grammar, because it starts with the same token as a call.
     if (end := control_token(_ANALYSIS_END)) is None:
         reasoning = grammar.rule([_ANALYSIS, TextPart(_ANALYSIS_END), _NEXT_MESSAGE])
     else:

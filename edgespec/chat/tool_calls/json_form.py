@@ -63,7 +63,7 @@ class JsonForm:
         if not (yield from reader.literal("{")):
             return False
         named = has_arguments = False
-        # The arguments, if they come before the name.
+        # Holds the arguments if they come before the name.
         held: list[str] = []
         separator = ","
         while separator == ",":

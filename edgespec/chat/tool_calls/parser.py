@@ -86,10 +86,10 @@ class ToolCallParser:
             self._reader, schemas, new_id, self._report, known_tools_only=calls_or_answer
         )
         self._parsing = self._parse()
-        # Whether a marker has begun a call, and whether to drop the call because the reply was truncated.
-        # Without a marker, a JSON answer can look like the beginning of a call.
+        # Whether a marker has started a call, and whether to drop the call because the reply was truncated.
+        # Without a marker, a JSON answer could look like the start of a call.
         self._in_call = self._drops_rest = False
-        # Whether a call may begin at the current position without a marker.
+        # Whether a call may start at the current position without a marker.
         self._starts_bare = form.starts_bare
 
     @property

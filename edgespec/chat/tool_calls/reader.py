@@ -111,7 +111,7 @@ class TextReader:
         Returns:
             Whether the value is valid and complete. If not, the position is at the invalid character.
         """
-        # The closing brackets of the open objects and arrays, and the kind of text that may come next.
+        # The closing brackets of all open objects and arrays, and the kind of text that may come next.
         closing: list[str] = []
         expected = "value"
         while True:
