@@ -153,7 +153,7 @@ def _verdict(report: BenchReport) -> str:
     ]
     if not of_all:
         return "Only replies without drafting were measured."
-    # A method that drafted nothing decodes plainly, so that a difference in speed is chance.
+    # A method that drafted nothing is plain decoding, so any difference in speed is noise.
     drafting = [each for each in of_all if each.drafted_tokens]
     if not drafting:
         return "No method drafted any tokens, so that none could be faster than plain decoding."

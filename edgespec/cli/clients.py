@@ -105,8 +105,8 @@ def _aider(server: Server) -> str:
 
 
 def _claude_code(server: Server) -> str:
-    # Use the same model for the tasks that Claude Code gives to a smaller one, because loading a second model
-    # would take more time than it saves.
+    # Claude Code delegates some tasks to a smaller model. Use the same one for them, because loading a second
+    # model would take more time than it saves.
     sizes = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     environment = {
         "ANTHROPIC_BASE_URL": server.url,

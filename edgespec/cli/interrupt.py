@@ -73,7 +73,7 @@ class _WorkerThread:
         while True:
             call = self._calls.get()
             call()
-            # Free the call's models while waiting for the next call.
+            # Drop the reference, so that the call's models are freed while waiting for the next call.
             del call
 
 

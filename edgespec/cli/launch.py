@@ -19,7 +19,7 @@ from edgespec.system.files import write_private_file
 __all__ = ["command"]
 
 _CONNECT_SECONDS = 5.0
-# Comment lines that mark edgespec's entry among the user's entries.
+# Comment lines that delimit edgespec's entry in the user's file.
 _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edgespec launch\n"
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
-# Remaining times shorter than this are printed only on a terminal.
+# Print remaining times shorter than this only on a terminal.
 _MIN_REPORTED_SECONDS = 10.0
 _shown = partial(click.option, show_default=True)
 

@@ -93,7 +93,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     except ModelNotFoundError as error:
         if shown.entry is None and head is None:
             raise
-        # There is nothing to show about a version that does not exist, such as another quantisation.
+        # A version that does not exist, such as another quantisation, has nothing to show.
         if shown.entry and not isinstance(error, NotDownloadedError) and not load_catalogue().find(reference):
             raise
         shown.missing, shown.next_step = error.what, error.next_step
@@ -107,7 +107,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
             shown.problem = refusal_of(found, shown.info)
         except ModelFileError as error:
             shown.problem = str(error)
-        # A model that the backend refuses needs no draft model.
+        # A model that the backend rejects needs no draft model.
         if not shown.info or (shown.info.kind == "model" and not shown.problem):
             shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
             shown.heads = head_options(found)

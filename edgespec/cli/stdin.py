@@ -21,7 +21,7 @@ __all__ = ["read_piped_text", "read_stdin"]
 _WAIT_SECONDS = 10.0
 # Seconds to wait for piped text before printing that edgespec is waiting.
 _NOTICE_SECONDS = 2.0
-# Maximum size of the text read from stdin, far more than any context holds.
+# Maximum size of the text read from stdin, far larger than any context.
 _MAX_BYTES = 64 << 20
 
 

@@ -25,7 +25,7 @@ __all__ = ["command", "print_result"]
 
 _MIN_TOKENS = 1_000
 # Minimum tokens per pass of a useful drafter. With fewer, drafting and wider passes cost most of the time
-# saved. A heuristic.
+# saved. The value is a heuristic.
 _USEFUL_TOKENS_PER_PASS = 2.0
 _SAME_FOLDER = "The heads need no conversion to GGUF."
 _CONTINUE = "run the same command again to continue"

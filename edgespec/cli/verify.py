@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# A corrected p-value below this means that a method changes the probabilities of replies.
+# A corrected p-value below this means that a method changes the distribution of replies.
 SMALLEST_P_VALUE = 0.001
 # Maximum number of differing replies to list per method.
 _MAX_SHOWN_DIVERGENCES = 5
-# Explanations of the reasons for faults.
+# Explanations of why replies count as faults.
 _REASONS = {
     "rejected_tokens": "rejected draft tokens changed later tokens, so they were not removed from the model's"
     " cache",

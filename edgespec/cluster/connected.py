@@ -17,7 +17,8 @@ from edgespec.cluster.ssh import reach_workers
 __all__ = ["ConnectedWorkers"]
 
 _Result = TypeVar("_Result")
-# When llama.cpp loses a connection, the worker's link usually breaks too, and its reason names the worker.
+# When llama.cpp loses a connection, the worker's link usually breaks too. Wait this long for the link's
+# error, which names the worker.
 _REASON_SECONDS = 2.0
 
 

@@ -15,7 +15,8 @@ _START, _PRIME = 0xCBF29CE484222325, 0x100000001B3
 _MODULUS = 1 << 64
 # The lowest byte of the prime. Multiplying by it gives the lowest byte of the next hash.
 _LOW_PRIME = np.uint8(_PRIME & 0xFF)
-# A block is divided into lanes of `_STEPS` consecutive bytes. NumPy processes one byte of each lane at once.
+# A block is split into `_LANES` lanes of `_STEPS` consecutive bytes. NumPy processes one byte of every lane
+# at once.
 _STEPS, _LANES = 64, 8192
 _BLOCK_BYTES = _STEPS * _LANES
 
@@ -52,8 +53,8 @@ def _next(value: int, block: _Bytes) -> int:
     # Row i holds byte i of each lane.
     given = np.ascontiguousarray(block.reshape(_LANES, _STEPS).T)
     mixed = _mixed_low_bytes(value & 0xFF, given)
-    # `mixed` holds the lowest byte of the hash after each byte was mixed in, and `mixed ^ given` the lowest
-    # byte before that.
+    # `mixed` holds the lowest byte of the hash after mixing in each byte, and `mixed ^ given` the lowest byte
+    # before.
     added = mixed.astype(np.int64) - (mixed ^ given)
     total = int(np.einsum("ij,ij->", added.view(np.uint64), _powers()))
     return (total + value * pow(_PRIME, _BLOCK_BYTES, _MODULUS)) % _MODULUS

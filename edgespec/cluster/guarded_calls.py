@@ -13,10 +13,10 @@ from edgespec.errors import CancelledError, WorkerLostError
 __all__ = ["GuardedCalls"]
 
 _Result = TypeVar("_Result")
-# After an interrupt, the current pass has this long to end before it is abandoned. The next reply has to wait
-# for an abandoned pass, so passes that end soon are not abandoned.
+# After an interrupt, the current pass has this many seconds to finish before it is abandoned. The next reply
+# has to wait for an abandoned pass, so a pass that is about to finish is not abandoned.
 _INTERRUPT_SECONDS = 0.2
-# At `close`, an abandoned call has this long to end before the program goes on without it.
+# Seconds that `close` waits for an abandoned call to finish.
 _CLOSE_SECONDS = 2.0
 
 
@@ -142,5 +142,5 @@ class GuardedCalls:
             with self._changed:
                 call.is_done = True
                 self._changed.notify_all()
-            # Free the call's result while waiting for the next call.
+            # Drop the reference, so that the call's result is freed while waiting for the next call.
             del call

@@ -30,17 +30,19 @@ __all__ = [
 ]
 
 _CONNECT_SECONDS = 5.0
-# A worker reports its status when its RPC server is ready, which takes a few seconds after another target has
-# used it. It sends a space every second until then.
+# Time limit in seconds for a worker to report its status, which it does when its RPC server is ready. That
+# takes a few seconds after another target has used it. Until then, it sends a space every second.
 _STATUS_SECONDS = 20.0
-# A worker takes a moment to notice that the last model was closed, so a busy one is asked again.
+# Retry a busy worker for this many seconds, because it takes a moment to notice that the last model was
+# closed.
 _BUSY_SECONDS = 5.0
 _ASK_AGAIN_SECONDS = 0.25
-# A worker that sends nothing for this long is lost. It sends a byte every second.
+# A worker sends a heartbeat byte every second, and counts as lost after this many seconds of silence.
 SILENCE_SECONDS = 8.0
 _SIZE = struct.Struct("<Q")
 _ROUND_TRIPS = 9
-# Larger messages are sent until one takes this long. Starting small keeps the test short on a slow network.
+# The speed test sends larger and larger messages until one takes this many seconds. Starting small keeps the
+# test short on a slow network.
 _ENOUGH_SECONDS = 0.1
 _FIRST_BYTES, _MAX_BYTES, _GROWTH = 1 << 16, 1 << 26, 4
 _CHUNK = bytes(1 << 20)
@@ -79,7 +81,7 @@ def open_layers(address: WorkerAddress) -> socket.socket:
     """
     connection = _connect(address)
     with suppress(OSError):
-        # Ignore a broken connection here, because the next call reports it.
+        # Ignore a broken connection here: the next call reports it.
         connection.sendall(LAYERS)
     return connection
 
@@ -169,7 +171,7 @@ class Link:
         """Release the worker. Repeated calls have no effect."""
         self._is_closed = True
         with suppress(OSError):
-            # Wake the thread that waits for data.
+            # Wake the thread that is blocked on receiving data.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

@@ -14,13 +14,13 @@ __all__ = ["Machines", "SshAddress", "WorkerAddress", "parse_address", "parse_ma
 _LOCAL = "local"
 _SSH = "ssh://"
 _HINT = "use a list such as 192.168.1.20:50052=16GiB,ssh://user@host=16GiB,local=8GiB"
-# A host name or an IPv4 address. llama.cpp's RPC client supports no IPv6 addresses.
+# A host name or an IPv4 address. llama.cpp's RPC client does not support IPv6 addresses.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
 # `ssh` supports IPv6 addresses, and host names that ~/.ssh/config defines.
 _SSH_URL = re.compile(
     rf"{_SSH}([A-Za-z0-9_][A-Za-z0-9._-]*@)?({_HOST.pattern}|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?"
 )
-# llama.cpp splits a model over at most 16 devices.
+# llama.cpp splits a model across at most 16 devices.
 _MAX_WORKERS = 15
 _MAX_PORT = 65535
 

@@ -19,7 +19,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _SIZES = struct.Struct("<IQ")
 _MAX_HEADER_BYTES = 1 << 23
-# Data is sent and received in parts of this size, because a timeout of the connection applies to each part.
+# Data is sent and received in chunks of this size, because the connection's timeout applies to each chunk.
 _PART_BYTES = 1 << 20
 
 
@@ -39,7 +39,7 @@ class MessageConnection:
         encoded = json.dumps(header).encode()
         start = _SIZES.pack(len(encoded), len(data)) + encoded
         with self._sending:
-            # One packet holds a small message.
+            # Send a small message in a single packet.
             self._connection.sendall(start + bytes(data[:_PART_BYTES]))
             for first in range(_PART_BYTES, len(data), _PART_BYTES):
                 self._connection.sendall(data[first : first + _PART_BYTES])

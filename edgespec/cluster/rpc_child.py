@@ -14,7 +14,7 @@ from edgespec.system.child_process import ChildProcess, module_arguments
 __all__ = ["LOOPBACK", "RpcChild"]
 
 LOOPBACK = "127.0.0.1"
-# Importing llama.cpp takes seconds on a slow disk, and initialising a graphics card can take longer.
+# Importing llama.cpp takes seconds on a slow disk, and initialising a GPU can take longer.
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 

@@ -31,25 +31,26 @@ _OPTIONS = (
     "-o", "ServerAliveCountMax=2",
     "-o", "ExitOnForwardFailure=yes",
     "-o", "LogLevel=ERROR",
-    # Do not share a connection with other ssh commands. Its tunnel would stay open after this command ends.
+    # Do not share a connection with other ssh commands, because its tunnel would stay open after this command
+    # exits.
     "-o", "ControlMaster=no",
     "-o", "ControlPath=none",
 )  # fmt: skip
-# A login shell sets PATH as in a terminal. Not all systems have ~/.local/bin in it.
+# A login shell sets PATH as in a terminal. On some systems, ~/.local/bin is still missing from it.
 _COMMAND = """exec $SHELL -lc 'exec env PATH="$PATH:$HOME/.local/bin" edgespec worker --listen {address}'"""
-# Linux and macOS do not give these ports to programs that ask for any free port.
+# Linux and macOS do not assign these ports to programs that ask for any free port.
 _WORKER_PORTS = range(20000, 32768)
-# Either port can be taken before it is used.
+# Number of attempts to start a worker. Another program can take either port before it is used.
 _ATTEMPTS = 4
-# Importing llama.cpp takes seconds on a slow disk, and initialising a graphics card can take longer.
+# Importing llama.cpp takes seconds on a slow disk, and initialising a GPU can take longer.
 _START_SECONDS = 60.0
-# How often the wait checks whether it was cancelled.
+# Seconds between checks for cancellation while waiting.
 _POLL_SECONDS = 0.1
-# All workers and `ssh` have this long to end before `ssh` is killed.
+# Seconds that all workers and `ssh` have to exit before `ssh` is killed.
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20
-# The exit statuses of `ssh` itself, and of a shell that does not find a command.
+# Exit statuses of `ssh` when it fails itself, and of a shell that cannot find the command.
 _SSH_FAILED, _NOT_FOUND = 255, 127
 
 
@@ -143,7 +144,7 @@ class _Ssh:
         tunnel = f"{LOOPBACK}:{self._local_port}:{LOOPBACK}:{self._worker_port}"
         command = _COMMAND.format(address=f"{LOOPBACK}:{self._worker_port}")
         try:
-            # Ctrl-C in the terminal cancels a reply and must not end `ssh`, so `ssh` runs in its own session.
+            # Ctrl-C in the terminal cancels a reply and must not kill `ssh`, so run `ssh` in its own session.
             self._process = subprocess.Popen(
                 [_SSH, *_OPTIONS, "-L", tunnel, machine.url, command],
                 stdin=subprocess.PIPE,
@@ -189,7 +190,7 @@ class _Ssh:
                 line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
                 if not line:
                     raise self._failure()
-                # A login shell can print other lines first.
+                # A login shell may print other lines first.
                 if _printed_port(line) == self._worker_port:
                     return True
         return False
@@ -213,7 +214,7 @@ class _Ssh:
             )
         if f"cannot listen on {LOOPBACK}:{self._worker_port}" in text:
             return _PortTakenError(last)
-        # `edgespec worker` prints one line that begins with `error: ` and says what to do.
+        # `edgespec worker` prints its own error on a line that starts with `error: ` and says what to do.
         own = next((line for line in lines if line.startswith("error: ")), last)
         return WorkerError(f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}")
 

@@ -29,8 +29,8 @@ PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
 MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
 _MAX_BYTES = 1 << 63
-# If the program that started a worker writes to the worker's stdin, it must write again within this time. A
-# connection can break unnoticed, for example when a laptop goes to sleep.
+# Once the program that started a worker has written to the worker's stdin, it must keep writing at least this
+# often. A connection can break unnoticed, for example when a laptop goes to sleep.
 STDIN_SILENCE_SECONDS = 60.0
 
 

@@ -36,8 +36,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 # llama.cpp names its files after the FNV-1a hash of their contents.
 _LLAMA_CPP_NAME = re.compile(r"[0-9a-f]{16}")
 _UNVERIFIED, _STATES = "unverified", ".verified.json"
-# The user is warned if the disk has less free space than this, because weights may then not be saved. Hardly
-# any weight is larger than this.
+# Warn the user if the disk has less free space than this, because some weights may then not be saved. Hardly
+# any weight tensor is larger.
 _LOW_DISK_BYTES = 1 << 30
 # Two threads must not verify the same file, or write `_STATES` at the same time.
 _verifying = threading.Lock()
@@ -66,14 +66,15 @@ class WeightCache:
             known = self._states()
             files = []
             for path in (*self.folder.iterdir(), *unverified.iterdir()):
-                # `verify`, which runs in another thread, can move and delete files meanwhile.
+                # `verify` runs in another thread and may move or delete files in the meantime.
                 with suppress(FileNotFoundError):
                     if not path.is_file() or path.name == _STATES:
                         continue
                     if path.parent == self.folder and _LLAMA_CPP_NAME.fullmatch(path.name):
                         path = path if file_state(path) == known.get(path.name) else hide_unverified(path)
                     files.append((path, path.stat()))
-            # llama.cpp reads its files itself. Not all file systems record the time of the last access.
+            # llama.cpp reads these files itself, so use the access time, or the modification time on file
+            # systems that do not record accesses.
             files.sort(key=lambda file: max(file[1].st_atime, file[1].st_mtime))
             total = sum(state.st_size for _, state in files)
             for path, state in files:
@@ -159,7 +160,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
     with suppress(OSError):
         data = path.read_bytes()
         if weight_digest(data) == digest:
-            # `WeightCache.prepare` deletes the files that were unused for longest.
+            # Mark the file as used: `WeightCache.prepare` evicts the least recently used files.
             path.touch()
             return data
     return None

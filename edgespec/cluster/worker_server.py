@@ -25,28 +25,29 @@ from edgespec.errors import EdgespecError, WorkerError
 
 __all__ = ["WorkerServer"]
 
-# A client has this long to say what it wants.
+# Seconds that a client has to send its greeting.
 _GREETING_SECONDS = 5.0
-# Maximum number of simultaneous connections whose clients have said what they want. A target needs two.
+# Maximum number of simultaneous connections whose clients have sent a greeting. A target needs two.
 _MAX_CONNECTIONS = 16
-# Maximum number of connections whose clients have said nothing yet, such as those of a port scanner.
+# Maximum number of connections whose clients have sent nothing yet, such as those of a port scanner.
 _MAX_SILENT = 16
 # The first byte that llama.cpp's RPC client sends.
 _RPC = bytes([HELLO])
 _RELAYED_BYTES = 1 << 20
-# The time that a new target waits while the worker notices that the last one closed its connection.
+# Seconds that a new target waits for the worker to notice that the previous one closed its connection.
 _RELEASE_SECONDS = 5.0
-# A system that is short of memory can kill the RPC server while it starts.
+# Number of attempts to start the RPC server, which a system short of memory may kill while it starts.
 _START_ATTEMPTS = 3
-# A target is lost if its machine acknowledges no TCP data for this long, for example because it lost power.
+# A target counts as lost if its machine acknowledges no TCP data for this many seconds, for example after a
+# power failure.
 _UNREACHABLE_SECONDS = 60
 # The option in macOS's <netinet/tcp.h>, in seconds.
 _TCP_RXT_CONNDROPTIME = 0x80
-# How often a client that waits receives a space, which shows that the worker runs.
+# Seconds between the heartbeats (spaces) that a waiting client receives.
 _BEAT_SECONDS = 1.0
-# How often the server checks whether it was closed.
+# Seconds between checks whether the server was closed.
 _POLL_SECONDS = 0.2
-# Memory of the CPU that is not offered by default.
+# Main memory in bytes that a worker does not offer by default.
 _RESERVE_BYTES = 512 * 2**20
 
 
@@ -66,7 +67,7 @@ class _SilentConnections:
             self._connections.append(connection)
             if len(self._connections) > _MAX_SILENT:
                 with suppress(OSError):
-                    # The thread that waits for the greeting closes the connection.
+                    # Only shut the connection down here: the thread that waits for the greeting closes it.
                     self._connections.pop(0).shutdown(socket.SHUT_RDWR)
 
     def remove(self, connection: socket.socket) -> None:
@@ -138,7 +139,7 @@ class WorkerServer:
         if self._cache is not None:
             if warning := self._cache.disk_warning():
                 self._note(warning)
-            # Hashing takes a while. It must not delay the next target or compete with it for the processor.
+            # Hashing takes a while, and must neither delay the next target nor compete with it for the CPU.
             threading.Thread(target=self._cache.verify, args=(self._is_idle,), daemon=True).start()
         return child
 
@@ -181,7 +182,7 @@ class WorkerServer:
             except TimeoutError:
                 continue
             except OSError:
-                # There are too many open files, or the client went away.
+                # There are too many open files, or the client has disconnected.
                 time.sleep(_POLL_SECONDS)
                 continue
             self._silent.add(connection)
@@ -198,7 +199,7 @@ class WorkerServer:
             self._end_layers()
 
     def _handle(self, connection: socket.socket) -> None:
-        # The client can go away or send nothing. `_forward_beats` reports a lost RPC server to the target.
+        # The client may disconnect or send nothing. `_forward_beats` reports a lost RPC server to the target.
         with suppress(OSError), connection:
             try:
                 set_timeouts(connection)
@@ -237,7 +238,7 @@ class WorkerServer:
 
     def _lead(self, connection: socket.socket) -> None:
         """Reserve the worker for the client, until the client closes the connection."""
-        # The lock is held while the RPC server of the previous target is replaced.
+        # Another thread holds the lock while it replaces the RPC server of the previous target.
         while not self._lock.acquire(timeout=_BEAT_SECONDS):
             connection.sendall(b" ")
         try:
@@ -245,7 +246,7 @@ class WorkerServer:
                 self._released.wait(_RELEASE_SECONDS)
             is_busy = self._leader is not None
             if not is_busy:
-                # Hides files that have changed since the RPC server started.
+                # Hide files that have changed since the RPC server started.
                 self._prepared_cache()
             connection.sendall(self._status_line(busy=is_busy))
             if is_busy:
@@ -379,7 +380,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        # Python adds the address to the reason.
+        # Remove the address, which Python adds to the reason.
         reason = str(error.strerror or error).partition(" (while ")[0]
         raise WorkerError(
             f"the worker cannot listen on {host}:{port}: {reason}",

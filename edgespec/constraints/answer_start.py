@@ -132,7 +132,7 @@ class AnswerStart:
             return self._tokenizer.space_mask
         if isinstance(phase, Reasoning):
             allowed = ~self._tokenizer.end_mask
-            # A token must not contain both the end of the marker and the start of the answer.
+            # Do not let a token contain both the end of the marker and the start of the answer.
             for done in range(1, len(phase.close)):
                 if phase.tail.endswith(phase.close[:done]):
                     allowed &= ~self._tokenizer.longer_than(phase.close[done:])

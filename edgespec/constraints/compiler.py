@@ -34,7 +34,7 @@ _MAX_SHOWN_CHARACTERS = 300
 # Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _LOOK_AROUND = re.compile(r"lookarounds not supported yet; (Word|Start|End)")
-# The parts of regular expressions that llguidance gives these names.
+# Descriptions of the look-arounds that llguidance does not support, keyed by its names for them.
 _LOOKS = {
     "Word": r"a word boundary, such as \b,",
     "Start": r"^ or \A after the start",
@@ -82,7 +82,7 @@ class ConstraintCompiler:
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._kept: dict[Constraint, _Compiled] = {}
-        # The lock guards the cached constraints and the creation of the tokenizer.
+        # Guards the cached constraints and the creation of the tokenizer.
         self._lock = threading.Lock()
 
     @cached_property
@@ -134,7 +134,8 @@ class ConstraintCompiler:
         if matcher.try_consume_tokens(given) < len(given):
             if text_may_precede:
                 return ConstraintProcessor(tokenizer, self._matcher(constraint), start)
-            # The grammar of a reply that can be calls or an answer is not known to the user.
+            # Do not call it a grammar: if a reply may be tool calls or an answer, edgespec wrote the grammar,
+            # not the user.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
                 f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
@@ -148,7 +149,7 @@ class ConstraintCompiler:
             return matcher
         text = _checked_text(constraint)
         with borrowed_trial() as trial:
-            # Another thread may have compiled this constraint while this thread waited.
+            # Another thread may have compiled this constraint while this one was waiting.
             if matcher := self._kept_matcher(constraint):
                 return matcher
             compiled = self._compile(constraint.option, text, trial)
@@ -223,7 +224,7 @@ def _enforceable(schema: str) -> str:
 
 
 def _is_endless(schema: str) -> bool:
-    # Skip this check for JSON that Python cannot parse, because llguidance reports the error.
+    # Skip this check for JSON that Python cannot parse: llguidance reports the error.
     with suppress(ValueError, RecursionError):
         return requires_endless_value(json.loads(schema))
     return False

@@ -20,7 +20,8 @@ def requires_endless_value(schema: Any) -> bool:
     """
     search = _Search(schema)
     try:
-        # Repeat, because references found to be finite in one pass can make others finite in the next pass.
+        # Repeat until nothing changes: references found to be finite in one pass can make others finite in
+        # the next.
         while search.finds_more():
             if search.is_finite(schema):
                 return False

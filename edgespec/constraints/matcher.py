@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["as_expression", "new_matcher", "readable", "text_of"]
 
-# Parts of llguidance's messages to remove: an internal mark, and the stack frames at the end.
+# Parts of llguidance's messages to strip: an internal marker and the trailing stack trace.
 _NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
-# Write JSON on one line, as Python's `json.dumps` does. With more whitespace, a model could write whitespace
-# forever.
+# Write JSON on one line, as Python's `json.dumps` does. If arbitrary whitespace were allowed, a model could
+# emit it forever.
 _STYLE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -46,7 +46,7 @@ def as_expression(option: str, text: str) -> str:
         case "grammar":
             return f"%lark {{\n{text}\n}}"
         case _:
-            # A slash ends a regular expression in Lark, and so does a line break.
+            # A slash or a line break ends a regular expression in Lark.
             escaped = re.sub(r"(?s)\\.|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), text)
             return f"/{escaped}/"
 

@@ -64,8 +64,8 @@ class ConstraintProcessor(LogitsProcessor):
         # The current state, and the state whose tokens the matcher has consumed.
         self._state = self._matched = _State(None, -1, start.phase)
         self._masked: deque[_State] = deque()
-        # `_checked` is the answer that `may_end` was last called with. The matcher has read it, or is None if
-        # the constraint does not allow this answer.
+        # `_checked` is the answer last passed to `may_end`. `_checker` has consumed it, or is None if the
+        # constraint does not allow that answer.
         self._checker: LLMatcher | None = matcher.deep_copy()
         self._initial, self._checked = matcher.deep_copy(), ""
 
@@ -134,7 +134,7 @@ class ConstraintProcessor(LogitsProcessor):
             if state.mask is not None:
                 self._masked.append(state)
             if len(self._masked) > _MAX_MASKS:
-                # Also drop the descendants of this state, because most of them belong to rejected drafts.
+                # Also evict the descendants of this state, most of which belong to rejected drafts.
                 oldest = self._masked.popleft()
                 oldest.mask = None
                 oldest.children = {}

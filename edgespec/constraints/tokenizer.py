@@ -18,8 +18,8 @@ __all__ = ["ConstraintTokenizer"]
 
 # llguidance treats tokens that begin with this byte, which is never part of UTF-8, as control tokens.
 _CONTROL_BYTE = b"\xff"
-# Control character to put before text that is tokenized. Tokenizers that add a leading space then add it
-# before this character, and not before the text.
+# Control character to prepend to text before tokenizing it. Tokenizers that add a leading space then add it
+# before this character rather than before the text.
 _TEXT_START = "\x02"
 # Maximum size of the whitespace tokens allowed between the reasoning and the answer.
 _MAX_SPACE_BYTES = 4

@@ -17,9 +17,9 @@ __all__ = ["ConstraintTrial", "borrowed_trial"]
 _CPU_SECONDS = 5.0
 # Maximum time in seconds to wait for the child process, which may get little CPU time.
 _MAX_SECONDS = 30.0
-# Seconds that a crashed process can take to exit.
+# Seconds to wait for a crashed process to exit.
 _EXIT_SECONDS = 5.0
-# Maximum number of constraints to compile at the same time. More than one, so that a slow constraint does not
+# Maximum number of constraints to compile concurrently. More than one, so that a slow constraint does not
 # delay all others.
 _MAX_TRIALS = 2
 
@@ -67,7 +67,7 @@ class ConstraintTrial:
         except Empty:
             process.close()
             return f"compiling it takes more than {_MAX_SECONDS:.0f} seconds"
-        # The process has closed its output, so it is about to exit. Its status says why.
+        # The process has closed its output, so it is about to exit. Its exit status tells why.
         process.wait(_EXIT_SECONDS)
         process.close()
         if process.exceeded_cpu_limit:
@@ -81,7 +81,7 @@ class ConstraintTrial:
 
 
 _places = BoundedSemaphore(_MAX_TRIALS)
-# At most one child process is kept, because it uses about 40 MiB. All models share it.
+# Keep at most one idle child process, which all models share, because each uses about 40 MiB.
 _idle: list[ConstraintTrial] = []
 _lock = Lock()
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 
 __all__ = ["main"]
 
-# Maximum address space of this process in bytes. Python and llguidance reserve about 220 MiB, but
-# use only a sixth of that.
+# Maximum address space of this process in bytes. Python and llguidance reserve about 220 MiB, of which they
+# use only a sixth.
 _MEMORY_BYTES = 384 << 20
 # Stack size in bytes for compiling a constraint in this process. The threads that compile it later have
 # larger stacks, so a constraint that fits here cannot overflow them. About 400 nested rules fit.
@@ -47,7 +47,7 @@ def _compile_all() -> None:
         with suppress(ValueError):
             matcher = new_matcher(option, text, tokenizer)
         _limit_cpu_time(0)
-        # This estimate can be too low, because memory that an earlier constraint has freed is reused.
+        # This estimate can be too low, because memory freed by an earlier constraint is reused.
         sys.stdout.write(f"{max(0, process.memory_info().rss - before_bytes)}\n")
         sys.stdout.flush()
         del matcher

@@ -117,7 +117,7 @@ def candidates(
             count = limit
             break
         if margin is not None and not len(touched):
-            # Increase the margin slightly, so that rounding cannot exclude a token that the processor would
+            # Widen the margin slightly, so that rounding cannot exclude a token that the processor would
             # keep.
             found = logits.above(row, margin * scale * (1 + 1e-6) + 1e-6)
             return found, float(found[1].max(initial=-np.inf))
@@ -128,7 +128,7 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Fetch additional tokens, because the logits processors can make some of the best tokens less likely.
+    # Fetch extra tokens, because the logits processors can make some of the top tokens less likely.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):

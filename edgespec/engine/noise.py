@@ -43,7 +43,7 @@ def key(seed: int, stream: Stream, position: int) -> int:
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
     """Return a random number between 0 and 1, determined by the seed, stream, position and index."""
-    # Use only 52 bits, because a longer random number could be rounded up to 1.
+    # Use only 52 bits, because a longer fraction could round up to 1.
     return ((_mix(key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 
 

@@ -71,8 +71,7 @@ def find_advice(
         and same_backend(entry.format, pair.target.format)
         # Never suggest the demo models, which are too small to be useful.
         and not entry.embedded_file
-        # A model of at least the target's size does not fit either. The catalogue may contain the target
-        # itself.
+        # A model at least as large as the target does not fit either. This also excludes the target itself.
         and entry.approximate_file_bytes < target_bytes
     ]
     # A model in a Python package has no other versions to download.
@@ -81,7 +80,7 @@ def find_advice(
         _, plan = fit(fixed)
         if plan.free_bytes("memory") >= 0:
             return f"choose a smaller quantisation of the model, or {more}"
-        # Round up, because a smaller amount would not be enough.
+        # Round up, because less memory would not be enough.
         needed_mib = -(-plan.planned_bytes("memory") // 2**20)
         or_smaller = "" if is_packaged else ", or choose a smaller quantisation of the model"
         return f"{more} to {needed_mib:,} MiB or more{or_smaller}"

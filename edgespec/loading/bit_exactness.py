@@ -144,7 +144,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
     restricted = replace(capabilities, exact=True, reuse_block_tokens=found.block_tokens)
     if not capabilities.rollback:
         return restricted
-    # A model that rolls back by running tokens again does so in passes of any width.
+    # A model that rolls back by rerunning tokens does so in passes of any width.
     replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
     if found.max_width == 1 or not replays_exactly:
         reason = "no pass over several tokens gives the same bits as a pass over one token"
@@ -211,7 +211,7 @@ class _Trial:
             return [WidthClass((1,))]
         limit = min(_SHORT_TRIAL_WIDTH if self.is_short else _MAX_WIDTH, able.max_width)
         alone, wide = set(range(1, limit + 1)), set(range(2, limit + 1))
-        # Unless it makes a difference, the number of threads follows the load, because a pass with too many
+        # Let the number of threads follow the load unless results depend on it, because a pass with too many
         # threads takes ten times as long.
         any_threads = self._threads_agree(contexts[0], min(5, limit))
         if not any_threads:
@@ -227,7 +227,7 @@ class _Trial:
             if wide:
                 wide = self._agreeing(2, wide, length)
         if not able.partial_truncate:
-            # A replay of accepted tokens makes passes wider, so only a class without gaps can be used.
+            # Replaying accepted tokens makes passes wider, so only a set of widths without gaps can be used.
             alone = {width for width in alone if alone >= set(range(1, width))}
         found = []
         for base, members in ((1, alone), *([(2, wide)] if wide else [])):
@@ -322,7 +322,7 @@ class _Trial:
             found = self.references[base, length] = _Reference([], {})
             while (at := self.model.length - length) < positions:
                 found.logits.extend(self._pass(base, min(base, positions - at)))
-                # A partly rolled back pass can end at any position, so the cells up to each are needed.
+                # A partly rolled back pass can end at any position, so record the cells up to each one.
                 for end in range(at + 1, self.model.length - length + 1):
                     found.cells[end] = self._cells(length, length + end)
         return self.references[base, length]
@@ -344,7 +344,7 @@ class _Trial:
                 agreeing.discard(width)
             elif not self._width_agrees(width, reference, length, _EQUAL_PASSES if width == base else None):
                 if width == base:
-                    # Even equal passes differ, for example if the device adds in no fixed order.
+                    # Even identical passes differ, for example because the device sums in no fixed order.
                     return {base}
                 agreeing.discard(width)
                 self.disagreeing.add(width)
@@ -365,7 +365,7 @@ class _Trial:
             at = self.model.length - length
             if at + width > positions:
                 break
-            # Alternate between passes whose tokens are all kept and passes that are partly rolled back.
+            # Alternate between passes that are kept whole and passes that are partly rolled back.
             real = width - 1 if width > 2 and count % 2 else width
             if not self._agrees(reference, length, at, self._pass(width, real)):
                 return False

@@ -212,7 +212,7 @@ class _ExactLoading:
     def run(self) -> LoadedTarget:
         key = self._key()
         saved = _from_json(Facts().get("classes", key)) if self.file_states else None
-        # On a machine that is always busy, measuring again at every start would give no better result.
+        # On a machine that is always busy, remeasuring at every start would not give a better result.
         if saved is not None and (not saved.is_disturbed or _machine_is_busy()):
             return self._restricted(self.load(self._options(saved.repack)), saved)
         choice, loaded = self._try_configurations()
@@ -241,7 +241,7 @@ class _ExactLoading:
         )
 
     def _options(self, repack: bool) -> LoadOptions:
-        # Kernels that do not depend on the width keep replies close to plain decoding in any case.
+        # Kernels that do not depend on the pass width keep replies close to plain decoding in any case.
         return replace(self.options, exact=True, repack=repack)
 
     def _try_configurations(self) -> tuple[_Choice, LoadedTarget]:
@@ -266,7 +266,7 @@ class _ExactLoading:
             # Without drafting, repetitive texts would lose most of their speed-up.
             speed = min(speed, repeating / free[1])
         is_disturbed = _machine_is_busy()
-        # Speeds that other programs have disturbed do not justify giving up identical replies.
+        # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= _MIN_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
             # `bits` pads plain decoding, or gives up drafting.

@@ -73,14 +73,13 @@ def find_heads(
             )
         if find_head is not None:
             return FoundHeads((named_head(find_head(drafting.head), target, convert=False),))
-        # Check the metadata first, to avoid downloading the weights of a head for another target.
+        # Check the metadata first, to avoid downloading the weights of a head made for a different target.
         with TemporaryDirectory(prefix="edgespec-") as folder:
             header = resolve_head_metadata(drafting.head, Path(folder), progress)
             try:
                 named_head(header, target, convert=False)
             except ModelFileError:
-                # An EAGLE-1 head can be recognised only by its tensors, and PyTorch files have no header that
-                # lists them.
+                # Only its tensors identify an EAGLE-1 head, and PyTorch files have no header that lists them.
                 if not header.path.is_dir() or any(header.path.glob("*.safetensors")):
                     raise
         found = resolve_head(drafting.head, progress=progress)

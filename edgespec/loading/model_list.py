@@ -252,7 +252,7 @@ def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int)
     target = resolve(model.reference, allow_download=False)
     options = draft_options(target, installed)
     chosen = None
-    # If the user has chosen an unusable draft model, list the model without it. Loading reports the error.
+    # If the user chose an unusable draft model, list the model without it. Loading reports the error.
     with suppress(EdgespecError):
         chosen = choose_draft(target, budget_bytes, installed=installed).draft
     return next(

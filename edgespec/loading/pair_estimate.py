@@ -68,7 +68,7 @@ class PairEstimator:
         if self.why_in_turns:
             self._options = replace(self._options, parallel=1)
         elif options.parallel > 1 or options.workers is not None:
-            # Allocate the whole context at the start. A context that several replies share cannot grow, and
+            # Allocate the whole context up front. A context shared by several replies cannot grow, and
             # growing one on workers would copy it over the network.
             self._options = replace(self._options, initial_context_tokens=None)
         self._copy: MemoryEstimator | None = None
@@ -132,7 +132,7 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts the weights to float32 only if they then fit in the memory limit.
+        # MLX converts the weights to float32 only if the result fits in the memory limit.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))

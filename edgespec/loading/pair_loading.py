@@ -118,7 +118,8 @@ def _adapted_to_target(
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
     if window:
-        # Allocate the full context now, because it cannot grow if the draft model has an attention window.
+        # Allocate the full context now, because the context of a draft model with an attention window cannot
+        # grow.
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))

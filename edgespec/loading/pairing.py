@@ -115,8 +115,8 @@ def with_working_draft(
         try:
             return use(pair)
         except _DraftFailedError as error:
-            # The planner can replace the draft model with a smaller quantisation, so `error.draft` may not be
-            # the file that must not be chosen again.
+            # The planner may have replaced the draft model with a smaller quantisation, so `error.draft` need
+            # not be the file to exclude from the next attempt.
             assert pair.draft is not None
             failed[pair.draft.path] = f"the draft model {error.draft.name} is not used: {error.reason}"
 
@@ -166,7 +166,7 @@ def find_pair(
     if names_head and draft == "auto" and not drafting.needs_draft_model:
         choice = DraftChoice(None, "the head drafts instead")
     else:
-        # The memory of this machine does not limit a target whose layers are on workers.
+        # This machine's memory does not limit a target whose layers are on workers.
         limits = replace(options, memory_bytes=None) if on_workers else options
         choice = _find_draft(found, draft, find_model, limits, failed_drafts or {})
         if choice.draft and choice.source != "automatic":
@@ -302,8 +302,8 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
         drops_heads = isinstance(error, ModelFileError) and any(each.source != "named" for each in pair.heads)
         if isinstance(error, CancelledError) or not (drops_heads or pair.draft_is_automatic):
             raise
-    # Try the models and heads one by one to find the one that fails. Trial results are saved, so completed
-    # trials are not repeated.
+    # Try the models and heads one by one to find the one that fails. Trial results are cached, so no trial
+    # runs twice.
     check_loadable(models, progress)
     with loading_draft(pair):
         check_loadable(drafts, progress)

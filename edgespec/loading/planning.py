@@ -108,7 +108,7 @@ class LoadPlan:
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # Lower the memory limit, so that MLX does not convert the weights to float32.
+        # Lower the memory limit to stop MLX from converting the weights to float32.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))

@@ -101,7 +101,7 @@ def plan(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     if address_space_is_limited():
-        # Import the modules that `load` uses, so that the plan does not count their address space as free.
+        # Import the modules that `load` needs, so that the plan does not count their address space as free.
         import_module("edgespec.api.loading")
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
 

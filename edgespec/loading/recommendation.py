@@ -123,7 +123,7 @@ def recommend(
     arguments = check_load_arguments({"memory": memory, "reserve": reserve})
     form = format_of("gguf")
     machine = None if remeasure else saved_machine_speed(form)
-    # On a machine that is always busy, measuring again every time would give no better result.
+    # On a machine that is always busy, remeasuring every time would not give a better result.
     if machine is None or (machine.is_disturbed and CPU_LOAD.busy_cores() <= MAX_BUSY_CORES):
         machine = measure_machine(form, progress)
     budget = budget_for([backend_of(form.name)], arguments)

@@ -19,7 +19,7 @@ from edgespec.options.settings import LOAD_OPTIONS, LoadArguments
 
 __all__ = ["connect_workers", "for_workers"]
 
-# Options that `--workers` refuses, because they have no effect or are not implemented for workers.
+# Options that are rejected with `--workers`, because they have no effect or are not implemented there.
 _UNSUPPORTED = (
     "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
 )  # fmt: skip
@@ -48,7 +48,7 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
             f"use {', '.join(supported)}, auto or none",
             option="method",
         )
-    # Reading hidden states slows down every pass on workers, so `auto` could not keep `--max-loss`.
+    # Reading hidden states slows down every pass on workers, so `auto` could not stay within `--max-loss`.
     uses_head = not drafting.named_drafters.isdisjoint(head_names())
     if drafting.names_head and not uses_head:
         raise OptionError(
@@ -97,7 +97,7 @@ def connect_workers(
         )
     workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
-    # Heads read hidden states and weights of the output layer on this machine.
+    # Heads read hidden states and the output layer's weights on this machine.
     on_worker = not pair.heads and output_is_faster_on_worker(pair.target, workers)
     return replace(options, workers=workers, output_on_worker=on_worker)
 

@@ -98,7 +98,7 @@ def predict_spread(
         trips.append(link.round_trip_seconds + growth)
     speeds = (saved_machine_speed(form), *(_from_json(link.status.speed) for link in workers.links))
     layers = sum(share.layers for share in machines)
-    # The weights that are not in layers are those of the output layer.
+    # All weights outside the layers belong to the output layer.
     in_layers = sum(share.read_fraction for share in machines)
     fractions = [share.read_fraction + (1.0 - in_layers if share.has_output else 0.0) for share in machines]
 
@@ -154,7 +154,7 @@ def output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> b
     here, there = saved_machine_speed(form), _from_json(link.status.speed)
     if output is None or here is None or there is None:
         return False
-    # On a network of unlimited bandwidth, only the speeds of the machines count.
+    # With unlimited bandwidth, only the speeds of the machines count.
     return _saves_time(output, here, there, math.inf) and _saves_time(
         output, here, there, workers.speed_of(link).bytes_per_second
     )
@@ -187,7 +187,7 @@ def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
     try:
         seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
         layer_seconds = float(values["layer_seconds"])
-        # Workers of older versions do not report this.
+        # Older workers do not report this.
         busy_cores = float(values.get("busy_cores", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

@@ -14,8 +14,8 @@ from edgespec.model.base import LanguageModel
 
 __all__ = ["MAX_ROWS", "Alone", "largest_difference", "logit_rows"]
 
-# Maximum number of tokens whose logits are compared. Bounds the memory: with a vocabulary of 262,144 tokens,
-# the logits of each token take 1 MiB.
+# Maximum number of tokens whose logits are compared. This bounds memory use: with a vocabulary of 262,144
+# tokens, each row of logits takes 1 MiB.
 MAX_ROWS = 64
 
 

@@ -17,7 +17,7 @@ from edgespec.system.files import error_reason, format_bytes
 
 __all__ = ["Prompt", "prompt_tokens", "read_prompts"]
 
-# Maximum size of a file of prompts in bytes. Bounds the memory for a device or pipe that never ends.
+# Maximum size of a prompt file in bytes. Bounds memory use when reading a device or pipe that never ends.
 _MAX_BYTES = 1 << 28
 _ROLES = ("system", "user", "assistant")
 

@@ -210,7 +210,7 @@ def _read_prompts(target: LanguageModel, made: MadeReply, filler: int | None) ->
     widest = max((len(each.tokens) for each in made.rounds), default=1)
     needed = max(len(each.tokens) for each in made.reads) + len(made.tokens) + widest
     if needed > target.facts.context_tokens:
-        # The context may have shrunk since the reply. If it cannot grow again, the passes may still fit.
+        # The context may have shrunk since the reply. Even if it cannot grow back, the passes may still fit.
         with suppress(MemoryBudgetError):
             target.resize(needed)
     for read, later in zip(made.reads, (*made.reads[1:], None), strict=True):
@@ -240,7 +240,7 @@ def _renew_context(target: LanguageModel) -> None:
     size = target.facts.context_tokens
     smaller = round_up_to_block(size // 2)
     if smaller < size == round_up_to_block(size):
-        # Contexts on workers cannot be resized. They are only emptied.
+        # Contexts on workers cannot be resized, only cleared.
         with suppress(MemoryBudgetError):
             target.resize(smaller)
             target.resize(size)

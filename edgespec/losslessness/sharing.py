@@ -22,15 +22,16 @@ from edgespec.model.base import LanguageModel
 
 __all__ = ["SharingErrors", "measure_sharing"]
 
-# Maximum number of measurements. Many can be needed, because in small models few placements of the KV cells
+# Maximum number of measurements. Many may be needed, because in small models, few placements of the KV cells
 # change the logits at all.
 _MAX_MEASUREMENTS = 64
 # Stop after this many measurements with a rounding error.
 _ENOUGH_ERRORS = 4
-# Maximum number of positions in the reply's text at which other replies give up KV cells, so that the reply's
+# Maximum number of positions in the reply's text at which other replies free KV cells, so that the reply's
 # cells move.
 _MAX_MOVES = 3
-# Number of tokens that each other model keeps. They reveal errors that make a reply read foreign KV cells.
+# Number of tokens that each other model keeps. They expose bugs that make a reply read another reply's KV
+# cells.
 _KEPT_TOKENS = 32
 # Every fourth measurement uses shared passes instead of moved KV cells.
 _SHARED_EVERY = 4
@@ -146,7 +147,7 @@ class _MovingPasses(Alone):
         count = int(self._random.integers(1, _MAX_MOVES + 1))
         # Early positions are more likely, because replies often continue a short cached prefix.
         self._moves = deque(sorted((total ** self._random.random(count)).astype(int).tolist()))
-        # Fill the neighbours' cells first, so that the cells that they give up precede those of the text.
+        # Fill the neighbours' cells first, so that the cells they free precede those of the text.
         for each in models:
             each.truncate(0)
         for each, text in zip(models[1:], cycle(texts), strict=False):

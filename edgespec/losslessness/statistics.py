@@ -17,8 +17,7 @@ Sample = tuple[Counter[int], Distribution]
 
 # Number of simulated trials: in the first batch, in total at most, and in each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
-# P-values below this are computed with more simulated trials, so that they stay precise after Holm's
-# correction.
+# Compute p-values below this with more simulated trials, so that they stay precise after Holm's correction.
 _SUSPICIOUS_P_VALUE = 0.02
 
 

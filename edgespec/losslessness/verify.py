@@ -174,11 +174,12 @@ class _Verification:
     description: str = ""
     tokens: dict[str, list[int]] = field(default_factory=dict)
     plain: dict[tuple[str, float], _Generated] = field(default_factory=dict)
-    # For each reply in `plain`, its fault and the position of its first wrong token, or None if it is right.
+    # For each reply in `plain`, its fault and the position of its first wrong token, or None if it is
+    # correct.
     plain_faults: dict[tuple[str, float], tuple[Judgement, int] | None] = field(default_factory=dict)
     # The methods and draft lengths for which an identical reply has been checked for leaks.
     leaks_checked: set[tuple[str, int]] = field(default_factory=set)
-    # The prompts whose tokens are in the target's cache, in the order in which it read them.
+    # The prompts whose tokens are in the target's cache, in the order in which they were processed.
     reads: tuple[PromptRead, ...] = ()
     last_prompt: Sequence[int] = ()
 
@@ -242,7 +243,8 @@ class _Verification:
         """Record which prompt tokens came from the cache, and which ones the target has processed."""
         cached = reply.stats.cached_prompt_tokens
         if self.reads:
-            # A correct cache never keeps more than this. If it does, the replay must not do the same.
+            # A correct cache never keeps more than this. If a faulty one does, the replay must not copy the
+            # fault.
             cached = min(cached, common_prefix_length(self.reads[-1].tokens, tokens))
         # Drop the prompts that have no tokens left in the cache.
         kept = tuple(read for read in self.reads if read.cached_tokens < cached)
@@ -293,7 +295,7 @@ class _Verification:
         self._run_idle_work()
         self._clear_cache()
         self.description = f"{self.runtime.parallel} replies at once"
-        # Sort the cases so that replies to different prompts are generated together.
+        # Sort the cases, so that replies to different prompts are generated together.
         mixed = sorted(cases, key=lambda case: (case.temperature, case.draft_length, case.method))
         with ThreadPoolExecutor(self.runtime.parallel) as pool:
             running = [(case, pool.submit(self._generate, case, **self._drafting(case))) for case in mixed]
@@ -383,7 +385,7 @@ class _Verification:
         """Judge a reply that differs from plain decoding. Also return `Divergence.leak`."""
         plain = self._plain(case).reply
         if position in (len(plain.tokens), len(other.reply.tokens)):
-            # The tokens before this position are equal, and they alone decide whether a reply ends.
+            # The tokens before this position are equal, and they alone determine whether a reply ends.
             return Judgement("fault", Reason.ENDING), None
         if not other.reads:
             return self._judge_at_once(case, position)

@@ -166,7 +166,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
     ]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
-    # Lower the precision of the draft model's KV cache first, because it never affects replies.
+    # Reduce the precision of the draft model's KV cache first, which never affects replies.
     cache: list[_Step] = [
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),

@@ -221,7 +221,7 @@ class TargetCache:
         if capabilities.exact and self._reuse_is_exact and not self._heads:
             self._tokens = list(tokens[: target.length])
         else:
-            # A reply reads the prompt in other passes, whose results can be rounded differently.
+            # A reply splits the prompt into different passes, whose results may be rounded differently.
             target.truncate(0)
         return tuple(scores)
 
@@ -239,7 +239,7 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Recurrent models may keep fewer tokens than `whole`. In that case, clear the KV cache.
+            # If a recurrent model has kept fewer tokens than `whole`, clear the KV cache.
             if self._target.length < whole:
                 self._target.truncate(0)
 
@@ -303,7 +303,7 @@ def read_prompt(
     """
     if target.facts.capabilities.prefix_reuse_exact:
         return target.prefill_prompt(tokens[target.length :], progress)
-    # The last token gets its own pass, because its logits are rounded differently in a pass over several
+    # Run the last token in its own pass, because its logits are rounded differently in a pass over several
     # tokens.
     _prefill(target, tokens[:-1], progress)
     return None

@@ -19,7 +19,7 @@ def head_method(
     """Create the record of a method that drafts with a head. The arguments are fields of `Method`."""
 
     def make(context: DrafterContext) -> Drafter | MissingDrafter:
-        # Imported only when used, because `edgespec --help` reads all records.
+        # Import this only when used, because `edgespec --help` reads all method records.
         from edgespec.methods.head_drafter import make_head_drafter
 
         return make_head_drafter(context, name)

@@ -27,8 +27,7 @@ __all__ = [
 # The vocabularies of a target and its draft model may differ in size by up to this many padding tokens.
 MAX_VOCAB_PADDING = 1024
 
-# Function that is called with the name of the current task and the fraction done (0 to 1). It returns False
-# to cancel the task.
+# Called with the name of the current task and the fraction done (0 to 1). Returns False to cancel the task.
 Progress = Callable[[str, float], bool]
 
 

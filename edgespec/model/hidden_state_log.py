@@ -14,7 +14,8 @@ __all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs", "stre
 # k, and index `layer count` is the output of the last layer, before the final norm.
 POST_NORM = -1
 # This index and lower ones stand for the residual streams after the last layer of a model with
-# hyper-connections (arXiv 2409.19606). The model mixes the streams to one hidden state before the final norm.
+# hyper-connections (arXiv 2409.19606). The model mixes the streams into one hidden state before the final
+# norm.
 _FIRST_STREAM = POST_NORM - 1
 
 # Number of tokens whose hidden states are kept. A head that lags further behind skips older tokens.
@@ -40,7 +41,7 @@ class HiddenStateLog:
 
     def __init__(self, row_size: int, max_tokens: int = MAX_LOGGED_TOKENS) -> None:
         self.start = self.end = 0
-        # A ring buffer. It is allocated page by page as it fills.
+        # A ring buffer, whose memory the operating system commits page by page as it fills.
         self._rows: NDArray[np.float32] = np.empty((max_tokens, row_size), np.float32)
 
     @property

@@ -214,7 +214,7 @@ _registered: list[Backend] = []
 
 @cache
 def _built_in() -> tuple[Backend, ...]:
-    # The backends import this module, so it loads their declarations by name when it is first used.
+    # Import lazily and by name, because the backends import this module.
     declared: tuple[Backend, ...] = import_module(_BUILT_IN_MODULE).BUILT_IN
     return declared
 

@@ -18,10 +18,10 @@ from edgespec.model.self_draft_methods import Head
 
 __all__ = ["PASSED", "REFUSED", "encode_head", "main"]
 
-# Outcomes that the child process prints, one line per model. If the backend refuses the model because of its
-# files, the reason follows as a JSON string.
+# Outcomes that the child process prints, one line per model. If the backend rejects the model's files, the
+# reason follows as a JSON string.
 PASSED, REFUSED = "passed", "refused"
-# Memory limit of the child process that loads models for a trial, excluding mapped files.
+# Memory limit in bytes of the child process that loads models for a trial, excluding mapped files.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 

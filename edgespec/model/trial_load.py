@@ -49,7 +49,7 @@ _CODE = (
     "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
     " from edgespec.model.trial_child import main; main(request)"
 )
-# Name of the C++ exception for a failed allocation, which does not mean that a model file is damaged.
+# Name of the C++ exception for a failed allocation, which does not indicate a damaged model file.
 _OUT_OF_MEMORY = "std::bad_alloc"
 
 
@@ -133,7 +133,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
         except OSError as error:
             return _not_tried(models, error.strerror or str(error))
         for model in untried.values():
-            # While the child process runs, import the backend, which is needed to load the model.
+            # Import the backend, which loading the model needs, while the child process runs.
             backend_of(model.form.name).preload()
         for key, model in untried.items():
             outcome = child.wait_for(model, progress)
@@ -173,12 +173,12 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                     if outcome == PASSED:
                         _remember(key, _Result(False))
                     elif outcome:
-                        # A refusal for another reason, such as too little memory, is not saved.
+                        # Do not save a rejection for another reason, such as too little memory.
                         if reason := outcome.removeprefix(REFUSED):
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))
                     elif crash := child.crash(models[i]):
-                        # The other models are tried in another process.
+                        # Another process tries the remaining models.
                         reasons[i] = _failure(models[i], crash).what
                         _remember(key, _Result(False, crash))
         except (OSError, BackendError):
@@ -295,7 +295,7 @@ class _Child:
             return ""
         name = _signal_name(status)
         if name == "SIGXCPU":
-            # Do not report the timeout as a crash, because the processor may just be slow.
+            # Do not report the timeout as a crash, because the CPU may just be slow.
             raise BackendError(
                 f"{model.tested_path} seems to be damaged or not supported: loading it and generating a few"
                 f" tokens took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of"

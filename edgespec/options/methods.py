@@ -35,10 +35,10 @@ __all__ = [
 Needs: TypeAlias = Literal["draft model", "head", "target", "copy", "nothing"]
 """What a method drafts with: another model, a head, the target itself, a copy of it, or none of these."""
 
-# The order in which lists for users show the methods.
+# The order in which user-facing lists show the methods.
 _NEEDS: tuple[Needs, ...] = ("draft model", "head", "target", "copy", "nothing")
 _PACKAGE = "edgespec.methods"
-# The name is part of command lines, of names such as `model+suffix`, and of sentences in the chat.
+# Names appear on command lines, in combinations such as `model+suffix`, and in sentences in the chat.
 _NAME = re.compile(r"[a-z][a-z0-9]*")
 _NOT_METHODS = ("auto", "none")
 

@@ -100,7 +100,7 @@ class ModelName(Text):
     def check(self, name: str, value: Any) -> str:
         text = check_path(name, value, self.hint)
         if isinstance(value, os.PathLike) and not os.path.isabs(text) and os.path.exists(text):
-            # As text, a relative path could also be the name of a model or of a repository.
+            # Without a leading `./`, a relative path could be mistaken for the name of a model or repository.
             return os.path.join(os.curdir, text)
         return text
 

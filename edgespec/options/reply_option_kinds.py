@@ -18,8 +18,8 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["JsonSchema", "SamplingNumber", "TextFile", "TokenBiases"]
 
-# Maximum size of a text file, far more than a schema or a grammar needs. Without a limit, a path such as
-# /dev/zero would fill the memory.
+# Maximum size of a text file in bytes, far more than a schema or a grammar needs. Without a limit, a path
+# such as /dev/zero would exhaust memory.
 _MAX_FILE_BYTES = 16 << 20
 
 
@@ -31,7 +31,7 @@ class TextFile(Kind):
     def parse(self, text: str) -> Any:
         """Return the text of a file. Raises OptionError if it cannot be read or is too large."""
         try:
-            # The file can be a pipe, so its size is unknown before it is read.
+            # The file may be a pipe, whose size is unknown until it has been read.
             with Path(text).expanduser().open("rb") as file:
                 data = file.read(_MAX_FILE_BYTES + 1)
             if len(data) > _MAX_FILE_BYTES:

@@ -45,7 +45,7 @@ def create_app(service: Service) -> ASGIApp:
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
-        # Answers CORS preflight requests, in which browsers ask whether a web page may use the server.
+        # Answer CORS preflight requests, in which browsers ask whether a web page may use the server.
         origins = service.settings.allowed_origins
         app = CORSMiddleware(
             app,
@@ -53,7 +53,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_origin_regex=origins_regex(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            # Browsers ask for this if a web page from the internet uses a server on this machine.
+            # Browsers require this when a web page from the internet uses a server on this machine.
             allow_private_network=True,
         )
     return with_canonical_paths(app, [route.path for route in routes if "{" not in route.path])

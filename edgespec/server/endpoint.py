@@ -27,9 +27,9 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["PathEndpoint", "error_response"]
 
-# Maximum size of a request body in bytes. Prompts of a million tokens have about 5 MB.
+# Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB.
 MAX_BODY_BYTES = 8 * 2**20
-# Maximum total size of the request bodies that are being received, so that clients cannot use up the memory.
+# Maximum total size in bytes of the request bodies being received, so that clients cannot exhaust memory.
 MAX_BUFFERED_BYTES = 16 * MAX_BODY_BYTES
 # Time limit in seconds for a client to send the whole body.
 BODY_SECONDS = 60.0
@@ -144,7 +144,7 @@ class PathEndpoint:
             response = await endpoint.handle(call)
         except Exception as error:
             if not isinstance(error, EdgespecError | ApiError):
-                # Do not log the message of the exception, because it may contain text of the prompt.
+                # Do not log the exception's message, because it may contain text from the prompt.
                 frames = "".join(traceback.format_tb(error.__traceback__))
                 _log.error("%s in %s:\n%s", type(error).__name__, endpoint.path, frames)
             prompt_field = endpoint.body.prompt_field if endpoint.body else None

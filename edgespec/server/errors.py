@@ -133,7 +133,7 @@ def validation_error(
         advice: Advice for fields that only other endpoints support, by field name.
     """
     problems = error.errors(include_url=False)
-    # A field of another endpoint explains why the right field is missing, so report it first.
+    # A field from another endpoint explains why the right field is missing, so report it first.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
     # If a field allows several types, pydantic reports a problem for each. The client probably meant the type
@@ -142,7 +142,7 @@ def validation_error(
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        # The name is the client's, so it can look like the name of a type.
+        # The client chose this name, so it may look like a type name.
         place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), param=place)

@@ -59,12 +59,13 @@ Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, i
 One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
 """The type of a field for a feature that edgespec does not have. It is ignored if it is 1 or true."""
 
-# Maximum number of unknown fields in an object, and of characters in their names. Bounds the time to compare
-# them with known names, and the size of the list of ignored fields.
+# Maximum number of unknown fields in an object, and of characters in their names. Bounds the time for
+# comparing them with known names, and the size of the list of ignored fields.
 _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
-# Maximum number of items whose ignored fields are listed, to bound the time. Chosen.
+# Maximum number of items whose ignored fields are listed, to bound the time. The value was chosen, not
+# measured.
 _MAX_SEARCHED_ITEMS = 1000
-# Similarity (`difflib`) from which on an unknown name is probably a misspelt one, such as `max_token`.
+# Minimum similarity (`difflib`) at which an unknown name is probably misspelt, such as `max_token`.
 _MISSPELT_SIMILARITY = 0.8
 
 
@@ -118,7 +119,7 @@ class RequestFields(_Fields):
 
     model_config = ConfigDict(extra="forbid")
 
-    # Not in `_Fields`, because private attributes make validation slower.
+    # Declared here rather than in `_Fields`, because private attributes slow down validation.
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     ignores_unknown: ClassVar[bool] = True
@@ -149,7 +150,7 @@ class RequestFields(_Fields):
         known = _names(cls)
         if not isinstance(data, dict) or data.keys() <= known:
             return handler(data)
-        # Programs in Go, C# and PHP write empty values for fields that they do not set.
+        # Programs in Go, C# and PHP send empty values for fields that they do not set.
         given = {
             name: value
             for name, value in data.items()
@@ -236,7 +237,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
 
     The option itself validates the value, because pydantic would collect an error for every list item.
     """
-    # The Python API also accepts classes as schemas, but JSON cannot contain classes.
+    # Leave out classes, which the Python API accepts as schemas but JSON cannot contain.
     types = tuple(each for each in get_args(hint | None) if each is not type)
     adapter: TypeAdapter[Any] = TypeAdapter(Union[types])  # type: ignore[arg-type]  # noqa: UP007
     schema = adapter.json_schema() | option.kind.json_schema(name)

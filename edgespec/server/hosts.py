@@ -9,7 +9,7 @@ __all__ = ["is_loopback"]
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name or address can be reached only from this machine."""
-    # Names are compared regardless of case. A full stop at the end marks a name as complete.
+    # Host names are case-insensitive. A trailing dot marks a fully qualified name.
     if host.removesuffix(".").lower() == "localhost":
         return True
     try:

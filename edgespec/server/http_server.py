@@ -20,19 +20,20 @@ from edgespec.system.files import error_reason
 
 __all__ = ["HttpServer"]
 
-# Time limit in seconds for receiving the headers of a request.
+# Time limit in seconds for receiving a request's headers.
 _HEADER_SECONDS = 20.0
 # Close a connection after this many seconds without a request.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Seconds until the first check whether a client that has closed its side of the connection still reads. They
-# double with each check. A client that has gone is noticed at the second one. Chosen.
+# Seconds until the first check whether a client that has closed its side of the connection still reads. The
+# interval doubles with each check. The second check detects a client that has gone away. The value was
+# chosen, not measured.
 _READER_CHECK_SECONDS = 0.25
-# Maximum number of connections. Additional ones are rejected with status 503.
+# Maximum number of connections. Further ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
 # Maximum time in seconds that replies may continue after a stop request.
 _GRACE_SECONDS = 5.0
-# When stopping, wait this many seconds for clients that neither send nor read.
+# On shutdown, wait this many seconds for clients that neither send nor read.
 _CLOSE_SECONDS = 10
 
 
@@ -152,7 +153,7 @@ class _TimedProtocol(H11Protocol):
             self._stop_timer()
 
     def on_response_complete(self) -> None:
-        # This starts the next request if the client has already sent it.
+        # Start the next request if the client has already sent it.
         super().on_response_complete()
         if self._sends_no_more and self._is_busy():
             self._check_reader_in(_READER_CHECK_SECONDS)
@@ -182,7 +183,8 @@ class _TimedProtocol(H11Protocol):
         if not self._is_busy() or self.cycle.response_started:
             return
         if self.scope["http_version"] == "1.0":
-            # Interim responses are not part of HTTP/1.0, which proxies use that close to end a request.
+            # HTTP/1.0 has no interim responses. Proxies that speak it cancel a request by closing the
+            # connection, so assume that the client has gone away.
             self.transport.close()
             return
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -235,7 +237,7 @@ def _bind(host: str, port: int) -> socket.socket:
             f"--host {host} is not an address of this machine: {error_reason(error)}", "use 127.0.0.1"
         ) from error
     try:
-        # Without this option, a restarted server cannot use its port for a minute.
+        # Without this option, a restarted server could not bind its port for a minute.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:

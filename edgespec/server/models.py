@@ -36,9 +36,9 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]
 
-# Seconds between checks for models that were not used for `idle_unload_seconds`.
+# Seconds between checks for models that have been idle for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
-# Options that name files of one model. They apply to the target that the user chose, not to other models.
+# Options that name files of one model. They apply only to the target that the user chose.
 _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
 
 _log = logging.getLogger(__name__)
@@ -180,15 +180,15 @@ class ModelPool:
         path = Path(self._target).expanduser().absolute()
         # All model names, keyed by lower-case name, and the time at which they were read (`time.monotonic`).
         self._names, self._names_seconds = dict[str, str](), -math.inf
-        # Clients can also use the path that the user passed, and the file name in the log (without its
+        # Clients may also use the path that the user passed, or the file name shown in the log (without its
         # suffix).
         self._path_names = (path.stem, str(path)) if _is_path(self._target) else ()
-        # The keys are the files of the models and of their adapters.
+        # Keyed by the files of the models and their adapters.
         self._entries: dict[tuple[Path, ...], _Entry] = {}
         self._leaving: list[LoadedModel] = []
         # Held while a model is loaded or unloaded. Waiting tasks acquire it in order.
         self._turn = asyncio.Lock()
-        # Keeps references to running tasks, which asyncio does not.
+        # Keeps references to running tasks, because asyncio holds only weak ones.
         self._unloading: set[asyncio.Task[None]] = set()
         self._budget_bytes = 0
         self._stopping = threading.Event()
@@ -218,13 +218,13 @@ class ModelPool:
         if entry is None:
             entry = self._entries[files] = _Entry()
             entry.ready = asyncio.create_task(self._load(found, entry))
-            # Retrieve the exception even if no request is waiting, because asyncio would log it otherwise.
+            # Retrieve the exception even if no request is waiting, because asyncio would otherwise log it.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
             raise BusyError(f"{entry.users} requests are already waiting for {name}", "try again later")
         with entry.in_use():
             try:
-                # Other requests may wait for the same task, so it continues if this request is cancelled.
+                # Shield the task, because other requests may be waiting for it.
                 yield await asyncio.shield(entry.ready)
             except WorkerLostError:
                 if self._entries.get(files) is entry:
@@ -264,7 +264,7 @@ class ModelPool:
                 resolved = self._found(name).resolved
                 known.setdefault(name.lower(), _described(name, resolved, loaded))
         for each in installed.models:
-            # A model without a name of its own can be used only through an alias.
+            # A model that has no name of its own can be used only through an alias.
             with suppress(EdgespecError, OSError):
                 if not _is_path(each.reference):
                     created = int(each.path.stat().st_mtime)
@@ -311,7 +311,7 @@ class ModelPool:
             raise _FileNameError(name)
         resolved = resolve(name, allow_download=False)
         if resolved.source == "path" and name.lower() not in user_aliases():
-            # The name is that of a file in the current folder.
+            # The name refers to a file in the current folder.
             raise _FileNameError(name)
         return FoundModel(name, name, resolved)
 
@@ -342,7 +342,7 @@ class ModelPool:
         if found.reference == self._target:
             return {**options, "draft": self._settings.draft}
         backend = found.resolved.backend
-        # The user chose these options for a target that another library may run.
+        # The user chose these options for a target that may run on another backend.
         dropped = _SINGLE_MODEL_OPTIONS | backend.ignored_options
         if not backend.shares_kv_type:
             dropped |= {"kv_type"}
@@ -358,7 +358,7 @@ class ModelPool:
             room = self._budget_bytes - sum(model.memory_bytes for model in others)
             beside = {**options, "memory": room}
             has_cards = any(model.runtime.plan and len(model.runtime.plan.pools) > 1 for model in others)
-            # A plan that uses a GPU cannot be limited to part of the GPU's memory.
+            # A plan for a GPU cannot be limited to part of the GPU's memory.
             if not has_cards and room > 0 and await asyncio.to_thread(_fits, beside):
                 return beside
             await self._unload(min(self._entries, key=self._last_used))
@@ -425,8 +425,7 @@ class ModelPool:
     async def close(self) -> None:
         """Cancel loading and all replies, and free all models."""
         self._stopping.set()
-        # Close the queues first. This ends their replies, which a model that is being loaded may be waiting
-        # for.
+        # Close the queues first. This ends their replies, for which a loading model may be waiting.
         for model in [*self.loaded, *self._leaving]:
             await asyncio.to_thread(model.queue.close)
         async with self._turn:

@@ -16,7 +16,7 @@ __all__ = ["EventStream", "json_line", "json_response", "open_stream", "server_s
 
 # After this many seconds of silence, send a comment, so that clients and proxies keep the connection open.
 _PING_SECONDS = 10.0
-# Seconds that a client may take to receive a part of the response.
+# Time limit in seconds for a client to receive a part of the response.
 SEND_SECONDS = 60.0
 _PING = b": the reply is being prepared\n\n"
 # Many clients split a stream with `str.splitlines`, which also splits at these characters. JSON already
@@ -91,7 +91,7 @@ class EventStream(Response):
         except StopAsyncIteration:
             return None
         except Exception as error:
-            # After an exception, the generator has ended. Its next result is StopAsyncIteration.
+            # The generator has ended with the exception, so its next result is StopAsyncIteration.
             part = self._error_event(api_error(error))
         self._next = asyncio.ensure_future(anext(self._parts))
         return part

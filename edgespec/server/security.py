@@ -61,7 +61,7 @@ class Guard:
 
     def _problem(self, path: str, headers: Headers) -> ApiError | None:
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy could interpret the headers differently and find another request in the body (request
+            # A proxy could interpret the headers differently and see another request in the body (request
             # smuggling).
             return invalid_request("send either Content-Length or Transfer-Encoding, but not both")
         origin = headers.get("origin")

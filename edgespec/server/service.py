@@ -121,5 +121,6 @@ class Service:
             try:
                 return await asyncio.shield(counting)
             finally:
-                # Wait for the thread even if the client disconnects, because the thread still uses the model.
+                # Wait for the thread even if the client disconnects, because the thread is still using the
+                # model.
                 await asyncio.wait({counting})

@@ -14,7 +14,7 @@ from edgespec.server.leniency.origins import origins_regex
 __all__ = ["ServerSettings"]
 
 DEFAULT_PORT = 11435  # Next to Ollama's port 11434, so that both can run.
-# Default number of seconds without requests after which a model is unloaded, as in Ollama.
+# Default number of idle seconds after which a model is unloaded, as in Ollama.
 DEFAULT_IDLE_UNLOAD_SECONDS = 300.0
 DEFAULT_MAX_WAITING = 16
 

@@ -13,7 +13,7 @@ from edgespec.store.reference_parsing import NameReference, parse_reference
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]
 
-# Special values of --draft, which cannot be aliases.
+# Special values of --draft, which cannot be used as aliases.
 _RESERVED = ("auto", "none")
 
 
@@ -31,7 +31,7 @@ def check_alias(name: str, reference: str) -> str:
         is_name = isinstance(parse_reference(name), NameReference)
     except ModelNotFoundError:
         is_name = False
-    # Require a letter or digit first, because a name that begins with a dash would be parsed as an option.
+    # Require a letter or digit first, because a name with a leading dash would be parsed as an option.
     if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
         raise OptionError(
             f"{name!r} is not a valid alias",

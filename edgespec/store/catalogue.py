@@ -217,7 +217,7 @@ class Catalogue:
         known = [*also, *self.names]
         typed = name.lower().removesuffix(LATEST)
         found: dict[str, str] = {}
-        # If no name resembles the one with the tag, those that resemble the rest are suggested.
+        # If no name resembles the one with the tag, suggest those that resemble the name without it.
         for text in dict.fromkeys((typed, typed.partition(":")[0])):
             starts = [candidate for candidate in known if candidate.startswith(text)]
             close = difflib.get_close_matches(text, known, n=8, cutoff=0.5)

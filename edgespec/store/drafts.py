@@ -122,7 +122,7 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
     options: dict[str, DraftOption] = {}
     recommended = _recommended(target)
     if info is not None:
-        # `--draft auto` uses the draft models of the demo only for the demo.
+        # `--draft auto` uses the demo's draft models only for the demo.
         models = (
             model
             for model in installed.models
@@ -183,7 +183,8 @@ def choose_draft(
     try:
         draft = resolve(best.reference, allow_download=False)
     except EdgespecError as error:
-        # For example, another program deleted the file, or its reference now matches several models.
+        # The draft model has become unusable: for example, another program deleted the file, or its reference
+        # now matches several models.
         assert best.path is not None
         failed = {**failed, best.path: error.what}
         return choose_draft(target, memory_bytes, context_tokens, installed=installed, failed=failed)

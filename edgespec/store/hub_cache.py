@@ -79,7 +79,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
         ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
         main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        # Skip links that lead outside the repository, because they could lead to a whole disk.
+        # Skip links that point outside the repository, because they could lead to a whole disk.
         snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
         yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 

@@ -141,7 +141,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
 def is_gguf_model(file: HubFile) -> bool:
     """Return whether a file is part of a GGUF language model, judging by its name."""
     name = file.name.rsplit("/", 1)[-1].lower()
-    # Projectors and importance matrices are GGUF files too, but not language models.
+    # Projectors and importance matrices are also GGUF files, but not language models.
     return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
 
 

@@ -111,7 +111,7 @@ def _missing_parts(first: Path, parts: Sequence[HubFile]) -> int:
     """Return how many parts of a GGUF model are missing."""
     missing = parts[0].part_count - len(parts)
     if missing:
-        # File names can be wrong, so rely on the headers to identify the parts.
+        # File names can be wrong, so identify the parts by their headers.
         with suppress(ModelFileError):
             gguf_files(first)
             return 0

@@ -17,7 +17,8 @@ from edgespec.system.facts import Facts
 
 __all__ = ["files_fingerprint", "model_info", "same_token_ids", "shared_token_fraction"]
 
-# Increase it if `read_info` returns other values for the same files, or fields get other types.
+# Increment this when `read_info` returns different values for the same files, or when the type of a field
+# changes.
 _VERSION = 5
 # Fields of `ModelInfo` that are sequences.
 _SEQUENCES = ("heads", "read_layers")

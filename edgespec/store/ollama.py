@@ -18,7 +18,7 @@ __all__ = ["ollama_model", "ollama_models"]
 _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _PARAMETERS = "application/vnd.ollama.image.params"
-# Kinds of files that edgespec does not use, with their names for users. The templates are Go templates.
+# Kinds of files that edgespec does not use, with user-facing names. The templates are Go templates.
 _UNUSED = {
     "application/vnd.ollama.image.template": "template",
     "application/vnd.ollama.image.system": "system prompt",

@@ -65,7 +65,7 @@ _MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-# Matches the path of a folder or file page on Hugging Face.
+# Matches the URL path of a folder or file page on Hugging Face.
 _WEB_PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )

@@ -14,7 +14,7 @@ from edgespec.system.files import delete_files, error_reason, write_advice
 
 __all__ = ["RemovalPlan", "plan_removal"]
 
-# Why edgespec does not remove a model, and a hint, keyed by where the model was found.
+# Why edgespec does not remove a model, with a hint, keyed by where the model was found.
 _REFUSALS = {
     "embedded": ("it is part of edgespec", ""),
     "ollama": ("it belongs to Ollama", "use `ollama rm`"),

@@ -15,7 +15,7 @@ from edgespec.system.cgroups import ControlGroup, control_groups
 
 __all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "usable_cores"]
 
-# Measured speeds count as disturbed if other programs use more cores than this.
+# Measured speeds count as distorted if other programs use more cores than this.
 MAX_BUSY_CORES = 0.3
 
 _READ_INTERVAL_SECONDS = 0.25
@@ -80,7 +80,7 @@ class CpuLoad:
         self._lock = Lock()
         self._reading = self._read()
         self._busy_cores = 0.0
-        # Number of active `ignored` blocks.
+        # Number of `ignored` blocks that are running.
         self._ignored = 0
 
     @contextmanager

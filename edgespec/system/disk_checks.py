@@ -57,7 +57,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # NumPy does not report the reason, so write to the file again to find it.
+        # NumPy does not report the reason, so write to the file again to find out.
         if error.errno is None:
             raise append_error(path) or OSError(EIO, "only part of the file was written") from error
         raise

@@ -21,18 +21,20 @@ __all__ = ["Facts"]
 
 # Format of the file. A file with another version is replaced.
 _VERSION = 1
-# Most facts of one kind, and most bytes of one value. The largest kind has an entry per pair of installed
-# models, and the largest value has some 10 KiB. Chosen.
+# Maximum number of facts of one kind, and maximum size of one value in bytes. The largest kind has an entry
+# per pair of installed models, and the largest value takes about 10 KiB. Both limits were chosen, not
+# measured.
 _MAX_FACTS, _MAX_VALUE_BYTES = 5000, 2**18
-# Wait this long for other processes that write to the file. If that is not enough, do not use the file for a
-# while, so that a process that hangs while writing does not delay each call. Chosen.
+# Seconds to wait for other processes that write to the file, and seconds for which the file is not used after
+# a timeout, so that a process that hangs while writing does not delay every call. Both were chosen, not
+# measured.
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 60.0
 _CREATE_TABLE = "CREATE TABLE facts (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
 _DELETE_OLDEST = (
     "DELETE FROM facts WHERE rowid IN"
     " (SELECT rowid FROM facts WHERE kind = ? ORDER BY rowid DESC LIMIT -1 OFFSET ?)"
 )
-# Lowest bytes of SQLite's error codes. `SQLITE_ERROR` means that the table is missing or has other columns.
+# Low bytes of SQLite's error codes. `SQLITE_ERROR` means that the table is missing or has other columns.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 _T = TypeVar("_T")
@@ -160,7 +162,8 @@ class Facts:
                 return operation(database) if database else None
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite quotes damaged names in its errors.
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-            # A damaged header can also claim that the file was written by an SQLite too new to write to.
+            # A damaged header may also claim that a newer SQLite version wrote the file, which makes it
+            # read-only.
             is_too_new = code == sqlite3.SQLITE_READONLY and os.access(self.path, os.W_OK)
             if code in _DAMAGED or (is_too_new and os.access(self.path.parent, os.W_OK)):
                 self._discard(inode)
@@ -180,7 +183,7 @@ class Facts:
 def _create(path: Path) -> None:
     """Create a private file if there is none. SQLite's auxiliary files get the same permissions."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # An existing file must not be opened here: closing it would release SQLite's locks in this process.
+    # Do not open an existing file here: closing it would release SQLite's locks in this process.
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 

@@ -48,7 +48,8 @@ _MAX_KEY_DOTS = 100
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
-# Newer temporary files may still be written by another process. Chosen.
+# Age in seconds from which a temporary file counts as abandoned. Another process may still be writing a newer
+# one. The value was chosen, not measured.
 _STALE_SECONDS = 3600.0
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WRITE_REASONS = {

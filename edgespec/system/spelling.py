@@ -48,7 +48,7 @@ REMOVED_NAMES = {
 """Methods and slash commands of earlier versions, and what to use instead."""
 
 _MAX_NAMES = 4
-# Penalty added to the number of typing errors if only part of a name was typed, such as --temp.
+# Penalty in typing errors if only part of a name was typed, such as --temp.
 _END_MISSING = _START_MISSING = 0.5
 
 

@@ -25,7 +25,7 @@ _START_SECONDS = 60.0
 # Maximum time in seconds to stop a server. The transport itself gives up earlier, unless the machine is very
 # busy.
 _STOP_SECONDS = 10.0
-# Maximum time in seconds to wait for the reason why a connection was lost.
+# Seconds to wait for the reason why a connection was lost.
 _REASON_SECONDS = 2.0
 _MAX_PROBLEM_CHARACTERS = 300
 
@@ -101,7 +101,7 @@ class ServerConnection:
             # The SDK can raise any exception, for example if the server returns a result of the wrong type.
             problem = _reason(error)
             if is_connection_lost(error):
-                # Wait briefly for the transport to find out why the connection was lost.
+                # Give the transport a moment to find out why the connection was lost.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _REASON_SECONDS)
             if self.problem:
@@ -147,7 +147,7 @@ class ServerConnection:
             page = await client.list_tools(cursor=cursor)
             listed += page.tools
             cursor = page.next_cursor
-            # Ignore further pages, because a faulty server could send pages forever.
+            # Ignore further pages, because a buggy server could send pages forever.
             if not cursor or len(listed) > MAX_TOOLS:
                 return accepted_tools(self.config.name, listed)
 
@@ -177,7 +177,7 @@ def _reason(error: BaseException) -> str:
     """Describe an error in one line. For an exception group, describe the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    # Imported only when used, like the SDK, because these imports would delay the chat's first screen.
+    # Import this only when used, like the SDK, because it would delay the chat's first screen.
     import httpx2
 
     if isinstance(error, FileNotFoundError):

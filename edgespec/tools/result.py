@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ToolResult", "limited"]
 
-# Begins the text of a failed call, from which the model sees that the call failed.
+# Prefix of a failed call's text, which tells the model that the call failed.
 _FAILED = "Error: "
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RECEIVED_BYTES", "FloodError", "Problems", "is_connection_lost", "transport"]
 
 MAX_RECEIVED_BYTES = 8 << 20
-# Seconds that a server has to exit after its stdin is closed, and again after SIGTERM.
+# Seconds that a server has to exit after its stdin is closed, and then again after SIGTERM.
 _END_SECONDS = 1.0
 _MAX_STDERR_BYTES = 2_000
 _CONNECT_SECONDS = 10.0
@@ -118,7 +118,7 @@ class _LimitedHTTP(httpx2.AsyncBaseTransport):
         self._allowance = allowance
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        # Only our own requests contain a method. Answers to requests from the server do not. See `_stdio`.
+        # Only our own requests contain a method; answers to the server's requests do not. See `_stdio`.
         if b'"method"' in request.content:
             self._allowance.reset()
         response = await self._inner.handle_async_request(request)
@@ -177,8 +177,8 @@ async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any
         assert process.stdin is not None
         async with sent_reader:
             async for each in sent_reader:
-                # Answering a request from the server must not reset the limit. Otherwise, the server could
-                # send any number of requests.
+                # Answering a request from the server must not reset the limit, or the server could send any
+                # number of requests.
                 if isinstance(each.message, types.JSONRPCRequest):
                     allowance.reset()
                 text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -237,7 +237,7 @@ async def _end(process: Process) -> None:
             break
         _signal(process, number)
     await _has_ended(process)
-    # Kill the processes that the server started, because they can outlive it.
+    # Also kill the processes that the server started, which can outlive it.
     _signal(process, "SIGKILL")
     with anyio.move_on_after(_END_SECONDS), suppress(OSError, anyio.BrokenResourceError):
         await process.aclose()

@@ -28,7 +28,7 @@ __all__ = [
 
 # Maximum number of tokens per training step. Larger batches need more memory for the target's logits.
 BATCH_TOKENS = 1_536
-# With few conversations, use smaller batches to get about 1,500 steps. The minimum, 256 tokens, is about one
+# With few conversations, use smaller batches to get about 1,500 steps. The minimum of 256 tokens is about one
 # conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
 # Number of epochs. More epochs overfit: the head gets worse on other text.
@@ -69,7 +69,7 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
             stored_tokens = file["tokens"]
             if stored_tokens.ndim != 1 or stored_tokens.dtype != np.int32:
                 raise ValueError("the tokens are not a list of whole numbers")
-            # MLX does not check token ids, and would read outside of the embedding table.
+            # MLX does not check token ids, and would read outside the embedding table.
             if stored_tokens.size and not 0 <= stored_tokens.min() <= stored_tokens.max() < vocab_size:
                 raise ValueError(f"a token id is outside the vocabulary of {vocab_size:,} tokens")
             texts = np.split(stored_tokens, file["ends"])[:-1]

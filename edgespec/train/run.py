@@ -274,7 +274,7 @@ def _train(
         trainer.load_state(saved.state_file(state.steps))
     try:
         while True:
-            # There are no losses if an earlier run was evaluated after this step.
+            # There are no losses if an earlier run already evaluated this step.
             if state.losses and (state.steps % every == 0 or state.steps == len(steps)):
                 figures = measure_drafter(
                     trainer, held_out, BATCH_TOKENS, lambda _text, fraction: progress("evaluating", fraction)
@@ -303,7 +303,7 @@ def _publish(trainer: DrafterTrainer, folder: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     trainer.publish(unfinished)
-    # An earlier run may have been killed before it saved the progress that belongs to this folder.
+    # An earlier run may have been killed before it saved the progress for this folder.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 

@@ -24,7 +24,7 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 T = TypeVar("T")
 
-# A saved speed with more seconds per token than this is treated as damaged.
+# Treat a saved speed as damaged if it exceeds this many seconds per token.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 
@@ -112,8 +112,8 @@ class TrainingFolder:
         self.path = path
         file = path / _SETTINGS
         if not file.exists():
-            # The folder is deleted after training, so it must not contain unrelated files. If an earlier run
-            # was killed while it wrote the settings, the folder contains a temporary file.
+            # The folder is deleted after training, so it must not contain unrelated files. It may contain a
+            # temporary file if an earlier run was killed while writing the settings.
             if {each.name for each in path.iterdir()} - {LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
                     f"{path} contains files that edgespec did not create", "choose another folder with --to"

@@ -22,7 +22,7 @@ __all__ = ["TrainingSpeed", "measure_speed"]
 _TRIAL_TOKENS = (2, 24)
 _LONG_WRITE_SECONDS = 5.0
 # Number of conversations in each trial step. Larger steps take less time per token and are closer to real
-# ones. A step cannot be interrupted, so a slow machine runs only the first.
+# ones. A step cannot be interrupted, so slow machines run only the first.
 _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
 _LONG_STEP_SECONDS = 1.0
 

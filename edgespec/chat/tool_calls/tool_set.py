@@ -18,8 +18,8 @@ _TOOL_HINT = (
     'pass dictionaries such as {"type": "function", "function": {"name": "add", "description": "Add numbers",'
     ' "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}'
 )
-# Maximum time in seconds to search for the tool that a chat template rejects, so that the error can name it.
-# The value is arbitrary.
+# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name it. The
+# value was chosen, not measured.
 _BLAME_SECONDS = 2.0
 _DEEPEST_PARAMETER = 16
 
@@ -73,7 +73,7 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
             raise OptionError("tool_choice requires a tool call, but allows no tool", "name a tool")
     required = () if chosen.mode == "auto" else tuple(schemas) if chosen.names is None else chosen.names
     if chosen.mode == "auto" and chosen.names is not None:
-        # The model does not see the other tools, so it does not call them.
+        # The model must not see the tools that it may not call.
         functions = [function for function in functions if function["name"] in chosen.names]
         schemas = {function["name"]: schemas[function["name"]] for function in functions}
     return ToolSet(
@@ -109,7 +109,7 @@ def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) 
     try:
         return render(tools)
     except TemplateError as error:
-        # A template that exceeds its time limit once would do so again.
+        # A template that has exceeded its time limit once would do so again.
         if not tools or time.monotonic() - started > _BLAME_SECONDS:
             raise
         with suppress(TemplateError):

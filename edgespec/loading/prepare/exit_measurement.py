@@ -55,7 +55,7 @@ def measure_exits(
         model.close()
     # Omit the last token of the reply, because there is no token after it to predict.
     tokens = [*prompt, *reply[:-1]]
-    # Read hidden states on the CPU, because every llama.cpp build supports that.
+    # Read hidden states on the CPU, which every llama.cpp build supports.
     options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
     try:
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]

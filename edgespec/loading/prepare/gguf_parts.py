@@ -27,8 +27,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Metadata arrays with these keys never contain one value per layer, even if their length suggests it.
 _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
-# Prefixes of metadata keys that are not copied to a new file, because the GGUF writer sets them or they do
-# not apply.
+# Prefixes of metadata keys not to copy to a new file, because the GGUF writer sets them or they do not apply.
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 

@@ -95,7 +95,8 @@ class PrefixCache:
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # Tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored again.
+        # Tokens that were in the model's KV cache when the user deleted all cached prefixes. Do not store
+        # them again.
         self._deleted: Tokens | None = None
 
     def for_model(self, model: LanguageModel, heads: Sequence[HeadState] = ()) -> PrefixCache:
@@ -300,7 +301,7 @@ class PrefixCache:
         with self.store.lock:
             chain = segment.chain()
             common = self._reusable(shared_tokens(segment.sequence(), sequence))
-            # Find the ends of the segments that are still in the model's KV cache.
+            # Ends of the segments that are still in the model's KV cache.
             ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
             length = max(ends, default=0)
             self._model.truncate(length)

@@ -72,7 +72,7 @@ class _Proposal:
     chosen: ChosenTokens
     # For each node, the probability that it is accepted, given that its parent is accepted.
     node_probs: list[float]
-    # The nodes that may be dropped.
+    # The nodes that may be pruned.
     optional: Container[int]
 
     @property

@@ -181,8 +181,7 @@ class AutoController(Drafter):
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
         self.loss_tracker.begin()
-        # The first step after the prompt is slower in plain decoding too, so drafting is not charged
-        # for it.
+        # The first step after the prompt is slower in plain decoding too, so do not charge it to drafting.
         self.costs.last_width = 0
         self.loss_tracker.record_target_step(0, -self.costs.return_seconds)
         self.costs.set_context_tokens(len(tokens))
@@ -297,14 +296,14 @@ class AutoController(Drafter):
         own_seconds = seconds - pass_seconds + own_pass_seconds
         if width == 1:
             self.loss_tracker.record_target_step(0, self.costs.return_seconds)
-        # Ignore the duration of the pass if another reply began or ended meanwhile, or the number of threads
-        # changed.
+        # Ignore the duration of the pass if another reply began or ended in the meantime, or the number of
+        # threads changed.
         if self._current_conditions() == self._now:
             self.costs.record_pass(width, pass_seconds, other_tokens)
         if not this_round.was_asked:
             self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
             return
-        # A prefill also benefits later drafts, so its duration is not counted as drafting time.
+        # A prefill also benefits later drafts, so do not count its duration as drafting time.
         prefill_seconds = self._drafter.prefill_seconds
         if width == 1:
             self.loss_tracker.record_target_step(tokens, draft_seconds)

@@ -159,7 +159,7 @@ class LiveCosts:
             return
         if key not in self._buckets:
             replies, threads = conditions
-            # Iterate over a copy, because another thread may add buckets meanwhile.
+            # Iterate over a copy, because another thread may add buckets at the same time.
             nearest = min(
                 tuple(self._buckets),
                 key=lambda at: (
@@ -253,8 +253,8 @@ class LiveCosts:
         decay = _LINK_DECAY if self.curve.change_seconds else _TARGET_STEP_DECAY
         self._bucket.record_ratio(ratio, width, decay)
         if width == 1 < mean_width:
-            # Other replies drafted tokens in this pass. Count the pass as a target step anyway, because there
-            # may never be a pass without drafts.
+            # Other replies drafted tokens in this pass. Count it as a target step anyway, because there may
+            # never be a pass without drafts.
             self._bucket.target_steps += 1
 
     def _record(self, width: int, seconds: float) -> None:
@@ -293,7 +293,7 @@ class LiveCosts:
         Costs measured with concurrent replies or a different number of CPU threads are left out.
         """
         step = self.curve.target_step_seconds
-        # Copy each bucket, because another thread may record passes in it meanwhile.
+        # Copy each bucket, because another thread may record passes in it at the same time.
         single = {
             context: bucket.copy()
             for (context, at), bucket in tuple(self._buckets.items())

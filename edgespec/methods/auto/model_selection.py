@@ -90,8 +90,8 @@ class ModelSelector:
         is_waiting = False
         for stats in self._ranked(levels):
             gain = self._expected_gain(stats, levels[stats])
-            # A better drafter is waiting until the loss limit allows its prefill. Run this drafter meanwhile
-            # only if it is likely to save enough time for that prefill.
+            # A better drafter is waiting until the loss limit allows its prefill. In the meantime, run this
+            # drafter only if it is likely to save enough time for that prefill.
             if is_waiting and gain < _MIN_INTERIM_GAIN:
                 return None
             is_challenger = stats is self._challenger
@@ -184,7 +184,7 @@ class ModelSelector:
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # This can be infinite if a prefill costs almost nothing, so compare it before converting it to an
+        # This is infinite if a prefill costs almost nothing, so compare it before converting it to an
         # integer.
         affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
         if affordable >= all_pending:

@@ -159,7 +159,7 @@ def measure_costs(
     ] or _REQUIRED_WIDTHS
     changes = able.has_slow_width_changes
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # Do not count the very first pass, which can be slow because it loads weights from disk.
+    # Do not count the very first pass, which may have to load weights from disk.
     cold = pass_seconds(1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, pass_seconds(1)]}
@@ -168,7 +168,7 @@ def measure_costs(
         if width not in required and now() - started > budget / 2:
             break
         if changes:
-            # The first pass of a width is slower, because llama.cpp asks the workers for sizes of tensors.
+            # The first pass of each width is slower, because llama.cpp queries the workers for tensor sizes.
             pass_seconds(width)
         seconds[width] = [pass_seconds(width)]
     timed = sorted(seconds.items())
@@ -187,7 +187,7 @@ def measure_costs(
         seconds[1].append(pass_seconds(1))
         steady.append(pass_seconds(1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
-    # Limit the duration of a narrow pass that took much longer than a wider one, because another program
+    # Cap the duration of a narrow pass that took much longer than a wider one: another program must have
     # slowed it down.
     plausible = [
         min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))

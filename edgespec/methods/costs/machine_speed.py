@@ -213,7 +213,7 @@ def _measure(
     weights = models.write(path, type_name, size_bytes)
     model = form.load(str(path), "the benchmark model", LoadOptions(context_tokens=512), None)
     try:
-        # Delete the file now, so that it does not remain if this process is killed. On POSIX systems, the
+        # Delete the file now, so that it is not left behind if this process is killed. On POSIX systems, the
         # loaded model can still read it.
         with suppress(OSError):
             path.unlink()

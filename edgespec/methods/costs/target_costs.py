@@ -79,7 +79,7 @@ class TargetCosts:
             CancelledError: `progress` returned False.
         """
         self._model.truncate(0)
-        # The speed of a network changes, so passes on workers are measured each time.
+        # Network speed varies, so measure passes on workers every time.
         widths = self._model.facts.capabilities.pass_widths
         saved = None if self._is_remote else _from_json(Facts().get("costs", self._key()), widths)
         step = None

@@ -76,7 +76,7 @@ def use_fastest_threads(
     """
     cores = usable_cores()
     counts = thread_counts(cores, usable_cores(logical=True))
-    # Small models use a single thread, whose speed does not depend on the number of cores.
+    # Small models use a single thread, so the number of cores does not matter.
     if model.max_threads <= 1 or len(counts) < 2:
         return {}
     key = f"{models_fingerprint(model.facts)} {settings_key} {counts}"

@@ -214,8 +214,7 @@ class LookaheadDrafter(Drafter):
         self._add_tokens(tokens[-_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        # Keep the size of the lookahead window when the draft length shrinks, which happens near the end of a
-        # reply.
+        # Keep the lookahead window when the draft length shrinks near the end of a reply.
         if draft_length > self._draft_length and not self._forced:
             self._window = choose_window(self._curve, self._capabilities, draft_length)
         self._draft_length = max(self._draft_length, draft_length)

@@ -68,8 +68,8 @@ class ModelDrafter(Drafter):
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
-        # A self-draft view cannot run several drafted tokens in one pass, because each token needs the hidden
-        # state of the token before it.
+        # A self-draft view cannot run several drafted tokens in one pass, because each token needs its
+        # predecessor's hidden state.
         self.drafts_forced = not isinstance(model, SelfDraftView)
         self._tree: _DraftTree | None = None
         if isinstance(branches, tuple):
@@ -114,7 +114,7 @@ class ModelDrafter(Drafter):
         if self._model.length:
             return
         tokens = [0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1)
-        # Keep only the second measurement, because a backend's first passes are slow.
+        # Keep only the second measurement, because a backend's first pass is slow.
         for _ in range(2):
             started = perf_counter()
             self._model.prefill(tokens)

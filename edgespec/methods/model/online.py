@@ -127,7 +127,7 @@ class OnlineTrainer:
         # For each rejected draft token: the position before it, and the target's most likely tokens with
         # their probabilities.
         self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
-        # Training examples waiting for evaluation, each with its number of context tokens.
+        # Training examples awaiting evaluation, each with its number of context tokens.
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
         self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
         self._pending_steps = 0
@@ -186,7 +186,7 @@ class OnlineTrainer:
                     self._pending_steps = min(self._pending_steps + _STEPS_PER_EXAMPLE, _MAX_STEPS)
             old_steps, was_adapted = self._steps, self._trainer.adapted
             while self._pending_steps and self._examples and should_continue():
-                # Prefer recent examples by taking the larger of two random indices.
+                # Favour recent examples by taking the larger of two random indices.
                 index = int(self._random.integers(len(self._examples), size=2).max())
                 self._trainer.train_step(self._examples[index])
                 self._pending_steps -= 1

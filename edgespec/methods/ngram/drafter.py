@@ -44,8 +44,7 @@ class NgramDrafter(Drafter):
         matched, position = self._longest_repeated_suffix()
         if matched < self._min_ngram_tokens:
             return TokenTree.chain(self._tokens[-1])
-        # If fewer than `draft_length` tokens follow the earlier occurrence, repeat them until the draft is
-        # full.
+        # If fewer than `draft_length` tokens follow the earlier occurrence, repeat them to fill the draft.
         following = self._tokens[position : position + draft_length]
         return TokenTree.chain(self._tokens[-1], [following[i % len(following)] for i in range(draft_length)])
 
@@ -53,7 +52,7 @@ class NgramDrafter(Drafter):
         """Return the length of the longest suffix that occurs earlier, and where its last occurrence ends."""
         tokens = np.frombuffer(self._tokens, np.int32)
         suffix = self._tokens[-self._max_ngram_tokens :][::-1]
-        # Find all earlier occurrences of the last token. The loop then extends the match backwards token by
+        # Start from all earlier occurrences of the last token, then extend the matches backwards token by
         # token.
         ends = np.flatnonzero(tokens[:-1] == suffix[0]) + 1
         matched = latest = 0

@@ -185,7 +185,7 @@ class SuffixAutomaton:
         total = sum([counts[t] for t in others.values()]) + counts[target]
         if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        # Leave out rare tokens, because sorting thousands of candidates would be slow.
+        # Skip rare tokens, because sorting thousands of candidates would be slow.
         enough = total * self._min_probability / 2
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
         branches.append((counts[target], latest[target], label, target))

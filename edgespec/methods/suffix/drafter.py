@@ -114,7 +114,7 @@ class SuffixDrafter(Drafter):
         for draft in self._drafts(self._chat.tokens[-1], draft_length):
             drafts.append(draft)
             if draft.score >= draft_length:
-                # Do not search further, because this draft will probably be accepted completely.
+                # Stop searching, because this draft will probably be accepted in full.
                 break
         tokens, parents, _ = scoring.merge_drafts(drafts, self._config)
         is_chain = parents == list(range(-1, len(parents) - 1))

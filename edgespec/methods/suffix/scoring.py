@@ -84,7 +84,7 @@ def best_draft(
         draft = grow(config.max_draft_tokens(length), place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Stop here, because no shorter match can score higher.
+        # No shorter match can score higher.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best

@@ -15,8 +15,8 @@ from edgespec.model.formats.gguf_header import GgufHeader
 
 __all__ = ["Refusal", "explain_refusal", "foreign_part", "why_doubtful"]
 
-# Prefixes of tensors that do not belong to a language model, and the part that they belong to. llama.cpp
-# reads them from a separate file (mmproj). Ollama stores them in the model's own file, for its own engine.
+# Prefixes of tensors outside the language model, with the component that they belong to. llama.cpp reads them
+# from a separate file (mmproj). Ollama stores them in the model's own file, for its own engine.
 _FOREIGN_PARTS = {
     "v.": "an image encoder",
     "mm.": "an image projector",
@@ -34,7 +34,7 @@ _UPDATE = "update llama-cpp-python, or choose another model"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 # Tensors whose first dimension is the hidden size.
 _HIDDEN_SIZE_TENSORS = ("token_embd.weight", "output.weight", "output_norm.weight")
-# Every layer of an ordinary model contains all tensors of at least one of these sets.
+# Each layer of an ordinary model contains all tensors of at least one of these sets.
 _USUAL_TENSORS = tuple(
     {f"{name}.weight" for name in ("attn_norm", "attn_output", *attention, *feed_forward)}
     for attention in (("attn_q", "attn_k", "attn_v"), ("attn_qkv",))
@@ -66,7 +66,7 @@ class _Pattern(NamedTuple):
     next_step: str
 
 
-# llama.cpp's messages about files that are complete but not what it expects.
+# llama.cpp's messages about files that are complete but not in the form that it expects.
 _REFUSALS = tuple(
     _Pattern(re.compile(message), what, next_step)
     for message, what, next_step in (

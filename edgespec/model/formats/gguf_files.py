@@ -21,11 +21,11 @@ from edgespec.system.files import regular_file_bytes
 __all__ = ["check_gguf_adapters", "gguf_files", "named_gguf_files"]
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-# The suffixes that browsers and file managers add to the name of a second copy of a file.
+# Suffixes that browsers and file managers add to the name of a duplicate file.
 _COPY = re.compile(r"(?: ?\(\d+\)|[ _-]copy(?: \d+)?)(?=\.gguf$|$)", re.IGNORECASE)
 # If a file is not a GGUF file, an error message quotes this many bytes from its start.
 _SHOWN_BYTES = 16
-# The byte orders of this machine and of others.
+# The byte order of this machine, then the opposite one.
 _BYTE_ORDERS: tuple[Literal["little", "big"], Literal["little", "big"]] = (
     ("little", "big") if sys.byteorder == "little" else ("big", "little")
 )
@@ -120,7 +120,7 @@ def gguf_files(path: Path) -> list[Path]:
     try:
         split = _split_of(path)
     except (ModelFileError, OSError):
-        # Ignore a bad header here. Loading the model reports what is wrong with it.
+        # Ignore a bad header here: loading the model reports what is wrong with it.
         standard = _standard_names(path)
         if missing := [part for part in standard if not part.is_file()]:
             raise _missing_parts(path, missing[0].name, len(missing), len(standard)) from None
@@ -181,7 +181,7 @@ def _missing_parts(
 def _add_part(found: dict[int, list[Path]], part: Path, wanted: _Split) -> None:
     check_is_gguf(part)
     split = _split_of(part)
-    # Other parts may lack the number of tensors, because llama.cpp needs it only in the first part.
+    # Parts other than the first may lack the number of tensors, which llama.cpp does not need there.
     same_tensors = split.tensors == wanted.tensors or not (split.tensors and wanted.tensors)
     if split.total == wanted.total and same_tensors and not split.is_joined:
         parts = found.setdefault(split.number, [])
@@ -233,8 +233,8 @@ def _split_of(path: Path) -> _Split:
 def _read_split(path: Path, _size_bytes: int, _changed_ns: int) -> _Split:
     whole = _Split(0, 1, 0, False)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        # Parsing a header takes 0.1 seconds because it contains the vocabulary, so first search the raw bytes
-        # for the key, which precedes the tensor names.
+        # Parsing a header takes 0.1 seconds, because it contains the vocabulary. Search the raw bytes for the
+        # key first, which precedes the tensor names.
         end = data.find(_FIRST_LAYER_NAME)
         if data.find(b"split.count", 0, end if end >= 0 else _MAX_HEADER_BYTES) < 0:
             return whole

@@ -31,7 +31,7 @@ __all__ = [
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 _MAX_DIMENSIONS = 8
-# Number of bytes in which to look for the name. Writers put it before the vocabulary, among the first keys.
+# Number of bytes to search for the name. Writers put it among the first keys, before the vocabulary.
 _NAME_BYTES = 1 << 16
 _STRING, _ARRAY = 8, 9
 _SCALARS = {

@@ -85,7 +85,7 @@ def read_split_info(folder: Path) -> ModelInfo:
     Raises:
         ModelFileError: A file is missing or damaged.
     """
-    # Import this module only when needed, because it loads the llama.cpp backend.
+    # Import this only when needed, because it loads the llama.cpp backend.
     from edgespec.model.formats.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
     info = _of_parts([folder / name for name in FILES])

@@ -110,7 +110,7 @@ def missing_files(folder: Path) -> list[str]:
     Raises:
         ModelFileError: The weight index is invalid.
     """
-    # `is_file` returns False for a symbolic link to a missing file, so unfinished downloads count as missing.
+    # `is_file` is False for a dangling symbolic link, so unfinished downloads count as missing.
     names = {path.name for path in folder.iterdir() if path.is_file()}
     index = _index(folder / WEIGHTS_INDEX) if WEIGHTS_INDEX in names else {}
     missing = [*missing_among(names), *sorted(set(index.values()) - names)]

@@ -41,7 +41,7 @@ _HEAD_NAMES = {
 }
 # Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
-# Settings that contain further settings: of the language model in vision models, and of heads.
+# Nested configurations: the language model of a vision model, and heads.
 _INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")
 # Maximum number of the target's layers that a head reads.
 _MAX_READ_LAYERS = 64
@@ -169,7 +169,7 @@ def _kind(config: Mapping[str, Any]) -> ModelKind:
 def _architectures(config: Mapping[str, Any]) -> list[str]:
     named = config.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
-    # Heads made with the speculators library name their kind in a separate setting.
+    # Heads made with the speculators library specify their kind in a separate setting.
     return [*names, str(config["speculators_model_type"])] if "speculators_model_type" in config else names
 
 

@@ -120,7 +120,7 @@ class CachedAttention:
         visible = np.tril(np.ones((count, count), bool)) if nodes is None else nodes.visible
         visible = np.hstack([np.ones((count, used - visible.shape[1]), bool), visible])
         keys, values = self._cache[:, :, :used]
-        # Stack the queries of all heads that share a key head, so that they need only one matrix product.
+        # Stack the queries of all heads that share a key head, so that a single matrix product suffices.
         stacked = queries.reshape(self._kv_heads, -1, self._head_size)
         scores = stacked @ keys.swapaxes(1, 2) / np.float32(np.sqrt(self._head_size))
         scores = np.where(np.tile(visible, (stacked.shape[1] // count, 1)), scores, np.float32(-np.inf))

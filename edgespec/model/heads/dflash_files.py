@@ -25,7 +25,7 @@ _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|confidence_head\..*")
 # Prefix of tensors that only DFlash 2 heads have.
 _SELECTOR = "candidate_selector."
 # Maximum block size in tokens. Published heads use 7 to 16. Larger blocks could exceed the maximum size of
-# llama.cpp's computation graph, which would end the process.
+# llama.cpp's compute graph, which would abort the process.
 MAX_BLOCK_TOKENS = 32
 # Maximum number of layers. Published heads have five.
 _MAX_LAYERS = 128
@@ -99,7 +99,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         windows=windows,
         markov_rank=markov_rank,
     )
-    # A block of one token has no masks. MLX ends the process if it computes with an empty array.
+    # A block of one token has no masks, and MLX aborts the process when it computes with an empty array.
     if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
         raise ValueError(f"block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}")
     if not 0 <= result.mask_token < result.vocab_size:

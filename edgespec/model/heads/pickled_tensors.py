@@ -31,7 +31,7 @@ _STORAGES = {
     "torch BoolStorage": "BOOL",
 }  # fmt: skip
 # Maximum size in bytes of the pickle, which does not include the tensor data. The pickles of published heads
-# have a few kilobytes.
+# take a few kilobytes.
 _MAX_PICKLE_BYTES = 2**20
 _MAX_DIMENSIONS = 8
 _DAMAGE = (
@@ -119,7 +119,7 @@ def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
 
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:
-    # Other exceptions mean that an instruction lacks operands.
+    # Any other exception means that an instruction lacks operands.
     reason = shorten(error) if isinstance(error, ValueError | BadZipFile) else "its pickle is malformed"
     return ModelFileError(
         f"{path} is damaged, or was not written by PyTorch 1.6 or later: {reason}",
@@ -199,7 +199,8 @@ class _Interpreter:
                     function, arguments = self._pop_many(2)
                     self._stack.append(self._call(function, arguments))
                 case "BUILD":
-                    # Drop the attributes of a state dictionary, such as module versions. They are not needed.
+                    # Drop the attributes of a state dictionary, such as module versions, which are not
+                    # needed.
                     self._stack.pop()
                 case _:
                     raise self._refused(f"the pickle uses the instruction {opcode.name}")
@@ -225,7 +226,7 @@ class _Interpreter:
     def _set_items(self, values: list[Any]) -> None:
         if type(container := self._stack[-1]) is not dict:
             raise ValueError("the pickle sets items of an object that is not a dictionary")
-        # Hashing other keys could take forever, for example nested tuples that repeat the same tuple.
+        # Hashing other keys could take forever, for example tuples that nest the same tuple repeatedly.
         if not all(isinstance(key, str) for key in values[::2]):
             raise ValueError("a dictionary in the pickle has a key that is not a string")
         container.update(zip(values[::2], values[1::2], strict=True))

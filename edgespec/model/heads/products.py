@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[np.float32]
-# Function that multiplies an array [rows, inputs] by a matrix. Returns [rows, outputs].
+# Multiplies an array [rows, inputs] by a matrix and returns [rows, outputs].
 Product: TypeAlias = Callable[[Array], Array]
 # Function that returns the `Product` for a float16 or float32 matrix [outputs, inputs]. The second argument
 # is the matrix's data type in the file (see `StoredTensor`), such as BF16. The matrix must be copied, because

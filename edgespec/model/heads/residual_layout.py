@@ -37,7 +37,7 @@ _PREFIX_TENSORS = (
     "layers.0.self_attn.v_proj", "layers.0.self_attn.o_proj", "layers.0.post_attention_layernorm",
     "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm",
 )  # fmt: skip
-# Maximum size of config.json in bytes. Published heads have less than 1 KB.
+# Maximum size of config.json in bytes. Those of published heads are smaller than 1 KB.
 _MAX_CONFIG_BYTES = 1 << 20
 
 

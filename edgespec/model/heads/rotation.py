@@ -16,7 +16,7 @@ __all__ = ["ROPE_KINDS", "RopeSettings", "Rotation", "llama3_divisors", "parse_r
 
 # Kinds of RoPE scaling that `Rotation` and llama.cpp's heads support.
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
-# Default context length before scaling, in tokens, if the settings lack it. Same values as in mlx-lm.
+# Default context length before scaling, in tokens, if the settings lack it. The values match mlx-lm's.
 _LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
 # Settings that must be positive, because frequencies are divided by them or their logarithm is computed.
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -18,8 +18,8 @@ from edgespec.system.files import error_reason, regular_file_bytes
 
 __all__ = ["read_folder_tensors", "read_tensor_files"]
 
-# File name patterns of weights. Only files that match the first successful pattern are read, because some
-# publishers upload the same weights in both formats.
+# File name patterns of weights. Only the first pattern that matches any file is used, because some publishers
+# upload the same weights in both formats.
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Suffixes that turn the name of a weight into the name of its scales. The product of the two is the
 # dequantised weight.

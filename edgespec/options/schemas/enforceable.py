@@ -11,10 +11,10 @@ from edgespec.errors import OptionError
 
 __all__ = ["enforceable_schema", "subschemas"]
 
-# Keywords whose values are schemas by name, and keywords whose values contain no schemas.
+# Keywords whose values map names to schemas, and keywords whose values contain no schemas.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum", "default", "examples", "required", "dependentRequired")
-# The formats of the JSON Schema standard. All others are annotations without effect.
+# The formats defined by JSON Schema. All others are annotations without effect.
 _FORMATS = {
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
@@ -25,7 +25,7 @@ _NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "strin
 # Above the first number, float64 cannot represent every integer. From the second on, converting a number to
 # float64 or changing it slightly could overflow.
 _MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
-# Relative distance between a bound and the one that replaces it. Chosen.
+# Relative distance between a bound and the one that replaces it. The value was chosen, not measured.
 _STEP = 1e-9
 
 
@@ -114,7 +114,7 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
                 schema[keyword] = _inside(bound, inwards)
         if not allows_fractions:
             continue
-        # In draft 4, `exclusiveMinimum` says whether `minimum` is exclusive.
+        # In draft 4, `exclusiveMinimum` is a Boolean that makes `minimum` exclusive.
         bound = schema.get(inclusive if schema.get(exclusive) is True else exclusive)
         if not _is_whole(bound):
             continue

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["closed_objects"]
 
-# Keywords grouped by the form of their value: one schema, a list of schemas, or schemas by name.
+# Keywords grouped by the form of their value: one schema, a list of schemas, or a map from names to schemas.
 _SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
 _LISTS = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
 _NAMED = ("properties", "$defs", "definitions")
@@ -15,9 +15,9 @@ _NAMED = ("properties", "$defs", "definitions")
 _COMBINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "extends")
 # Keywords whose schemas must not become stricter.
 _CONDITIONS = ("not", "if", "dependentSchemas")
-# Keywords that say which unnamed properties are allowed.
+# Keywords that control which unnamed properties are allowed.
 _OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
-# Keywords that say which values are allowed.
+# Keywords that control which values are allowed.
 _ALLOWED_VALUES = ("type", "enum", "const")
 
 

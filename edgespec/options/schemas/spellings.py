@@ -15,7 +15,7 @@ from edgespec.errors import OptionError, shorten
 
 __all__ = ["SCHEMA_KEYS", "read_schema", "tidy_schema"]
 
-# Keywords grouped by the kind of their value: schemas keyed by name, one schema, or a list of schemas.
+# Keywords grouped by the form of their value: a map from names to schemas, one schema, or a list of schemas.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SINGLE = (
     *("additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then"),
@@ -28,8 +28,8 @@ _DATA = ("const", "default", "example", "examples")
 _SAY_NOTHING_EMPTY = (*_LISTS, "enum", "type", "dependentRequired", "dependencies")
 # Keywords that can forbid null even if `type` and `enum` allow it.
 _BESIDE_TYPE = {*_LISTS, "$ref", "const", "not", "if"}
-# JSON Schema's equivalents of the type names of Python, OpenAPI and other languages. Names are compared
-# regardless of case, because Google's APIs write types in capitals. None allows any type.
+# JSON Schema's equivalents of type names in Python, OpenAPI and other languages. Matching ignores case,
+# because Google's APIs write types in capitals. None allows any type.
 _TYPES: dict[str, str | None] = {
     "any": None,
     "array": "array",
@@ -231,7 +231,7 @@ def _list_required(schema: dict[str, Any], what: str, place: str) -> None:
     """Make `required` a list, in place. Early versions of JSON Schema set it to true in each property."""
     given = schema.get("required")
     if isinstance(given, bool):
-        # The object schema with this property adds the property's name to its own `required`.
+        # The enclosing object schema adds this property's name to its own `required`.
         del schema["required"]
         return
     names = [given] if isinstance(given, str) else _listed(given or [], what, f"{place}/required")

@@ -45,7 +45,7 @@ _SIGNATURE = "edgespec"
 # Claude Code writes this line at the start of the system prompt. It changes with every request, so nothing
 # after it could be reused from the prefix cache.
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-# The required fields of each type of block.
+# The required fields of each block type.
 _NEEDED = {
     "thinking": ("thinking",),
     "redacted_thinking": (),
@@ -101,7 +101,7 @@ class MessageBuilder:
             "stop_sequence": None,
         }
         self._blocks: list[dict[str, Any]] = self.response["content"]
-        # The arguments of the tool call that is being written, as JSON text.
+        # The arguments of the tool call being streamed, as JSON text.
         self._arguments = ""
         self._is_open = False
 
@@ -129,7 +129,7 @@ class MessageBuilder:
     def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
         """End the message."""
         yield from self._close()
-        # If the reply ended in the middle of a tool call, leave the call out, because its arguments are
+        # If the reply ended in the middle of a tool call, omit the call, because its arguments are
         # incomplete.
         content = [block for block in self._blocks if block.get("input", {}) is not None]
         calls = any(block["type"] == "tool_use" for block in content)
@@ -203,7 +203,7 @@ async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
 
 def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.thread and body.thread.type == "continue":
-        # After this error, Anthropic's client sends the whole conversation.
+        # On this error, Anthropic's client resends the whole conversation.
         raise ApiError(
             404,
             "the server stores no conversations; omit thread, and send the whole conversation in messages",

@@ -21,8 +21,8 @@ _Body = TypeVar("_Body")
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:+-]+)", re.IGNORECASE)
-# Python's names of the encodings that a client can specify in Content-Type. Python's other codecs are slow,
-# or are not text encodings.
+# Python's names of the encodings that a client may specify in Content-Type. Python's other codecs are slow or
+# not text encodings.
 _ENCODINGS = frozenset(
     {"ascii", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"}
     | {"iso8859-1", "iso8859-2", "iso8859-9", "iso8859-15", "cp1250", "cp1251", "cp1252", "koi8-r"}
@@ -136,7 +136,7 @@ def _syntax_problem(error: ValidationError) -> str | None:
 def _without_halves(text: str) -> str | None:
     """Replace lone surrogates in JSON text with U+FFFD. Return None if the text is not JSON."""
     try:
-        # Python's parser accepts lone surrogates.
+        # Python's parser, unlike pydantic's, accepts lone surrogates.
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
@@ -162,7 +162,7 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
     reason, number, column = position[1], int(position[2]), int(position[3])
     lines = text.split("\n")
     if column == 0 and number > 1:
-        # The parser reports a position after the line break, so go back to the line before.
+        # The parser reports a position after the line break, so go back one line.
         number -= 1
         column = len(lines[number - 1].encode()) + 1
     line = lines[number - 1].encode()

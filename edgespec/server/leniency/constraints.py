@@ -40,7 +40,7 @@ class AnswerSettings(RequestFields):
 class StructuredOutputs(RequestFields):
     """vLLM's `structured_outputs` field, which holds a single constraint on the answer."""
 
-    # An unknown field may be a constraint, which must not be ignored.
+    # Do not ignore unknown fields, because they may be constraints.
     ignores_unknown = False
 
     json_: Any = Field(default=None, alias="json", description="Same as schema.")
@@ -93,9 +93,9 @@ def _option(name: str) -> _Reader:
     return lambda value, _: {name: value}
 
 
-# Keywords that show that a response format of the type json_object is itself the schema.
+# Keywords that reveal that a response format of type json_object is itself the schema.
 _INLINE_KEYWORDS = frozenset({"properties", "required", "anyOf", "oneOf", "allOf", "$ref"})
-# Constraints that a response format of another type must not contain.
+# Constraints that response formats of other types must not contain.
 _OTHER_CONSTRAINTS = ("regex", "grammar", "choice")
 _FORMAT_HINT = "use text, json_object or json_schema"
 
@@ -119,7 +119,7 @@ def _format(value: Any, place: str) -> dict[str, Any]:
                     f"leave out {place}, and set {other} in the request instead",
                 )
     given = [key for key in SCHEMA_KEYS if isinstance(kind, str) and value.get(key) is not None]
-    # Of several keys, prefer one whose value is not empty.
+    # Prefer a key whose value is set.
     key = next((each for each in given if not _is_unset(value[each])), next(iter(given), None))
     is_set = key is not None and not _is_unset(value[key])
     match kind:
@@ -189,7 +189,7 @@ def _unread_in_formats(fields: RequestFields, *names: str) -> list[str]:
 
 _SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
-# The fields in which clients specify constraints, with the function that reads each.
+# The fields in which clients specify constraints, each with the function that reads it.
 _PLACES: Mapping[str, _Reader] = {
     "response_format": _format,
     "format": _format,
@@ -265,7 +265,8 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 " one of them out",
                 param=second,
             )
-    # The same schema in the field `schema`, which is a text, also allows properties that it does not name.
+    # Prefer a mapping: the same schema as text in the field `schema` also allows properties that it does not
+    # name.
     return min(found.values(), key=lambda option: isinstance(option.get("schema"), str), default={})
 
 

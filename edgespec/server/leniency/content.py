@@ -20,7 +20,7 @@ __all__ = [
     "text_of",
 ]
 
-# The field that contains a part's text, keyed by part type.
+# The field that holds a part's text, keyed by part type.
 _TEXT_FIELDS = {
     "text": "text",
     "input_text": "text",
@@ -29,20 +29,20 @@ _TEXT_FIELDS = {
     "summary_text": "text",
     "refusal": "refusal",
 }
-# The fields that can contain the text of a reply's reasoning, keyed by part type. Redacted reasoning can be
-# read only by the servers that wrote it.
+# The fields that may hold a reply's reasoning, keyed by part type. Only the servers that wrote redacted
+# reasoning can read it.
 _REASONING_FIELDS = {
     "thinking": ("thinking", "text"),
     "reasoning": ("text", "reasoning"),
     "redacted_thinking": (),
 }
 
-# The types of parts that are not text. Other objects without a list around them are data of a tool.
+# The types of non-text parts. Any other object outside a list is data from a tool.
 _MEDIA = frozenset(
     {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
     | {"file", "input_file", "document"}
 )
-# The roles that are meant by those of LangChain, Gemini and ShareGPT.
+# OpenAI's equivalents of the role names of LangChain, Gemini and ShareGPT.
 _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "gpt": "assistant"}
 
 SystemPrompt: TypeAlias = str | list[Any] | None

@@ -12,11 +12,11 @@ __all__ = ["base_url_advice", "canonical_path", "unknown_path_advice", "with_can
 # Parts of base URLs of other servers, such as https://api.groq.com/openai/v1 and https://openrouter.ai/api/v1.
 _BASES = frozenset({"v1", "api", "openai"})
 _MODELS = "/v1/models/"
-# Clients that use a proxy, for example because of the variable http_proxy, request the whole URL.
+# Clients that use a proxy, for example because http_proxy is set, request the whole URL.
 _AUTHORITY = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 
 
-# What to do instead of requesting endpoints that only other servers have, keyed by their paths without /v1.
+# Advice for endpoints that only other servers have, keyed by their paths without /v1.
 _ELSEWHERE: Mapping[tuple[str, ...], str] = {
     ("audio", "images", "videos", "realtime"): "edgespec's models read and write only text",
     ("moderations",): "edgespec has no models for that; ask a model with a prompt of your own",
@@ -82,7 +82,7 @@ def canonical_path(path: str, known: Collection[str]) -> str:
         if not _BASES.issuperset(parts[:first]) and base not in known:
             continue
         for candidate in (rest, f"/v1{rest}"):
-            # A base URL alone is not an endpoint.
+            # A bare base URL is not an endpoint.
             if (candidate in known and (rest != "/" or not parts)) or candidate.startswith(_MODELS):
                 return candidate
     return "/" + "/".join(parts)

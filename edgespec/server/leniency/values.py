@@ -37,9 +37,9 @@ _SPECIAL_VALUES: Mapping[str, Mapping[Any, Any]] = {
     "schema": {"": None},
     "choice": {"": None},
 }
-# Fields whose empty items are dropped. An empty text would end every reply at once.
+# Fields whose empty items are dropped. An empty stop string would end every reply at once.
 _WITHOUT_EMPTY_ITEMS = frozenset({"stop", "stop_sequences"})
-# Fields in which an empty list or map means that the field is not set.
+# Fields in which an empty list or map counts as unset.
 _UNSET_IF_EMPTY = frozenset({"choice"})
 
 _NO_EMPTY_VALUE = object()

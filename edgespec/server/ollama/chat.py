@@ -104,7 +104,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
 def _converted(index: int, message: OllamaMessage) -> dict[str, Any]:
     place = f"messages.{index}.content"
     if message.role == "tool":
-        # An agent cannot withdraw the result of a tool, so its images must not end the conversation.
+        # An agent cannot take back a tool result, so images in it must not end the conversation.
         notes = ["[image omitted: text only]"] * len(message.images or ())
         content = "\n".join(filter(None, [result_text(place, message.content), *notes]))
     else:

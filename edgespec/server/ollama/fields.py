@@ -14,14 +14,14 @@ from edgespec.server.openai.logprobs import wanted_logprobs
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
-# Maps Ollama's names of options to edgespec's names, where they differ.
+# Maps Ollama's option names to edgespec's where they differ.
 _RENAMED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "penalty_window",
 }
 
-# Ollama parses times as Go does, such as `1h30m`. Clients also write numbers of seconds as text.
+# Ollama parses durations as Go does, such as `1h30m`. Clients also send numbers of seconds as text.
 _DURATION = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|[µμ]s|ms|s|m|h))+)")
 
 
@@ -47,7 +47,7 @@ class OllamaOptions(ReplyFields, ConstraintFields):
     repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
     repeat_last_n: int | None = Field(default=None, description="Like penalty_window.")
     embedding_only: Off
-    # LangExtract sets it here. `OllamaFields` has the field that counts.
+    # LangExtract sets `keep_alive` here, where it has no effect. The one in `OllamaFields` applies.
     keep_alive: Ignored
     f16_kv: Ignored
     logits_all: Off
@@ -106,7 +106,7 @@ class OllamaFields(ReplyFields, ConstraintFields):
     @property
     def unloads(self) -> bool:
         """Whether to unload the model after the request."""
-        # Every number in the time is 0, as in `0h0m`.
+        # Every number in the duration is 0, as in `0h0m`.
         return self.keep_alive == 0 or (
             isinstance(self.keep_alive, str) and not re.search("[1-9]", self.keep_alive)
         )

@@ -177,7 +177,8 @@ def _tag(known: KnownModel) -> ModelTag:
         "model": known.name,
         "modified_at": _time(known),
         "size": size,
-        # Clients show the beginning of this hash. Hashing the whole file would take minutes.
+        # Clients show only the beginning of this hash. Hash the metadata, because hashing the whole file
+        # would take minutes.
         "digest": hashlib.sha256(f"{known.name} {known.created} {size}".encode()).hexdigest(),
         "details": _details(known),
     }

@@ -51,7 +51,7 @@ class CompletionRequest(ChoiceFields):
     prompt: Texts = Field(
         description="The text to continue, or several texts. Each can also be a list of token ids."
     )
-    # Evaluation programs use 0 to get the log-probabilities of the prompt alone.
+    # Evaluation harnesses pass 0 to get only the log-probabilities of the prompt.
     max_tokens: MaxTokensOrZero = None
     logprobs: bool | int | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."

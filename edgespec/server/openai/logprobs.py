@@ -123,7 +123,7 @@ def prompt_logprobs(tokens: Sequence[TokenLogprobs], spelled: Sequence[bytes]) -
         spelled: The part of the prompt's text that each token represents.
     """
     result = text_logprobs(tokens, TextOffsets())
-    # No tokens come before the first one, so it has no probability.
+    # The first token follows no other token, so it has no probability.
     result["token_logprobs"][:1], result["top_logprobs"][:1] = [None], [None]
     offsets = TextOffsets()
     result["text_offset"] = [offsets.after_bytes(each) for each in spelled]
@@ -145,7 +145,7 @@ def spelled_in(text: str, tokens: Sequence[TokenLogprobs], piece: Callable[[int]
     for token in tokens:
         added = piece(token.token)
         exact = [each for each in (token.raw, added, added.lstrip(b" ")) if whole.startswith(each, start)]
-        # Tokenizers that change characters, such as accents, usually keep their number of bytes.
+        # Tokenizers that normalise characters, such as accents, usually preserve the number of bytes.
         length = len(max(exact, key=len)) if exact else len(added)
         result.append(whole[start : start + length])
         start += length

@@ -32,11 +32,11 @@ __all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response
 # Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# The fields that contain the input of a call, most preferred first. A function's arguments are an object.
+# The fields that may contain the input of a call, most preferred first. A function's arguments are an object.
 _CALL_INPUTS = ("arguments", "action", "operation", "input")
-# The types of parts that programs send as items, without a message around them.
+# The types of parts that programs send as bare items, without a message around them.
 _PARTS = ("text", "input_text", "output_text", "input_image", "input_file", "input_audio", "image_url")
-# The value of `include` that asks for log-probabilities.
+# The value of `include` that requests log-probabilities.
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -248,11 +248,11 @@ class ResponseBuilder:
         }
         self._items: list[dict[str, Any]] = self.response["output"]
         self._event_count = 0
-        # The type of the item that is being written, or None.
+        # The type of the item being streamed, or None.
         self._open_kind: str | None = None
         self._reasoning_tokens = 0
-        # Log-probabilities of tokens that arrived before the message's first text. They are part of the
-        # message if its first character consists of several tokens. Otherwise, they belong to a marker.
+        # Log-probabilities of tokens that arrived before the message's first text. They belong to the message
+        # if its first character consists of several tokens, and to a marker otherwise.
         self._waiting_logprobs: list[TokenLogprobs] = []
 
     def start(self, model: str, stats: Stats) -> Iterator[Event]:  # noqa: ARG002

@@ -98,7 +98,7 @@ class BuildFolder:
 
         The folder gets its final name once all files are complete.
         """
-        # A build that was interrupted just before its end has a manifest instead of a journal.
+        # A build that was interrupted at the very end has a manifest instead of a journal.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
         is_resumed = bool(journals) and self._resume(journals[0])
         if not is_resumed:
@@ -215,7 +215,7 @@ def build(
         raise OptionError(f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # If the folder is not writable, fail here, because `_exclusive` would wait forever.
+        # Fail here if the folder is not writable, because `_exclusive` would wait forever.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)

@@ -15,7 +15,7 @@ __all__ = ["find_quantised", "prepare_quantised"]
 
 _COPY = "copy.gguf"
 # Free disk space in bytes that a copy needs in addition to the size of the model. A type with about as many
-# bits per weight can give a slightly larger file.
+# bits per weight can produce a slightly larger file.
 _EXTRA_BYTES = 16 << 20
 
 

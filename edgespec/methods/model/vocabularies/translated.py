@@ -52,7 +52,7 @@ class TranslatedModel(WrappedModel):
             capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
         self._translated: list[int] = []
-        # Number of draft model tokens that represent the first 0, 1, 2, ... target tokens.
+        # Element n is the number of draft model tokens that represent the first n target tokens.
         self._ends: list[int] = [0]
         self._inner_tree = TreeBuilder()
         self._inner_nodes: list[int] = []

@@ -56,7 +56,7 @@ class ByteTokenizer:
             text = data.decode()
         except UnicodeDecodeError:
             return self._longest_match(data)
-        # Try the text after other characters too, because some tokenizers add a space at the beginning.
+        # Also try the text after other characters, because some tokenizers add a leading space.
         for prefix in ("", "\n", "a"):
             tokens = self._vocabulary.tokenize(prefix + text, special=False, start=False)
             suffix = self._suffix_with_bytes(tokens, data)
@@ -115,7 +115,7 @@ class TokenTranslation:
         control = target_table.control.items()
         pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
         pairs |= self._text_pairs(target_table, draft_table)
-        # Draft model tokens that replace control tokens, such as start tokens, that only the target has.
+        # Draft model tokens that stand in for control tokens that only the target has, such as start tokens.
         self._substitutes: dict[int, int] = {}
         self._match_ends(pairs, target_table, draft_table)
         self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))

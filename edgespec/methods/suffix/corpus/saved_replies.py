@@ -158,7 +158,8 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # Join the turns of a chat, so that a later prompt with the whole chat is not saved again.
+            # Join the turns of a chat, so that a later prompt that contains the whole chat is not saved
+            # again.
             self._seen.add(np.concatenate(texts))
         return texts
 
@@ -179,7 +180,7 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Shorten long prompts, so that they do not displace all other saved texts.
+        # Truncate long prompts, so that they do not displace all other saved texts.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)

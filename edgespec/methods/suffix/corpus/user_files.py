@@ -29,7 +29,7 @@ from edgespec.system.files import (
 __all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
-# Size limit for files. People rarely edit larger text files by hand.
+# Size limit for files in bytes. People rarely edit larger text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
 # Maximum number of folder entries to read. A larger folder is probably a whole disk.
@@ -145,8 +145,7 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
             status = path.stat()
             if status.st_size > _MAX_FILE_BYTES:
                 skipped["too large"] += 1
-            # Skip empty files, because files in /proc and /sys also have size 0 and can block when they are
-            # read.
+            # Skip empty files. Files in /proc and /sys also report size 0, and reading them may block.
             elif status.st_size and stat.S_ISREG(status.st_mode):
                 key = json.dumps([str(path), status.st_mtime_ns, status.st_size])
                 files.append((-status.st_mtime_ns, path, key))
