@@ -57,7 +57,7 @@ def pdf_text(name: str, data: bytes, max_seconds: float) -> str:
     finally:
         process.close()
     if len(answer) > _MAX_TEXT_BYTES:
-        raise _failure(name, f"the file has more than {format_bytes(_MAX_TEXT_BYTES)} of text")
+        raise _failure(name, f"the file contains more than {format_bytes(_MAX_TEXT_BYTES)} of text")
     if not answer:
         raise _failure(name, "extracting the text needs too much memory or time")
     text, problem = json.loads(answer)

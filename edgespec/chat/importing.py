@@ -54,7 +54,7 @@ def json_items(stream: TextIO, max_characters: int) -> Iterator[Any]:
         while reader.skip(","):
             yield reader.value()
         if not reader.skip("]"):
-            raise ValueError("the list is not complete")
+            raise ValueError("the list is incomplete")
     if not reader.is_at_end():
         raise ValueError("there is more text after the JSON value")
 

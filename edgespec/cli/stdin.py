@@ -41,7 +41,8 @@ def read_stdin() -> str:
         ) from error
     if len(data) > _MAX_BYTES:
         raise OptionError(
-            f"stdin has more than {format_bytes(_MAX_BYTES)} of text", "shorten it to fit the model's context"
+            f"stdin contains more than {format_bytes(_MAX_BYTES)} of text",
+            "shorten it to fit the model's context",
         )
     return decode_input(data).removesuffix("\n").removesuffix("\r")
 

@@ -230,7 +230,7 @@ def _line(connection: socket.socket) -> bytes:
         if time.monotonic() > end:
             raise TimeoutError
         if not more or len(line) > MAX_STATUS_BYTES:
-            raise ValueError("the connection ended before a complete status line")
+            raise ValueError("the connection closed before a complete status line arrived")
         line += more
     return line
 
@@ -264,7 +264,7 @@ def measure_link(address: WorkerAddress) -> LinkSpeed:
                 size *= _GROWTH
         except OSError as error:
             raise WorkerError(
-                f"the connection to the worker {address} broke while it was measured",
+                f"the connection to the worker {address} broke while it was being measured",
                 "check the network, and that the worker runs the same version of edgespec",
             ) from error
     # The data transfer and the round trip partly overlap, so subtract at most half of the measured time.

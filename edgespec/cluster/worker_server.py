@@ -384,5 +384,5 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = str(error.strerror or error).partition(" (while ")[0]
         raise WorkerError(
             f"the worker cannot listen on {host}:{port}: {reason}",
-            "end the worker or other program that uses this port, or choose another address with --listen",
+            "stop the worker or other program that uses this port, or choose another address with --listen",
         ) from error

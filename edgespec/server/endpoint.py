@@ -124,7 +124,7 @@ class PathEndpoint:
                     if len(body) > MAX_BODY_BYTES:
                         raise _too_large()
                     if self._service.buffered_bytes > MAX_BUFFERED_BYTES:
-                        raise BusyError("too many large requests arrive at once", "try again later")
+                        raise BusyError("too many large requests are arriving at once", "try again later")
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:

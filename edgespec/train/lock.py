@@ -37,7 +37,7 @@ def lock_training(path: Path) -> Iterator[None]:
     except Timeout:
         raise BusyError(
             f"another `edgespec train` is training in {path}",
-            "wait until it ends, stop it with Ctrl-C, or choose another folder with --to",
+            "wait until it finishes, stop it with Ctrl-C, or choose another folder with --to",
         ) from None
     try:
         yield

@@ -74,7 +74,7 @@ class TestErrorMessages:
         ("version", "order", "says"),
         [
             (1, "<", "version 1 of the GGUF format"),
-            (3, ">", "byte order of other machines"),
+            (3, ">", "wrong byte order for this machine"),
             (1, ">", "order"),
         ],
     )

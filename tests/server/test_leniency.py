@@ -193,7 +193,7 @@ def test_results_of_tools_can_be_any_json(http: httpx.Client, path: str, result:
         ("/v1/audio/speech", "read and write only text"),
         ("/rerank", "compare the vectors of /v1/embeddings"),
         ("/completion", "use /v1/completions"),
-        ("/v1/responses/resp_1", "the server stores no responses"),
+        ("/v1/responses/resp_1", "the server does not store responses"),
         ("/v1/messages/batches", "the server has no batches"),
         ("/api/v1/chat", "LM Studio's own API"),
         ("/tokenize", "/v1/messages/count_tokens"),

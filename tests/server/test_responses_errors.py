@@ -29,7 +29,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo=
             "edgespec's models read only text",
         ),
         ({"input": [{"type": "item_reference"}]}, "input.0.id", "input.0.id is missing; add this field"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "the server stores no responses"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "the server does not store responses"),
         ({"background": True}, "background", "only while the client waits"),
         ({"tools": [{"type": "function"}]}, None, "tool 1 has an invalid name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice is invalid"),

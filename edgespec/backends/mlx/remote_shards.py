@@ -187,7 +187,7 @@ class _Exchange:
             block.check(header)
         if self._silence:
             names = ", ".join(str(block.address) for block in self._silence)
-            raise BackendError(f"no answer came in time from {names}", "start these workers again")
+            raise BackendError(f"{names} did not answer in time", "start these workers again")
         return [self._answers[block] for block in self._blocks]
 
 

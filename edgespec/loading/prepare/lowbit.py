@@ -127,7 +127,7 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
         )
     if not can_save_time(size.copy_bytes, size.source_bytes):
         raise OptionError(
-            f"a {type_name} copy would be no use: its passes would read {format_bytes(size.copy_bytes)}, and"
+            f"a {type_name} copy would be useless: its passes would read {format_bytes(size.copy_bytes)}, and"
             f" those of the model read {format_bytes(size.source_bytes)}, so drafting with the copy would"
             " cost more time than it saves",
             advice,

@@ -85,7 +85,7 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
     version, swapped = (int.from_bytes(start[4:8], order) for order in _BYTE_ORDERS)
     if len(start) >= 8 and swapped in _VERSIONS:
         raise ModelFileError(
-            f"{path} has the byte order of other machines ({_BYTE_ORDERS[1]}-endian)",
+            f"{path} has the wrong byte order for this machine ({_BYTE_ORDERS[1]}-endian)",
             f"download a {_BYTE_ORDERS[0]}-endian file of the {content}, or convert it with"
             " `gguf-convert-endian`",
         )

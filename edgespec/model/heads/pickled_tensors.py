@@ -205,7 +205,7 @@ class _Interpreter:
                 case _:
                     raise self._refused(f"the pickle uses the instruction {opcode.name}")
         if len(self._stack) != 1:
-            raise ValueError("the pickle contains more or less than one object")
+            raise ValueError("the pickle does not contain exactly one object")
         return self._stack[0]
 
     def _pop_many(self, count: int) -> list[Any]:

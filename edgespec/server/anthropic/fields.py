@@ -35,7 +35,7 @@ class ContentBlock(ItemFields):
     content: str | _Blocks | None = None
 
 
-# Defined as an alias, because a union cannot contain an annotated type directly.
+# Define an alias, because a union cannot contain an annotated type directly.
 _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 
@@ -133,7 +133,7 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
     stop_sequences: list[str] | None = Field(default=None, description="Like stop.")
     thread: Thread | None = Field(
-        default=None, description="create is ignored, because the server stores no conversations."
+        default=None, description="create is ignored, because the server does not store conversations."
     )
     diagnostics: Ignored
     inference_geo: Ignored

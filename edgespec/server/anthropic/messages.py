@@ -206,7 +206,8 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
         # On this error, Anthropic's client resends the whole conversation.
         raise ApiError(
             404,
-            "the server stores no conversations; omit thread, and send the whole conversation in messages",
+            "the server does not store conversations; omit thread, and send the whole conversation in"
+            " messages",
             param="thread",
             details={"details": {"error_code": "thread_not_found"}},
         )

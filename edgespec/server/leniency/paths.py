@@ -27,16 +27,16 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = {
     ("infill",): "edgespec cannot fill in text before a suffix; use /v1/completions to continue a text",
     ("tokenize", "detokenize"): "/v1/messages/count_tokens counts the tokens of a conversation",
     ("apply-template",): "/v1/chat/completions applies the model's chat template itself",
-    ("responses",): "the server stores no responses; read the reply to POST /v1/responses",
+    ("responses",): "the server does not store responses; read the reply to POST /v1/responses",
     ("batches", "messages/batches"): "the server has no batches; send the requests one after the other",
     (
         "files",
         "uploads",
         "vector_stores",
         "containers",
-    ): "the server stores no files; send their text in a message",
+    ): "the server does not store files; send their text in a message",
     ("assistants", "threads", "conversations"): (
-        "the server stores no conversations; send the whole conversation to /v1/chat/completions"
+        "the server does not store conversations; send the whole conversation to /v1/chat/completions"
     ),
     ("fine_tuning", "fine-tunes"): "the server trains no models; use `edgespec train` on its machine",
     ("props", "slots", "version"): "use /v1/models, /health or /metrics",

@@ -45,7 +45,7 @@ class OllamaMessage(ItemFields):
         return plain_message(data) if isinstance(data, dict) else data
 
 
-# Defined as an alias, because a union cannot contain an annotated type directly.
+# Define an alias, because a union cannot contain an annotated type directly.
 _Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()])
 
 

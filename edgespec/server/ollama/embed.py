@@ -24,7 +24,7 @@ __all__ = [
     "embed_prompt",
 ]
 
-# Defined as an alias, because a union cannot contain an annotated type directly.
+# Define an alias, because a union cannot contain an annotated type directly.
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 
 

@@ -140,8 +140,8 @@ async def pull_model(call: Call[PullRequest]) -> Response:
     if name and found.name != name:
         raise ApiError(
             404,
-            f"there is no model named {name[:100]} on this machine, and the server downloads none; use"
-            f" `edgespec models pull` there, or the model {found.name}",
+            f"there is no model named {name[:100]} on this machine, and the server does not download models;"
+            f" use `edgespec models pull` there, or the model {found.name}",
             code="model_not_found",
         )
     result: PulledModel = {"status": "success"}

@@ -69,7 +69,7 @@ class ContentPart(ItemFields):
         return [name for name in super()._own_ignored_fields() if name not in read]
 
 
-# Defined as an alias, because a union cannot contain an annotated type directly.
+# Define an alias, because a union cannot contain an annotated type directly.
 _ChatParts = TypeAliasType("_ChatParts", Annotated[list[ContentPart], FailFast()])
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 # Maximum number of replies to one request. They wait in the queue like separate requests.
 MAX_CHOICES = 16
-# Defined as aliases, because a union cannot contain an annotated type directly.
+# Define aliases, because a union cannot contain an annotated type directly.
 _Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 _TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])

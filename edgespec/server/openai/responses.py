@@ -50,7 +50,7 @@ class InputPart(ItemFields):
     refusal: str | None = None
 
 
-# Defined as an alias, because a union cannot contain an annotated type directly.
+# Define an alias, because a union cannot contain an annotated type directly.
 _ResponseParts = TypeAliasType("_ResponseParts", Annotated[list[InputPart], FailFast()])
 
 
@@ -115,10 +115,10 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     prompt_field = "input"
     advice = MappingProxyType(
         {
-            "conversation": "the server stores no conversations; send the whole conversation in input",
+            "conversation": "the server does not store conversations; send the whole conversation in input",
             "messages": "use input, or POST /v1/chat/completions",
             "n": "a response has one reply; send the request several times",
-            "prompt": "the server stores no prompts; use instructions and input",
+            "prompt": "the server does not store prompts; use instructions and input",
         }
     )
 
@@ -138,7 +138,7 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
         default=None, description="Number of the most likely tokens to return at each position."
     )
     previous_response_id: str | None = Field(
-        default=None, description="Not supported, because the server stores no responses."
+        default=None, description="Not supported, because the server does not store responses."
     )
     background: bool | None = Field(default=None, description="true is not supported.")
     store: bool | None = Field(
@@ -387,7 +387,7 @@ async def create_response(call: Call[ResponsesRequest]) -> Response:
 def _request(body: ResponsesRequest, offered: OfferedTools, stored_items: StoredItems) -> ReplyRequest:
     if body.previous_response_id:
         raise invalid_request(
-            "the server stores no responses; leave previous_response_id out, and send the whole"
+            "the server does not store responses; leave previous_response_id out, and send the whole"
             " conversation in input",
             param="previous_response_id",
         )

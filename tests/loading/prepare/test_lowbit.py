@@ -85,7 +85,7 @@ def test_unknown_types_and_types_that_are_not_smaller_are_an_error(source: Path,
     with pytest.raises(OptionError, match="already uses few bits per weight"):
         prepare_lowbit(small, "Q2_K")
     quantise(source, small, "Q4_1")
-    with pytest.raises(OptionError, match="a Q4_0 copy would be no use: its passes would read"):
+    with pytest.raises(OptionError, match="a Q4_0 copy would be useless: its passes would read"):
         prepare_lowbit(small, "Q4_0")
     with pytest.raises(OptionError, match="'Q9' is not a quantisation type; choose one of IQ3_M"):
         prepare_lowbit(source, "Q9")
