@@ -31,8 +31,8 @@ class MlxInfo:
         version: The version of mlx.
         lm_version: The version of mlx-lm.
         device: The device that models run on.
-        metal: Whether MLX supports Metal here.
-        cuda: Whether MLX supports CUDA here.
+        metal: Whether MLX can use Metal on this machine.
+        cuda: Whether MLX can use CUDA on this machine.
         working_set_bytes: Metal's recommended GPU memory limit. 0 without Metal.
         problem: Why MLX is missing or cannot be loaded. If set, the other attributes are empty. Empty if MLX
             works.

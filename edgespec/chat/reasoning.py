@@ -25,19 +25,20 @@ __all__ = [
 # The markers before and after the reasoning, from published chat templates.
 REASONING_MARKERS: Mapping[str, str] = MappingProxyType(
     {
-        # Used by Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2 and Kimi K2 Thinking.
+        # The markers of Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2 and Kimi K2
+        # Thinking.
         "<think>": "</think>",
-        # Used by Magistral and Ministral 3 Reasoning.
+        # The markers of Magistral and Ministral 3 Reasoning.
         "[THINK]": "[/THINK]",
-        # Used by Seed-OSS.
+        # The markers of Seed-OSS.
         "<seed:think>": "</seed:think>",
-        # Used by MiniMax M3.
+        # The markers of MiniMax M3.
         "<mm:think>": "</mm:think>",
-        # Used by Command R7B and Command A Reasoning.
+        # The markers of Command R7B and Command A Reasoning.
         "<|START_THINKING|>": "<|END_THINKING|>",
-        # Used by Gemma 4.
+        # The markers of Gemma 4.
         "<|channel>thought": "<channel|>",
-        # Used by gpt-oss, whose final channel contains the answer.
+        # The markers of gpt-oss, whose final channel contains the answer.
         "<|channel|>analysis<|message|>": "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>": "",
     }

@@ -7,7 +7,7 @@ handling of such differences is in this module:
   template needs for each kind of message, because some templates omit the text without an error.
 - `CHANGES`: changes to conversations that a template rejects, such as a system message for a template that
   has no system role.
-- `SourceQuirks`: peculiarities that can be recognised in the source of a template.
+- `SourceQuirks`: quirks that are visible in a template's source.
 
 To support another difference, add an entry here and a case to `tests/chat/test_template_quirks.py`.
 """
@@ -31,9 +31,9 @@ __all__ = ["CONTENT_FORMS", "PROBES", "PROBE_TEXT", "SourceQuirks", "accepted_va
 
 CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {
-        # Used by most templates of text-only models.
+        # Most templates of text-only models expect a string.
         "text": lambda text: text,
-        # Used by the templates of multimodal models, which ignore text that is not in a list.
+        # The templates of multimodal models ignore text that is not in a list.
         "parts": lambda text: [{"type": "text", "text": text}],
     }
 )

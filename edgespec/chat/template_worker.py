@@ -104,7 +104,7 @@ def compile_template(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """The tag `{% generation %}`, which marks replies for training. It has no effect here."""
+        """The tag `{% generation %}`, which marks replies for training and does not change the prompt."""
 
         tags = {"generation"}  # noqa: RUF012 - the base class wants a set
 

@@ -91,7 +91,7 @@ def interruptible(
     Args:
         work: Called with a `Stop`. Must return soon after a stop is requested, unless `first_message` says
             that it takes longer.
-        first_message: Printed to stderr after the first signal. Nothing is printed if it is empty.
+        first_message: Printed to stderr after the first signal, unless empty.
         second_message: Printed to stderr after the second signal.
 
     Returns:

@@ -174,7 +174,7 @@ def load_exact_target(
         return LoadedTarget(models, costs, changed)
 
     if why_not := _why_unrestricted(options, requested):
-        # Passes are not restricted here, but `exact` still selects kernels that depend less on their width.
+        # This does not restrict passes yet: `exact` only selects kernels that depend less on the pass width.
         loaded = load(replace(options, exact=requested != "off"))
         return _described(loaded, Exactness(requested, False, why_not))
     return _ExactLoading(pair, options, requested, exits_early, load, file_states, progress).run()

@@ -79,7 +79,8 @@ def find_heads(
             try:
                 named_head(header, target, convert=False)
             except ModelFileError:
-                # Only its tensors identify an EAGLE-1 head, and PyTorch files have no header that lists them.
+                # An EAGLE-1 head is recognisable only by its tensors, and PyTorch files have no header that
+                # lists them.
                 if not header.path.is_dir() or any(header.path.glob("*.safetensors")):
                     raise
         found = resolve_head(drafting.head, progress=progress)

@@ -80,7 +80,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft tree whose root is the last token. If nothing is drafted, the root is the only node.
+        """Return a draft tree whose root is the last token. Without a draft, the root is the only node.
 
         Args:
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
@@ -164,7 +164,7 @@ class Drafter(ABC):
         """Perform slow one-time work, such as loading an index, so that it does not delay a reply."""
 
     def note(self) -> str:
-        """Return a one-line status for the user, such as why nothing is drafted, or an empty string."""
+        """Return a one-line status for the user, such as why drafting is off, or an empty string."""
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
@@ -179,7 +179,7 @@ class Drafter(ABC):
         """Clear everything that depends on the current sequence. Trained weights and statistics are kept."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
-        """Abort a running `propose` with CancelledError. With `enabled=False`, allow drafting again.
+        """Abort a running `propose` with CancelledError. `enabled=False` allows drafting again.
 
         Can be called from any thread.
         """

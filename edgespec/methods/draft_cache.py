@@ -69,7 +69,7 @@ class DraftCache:
     def prefill(self, max_tokens: int | None = None, progress: Progress | None = None) -> None:
         """Prefill the draft model with the token sequence, except its last token.
 
-        Nothing is prefilled if the tokens do not fit in the model's context.
+        Does nothing if the tokens do not fit in the model's context.
 
         Args:
             max_tokens: Maximum number of tokens to prefill. If the sequence needs more, only its first and

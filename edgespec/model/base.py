@@ -187,7 +187,7 @@ class LanguageModel(Protocol):
         """Set the number of CPU threads on an idle machine. Has no effect if `max_threads` is 0."""
 
     def fix_threads(self, fixed: bool) -> None:
-        """Fix the number of CPU threads, or let it follow the machine's load again."""
+        """Pin the number of CPU threads, or let it follow the machine's load."""
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:
         """Set the scale of each of `facts.adapters` for later passes. The cache must be empty.
@@ -333,7 +333,7 @@ class LanguageModel(Protocol):
         """
 
     def interrupt(self, enabled: bool) -> None:
-        """Make current and later computations raise CancelledError, or allow them again if not `enabled`.
+        """Make current and later computations raise CancelledError, or stop doing so if not `enabled`.
 
         Can be called from any thread.
         """

@@ -1,6 +1,6 @@
 """Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
 
-Only model sizes, vocabularies and measured acceptance rates matter. Nothing is downloaded.
+The choice depends only on model sizes, vocabularies and measured acceptance rates, and downloads nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find heads for a target in its own files, next to them, and in the catalogue.
 
-Only metadata is read: nothing is downloaded, and no weights are loaded. A head is assumed to fit the target
-if the sizes in their metadata match.
+This reads only metadata, without downloading files or loading weights. A head is assumed to fit the target if
+the sizes in their metadata match.
 """
 
 from __future__ import annotations

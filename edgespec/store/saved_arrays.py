@@ -90,7 +90,7 @@ class SavedArrays:
 def delete_saved_arrays(folder: Path | None = None) -> int:
     """Delete all files written by `SavedArrays` and return the number of bytes freed. Raises OSError."""
     folder = folder or _default_folder()
-    # Earlier versions saved acceptance rates here as JSON.
+    # Earlier versions saved acceptance rates in this folder as JSON.
     return delete_files(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 
 

@@ -63,13 +63,12 @@ class _DamagedError(Exception):
 
 
 class Facts:
-    """A key-value store of JSON facts, grouped by kind, that saves later runs from determining them again.
+    """A key-value store of JSON facts, grouped by kind, that saves later runs from redetermining them.
 
     The file never causes an error or a long wait. A damaged file is replaced. If the file cannot be written,
     new facts are kept in memory. Each fact has a checksum, so that damaged ones are not used.
 
-    Thread-safe and fork-safe, because each call opens the file anew. Several processes can use the file at
-    once.
+    Thread-safe and fork-safe, because each call reopens the file. Several processes can use the file at once.
 
     Args:
         path: The file. Defaults to `facts.sqlite` in the cache folder.

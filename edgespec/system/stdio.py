@@ -27,9 +27,9 @@ def is_ascii(encoding: str | None) -> bool:
 def ensure_utf8_locale() -> None:
     """Restart the program in Python's UTF-8 mode if the locale's encoding is ASCII.
 
-    File names and terminal input on such a machine are UTF-8 nevertheless, but Python would treat every
-    non-ASCII byte in a file name or argument as invalid. Python chooses the encoding at startup, so it cannot
-    be changed later.
+    File names and terminal input on such a machine are still UTF-8, but Python would treat every non-ASCII
+    byte in a file name or argument as invalid. Python chooses the encoding at startup, so it cannot be
+    changed later.
     """
     if (
         sys.platform != "win32"

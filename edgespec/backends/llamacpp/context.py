@@ -457,7 +457,7 @@ class LlamaContext(KvSequences):
             self._thread_count.most = self._thread_count.current = threads
 
     def fix_threads(self, fixed: bool) -> None:
-        """Fix the number of threads, or let it follow the machine's load again."""
+        """Pin the number of threads, or let it follow the machine's load."""
         if self._thread_count:
             self._thread_count.is_fixed = fixed
 
@@ -469,7 +469,7 @@ class LlamaContext(KvSequences):
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def set_interrupt(self, requested: bool) -> None:
-        """Make current and later passes raise CancelledError, or allow them again if not `requested`."""
+        """Make current and later passes raise CancelledError, or stop doing so if not `requested`."""
         self.interrupt.requested = requested
 
     def close(self) -> None:

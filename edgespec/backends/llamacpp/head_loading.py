@@ -259,7 +259,7 @@ def load_head_file(
 def _check_token_ids(path: Path, vocab_size: int) -> None:
     """Raise ModelFileError if a head's `d2t` contains token ids outside the target's vocabulary.
 
-    llama.cpp would abort when running such a head.
+    llama.cpp aborts when it runs such a head.
     """
     header = read_header(path)
     found = next((tensor for tensor in header.tensors if tensor.name == "d2t"), None)

@@ -273,7 +273,7 @@ class LowerSplit:
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         """Return the hidden states of a tree to be verified, starting at the node `first`.
 
-        Tokens that were already run, by drafting or by an earlier call, are not run again.
+        Tokens that drafting or an earlier call has already run are not rerun.
 
         Returns:
             The hidden states as a float32 array [nodes, embedding size].

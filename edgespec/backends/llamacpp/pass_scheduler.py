@@ -37,7 +37,7 @@ _CHANGED = threading.Condition()
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and durations of passes.
 _WEIGHT = 0.3
-# A reply counts as being generated for this many seconds after its last pass. A heuristic.
+# A reply counts as being generated for this many seconds after its last pass. The value is a heuristic.
 _ACTIVE_SECONDS = 1.0
 # Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
@@ -217,7 +217,7 @@ class PassScheduler:
             return bool(active - {slot})
 
     def cancel(self, slot: int, enabled: bool) -> None:
-        """Make current and later passes of a slot raise CancelledError, or allow them again if not `enabled`.
+        """Make current and later passes of a slot raise CancelledError, or stop doing so if not `enabled`.
 
         A pass shared with other replies continues, and only this reply's results are discarded.
         """

@@ -179,7 +179,7 @@ class SharedContext:
             self._context.set_max_threads(threads)
 
     def fix_threads(self, fixed: bool) -> None:
-        """Fix the number of threads, or let it follow the machine's load again."""
+        """Pin the number of threads, or let it follow the machine's load."""
         with self.lock:
             self._context.fix_threads(fixed)
 
@@ -289,7 +289,7 @@ class ContextSlot(KvSequences):
         return self.shared.scheduler.run(part)
 
     def set_interrupt(self, enabled: bool) -> None:
-        """Make this slot's passes raise CancelledError from now on, or allow them again if not `enabled`."""
+        """Make this slot's passes raise CancelledError from now on, or stop doing so if not `enabled`."""
         self.shared.scheduler.cancel(self.index, enabled)
 
     def protect(self, start: int, end: int) -> None:

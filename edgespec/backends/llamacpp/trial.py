@@ -102,7 +102,7 @@ def try_adapters(path: str, name: str, adapters: Sequence[Adapter], progress: Pr
 def try_split_model(folder: str, name: str, _runs: bool, _progress: Progress | None = None) -> None:
     """Estimate the memory of a model that was split for early exit.
 
-    The original file has already passed a trial load, so nothing is run.
+    Does not run the model, because the original file has already passed a trial load.
 
     Raises:
         EdgespecError: The model cannot be loaded.

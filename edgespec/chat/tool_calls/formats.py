@@ -16,7 +16,8 @@ from edgespec.chat.tool_calls.tagged_form import TaggedForm
 
 __all__ = ["HERMES", "call_form"]
 
-# Used by Qwen 2.5 and 3, Hermes, SmolLM3, Granite 4 and many others, and for templates without tool calls.
+# The format of Qwen 2.5 and 3, Hermes, SmolLM3, Granite 4 and many others, and the default for templates
+# without tool calls.
 HERMES = JsonForm(("<tool_call>",), ("</tool_call>",), ("<tool_call>\n{", "}\n</tool_call>"))
 
 _DEEPSEEK = (
@@ -49,7 +50,7 @@ def _function_tags(opening: str, closing: str) -> TaggedForm:
 
 # The formats, each with texts that identify the chat templates of its models. The first match counts.
 _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
-    # Used by gpt-oss. The tool's name can also come before the channel.
+    # The format of gpt-oss, in which the tool's name can also precede the channel.
     (
         ("<|channel|>", "functions."),
         NamedForm(
@@ -92,7 +93,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             closes=_DEEPSEEK[3:],
         ),
     ),
-    # Used by Kimi K2, which numbers its calls.
+    # The format of Kimi K2, which numbers its calls.
     (
         ("<|tool_calls_section_begin|>",),
         NamedForm(
@@ -115,7 +116,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             header=r"([\w.:/-]+)(?:\[CALL_ID\]\w+)?",
         ),
     ),
-    # Used by Mistral 7B, Nemo and Small 3.
+    # The format of Mistral 7B, Nemo and Small 3.
     (("[TOOL_CALLS]",), JsonForm(("[TOOL_CALLS]",), around=("[TOOL_CALLS][{", "}]"))),
     # GLM 4.5 and later.
     (
@@ -129,7 +130,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             call_end="</tool_call>",
         ),
     ),
-    # Used by Qwen3-Coder and Qwen 3.5, Nemotron 3 and others, which sometimes omit the first marker.
+    # The format of Qwen3-Coder, Qwen 3.5, Nemotron 3 and others, which sometimes omit the first marker.
     (("<tool_call>", "<function=", "<parameter="), _function_tags("<tool_call>", "</tool_call>")),
     # Seed-OSS.
     (("<seed:tool_call>", "<function="), _function_tags("<seed:tool_call>", "</seed:tool_call>")),
@@ -145,7 +146,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             closes=("</minimax:tool_call>",),
         ),
     ),
-    # Used by Command R7B and Command A.
+    # The format of Command R7B and Command A.
     (
         ("<|START_ACTION|>",),
         JsonForm(

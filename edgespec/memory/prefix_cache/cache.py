@@ -61,7 +61,7 @@ class PrefixCache:
     """The prefix cache of one model. Copies KV states out of the model's cache and back into it.
 
     Use only on the thread that runs the model. Other threads can use `store`. Failures to store or restore
-    raise no errors, because the model can always prefill the tokens again.
+    raise no errors, because the model can always reprocess the tokens.
 
     Args:
         model: The target.
@@ -267,7 +267,7 @@ class PrefixCache:
         """Return the cached segment that saves the most prefill time for a prompt, or None if none does.
 
         Args:
-            prompt: The tokens to prefill. The last one is always processed again to compute its logits.
+            prompt: The tokens to prefill. The last one is always reprocessed to compute its logits.
             cached: Number of prompt tokens that are already in the model's cache.
         """
         sequence = np.array(prompt[:-1], np.int32)

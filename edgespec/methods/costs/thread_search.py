@@ -65,7 +65,7 @@ def use_fastest_threads(
         model: The loaded model. Its cache is cleared.
         settings_key: Identifies this machine and all options that affect the duration of a pass.
         progress: Called before the measurement. Returning False cancels it.
-        again: Whether to measure again even if there is a saved result.
+        again: Whether to remeasure even if there is a saved result.
 
     Returns:
         Duration of a single-token pass in seconds for each number of threads. Empty if there was nothing to

@@ -28,7 +28,7 @@ from edgespec.model.model_facts import Capabilities
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
 _INITIAL_DRAFT_LENGTH = 16
-# Initial guesses for future tokens are drawn at random from this many recent tokens.
+# Initial guesses for future tokens are sampled from this many recent tokens.
 _RECENT_TOKENS = 512
 # Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
 _PROMPT_TOKENS = 1 << 14

@@ -23,7 +23,7 @@ class NgramDrafter(Drafter):
 
     Args:
         max_ngram_tokens: Maximum number of trailing tokens to look up.
-        min_ngram_tokens: Minimum number of matching tokens. Nothing is drafted after a shorter match.
+        min_ngram_tokens: Minimum number of matching tokens. Shorter matches are ignored.
     """
 
     name = "ngram"

@@ -33,7 +33,7 @@ class SuffixConfig:
         max_tokens: Maximum number of drafted tokens.
         can_branch: Whether to draft trees. If False, only chains are drafted, for targets that cannot verify
             trees.
-        is_end: Returns whether a token ends the reply. Nothing is drafted after such a token.
+        is_end: Returns whether a token ends the reply. A draft never continues past such a token.
     """
 
     length_factor: float = 1.0

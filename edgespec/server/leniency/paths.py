@@ -89,7 +89,7 @@ def canonical_path(path: str, known: Collection[str]) -> str:
 
 
 def unknown_path_advice(scope: Scope) -> str:
-    """Explain why an endpoint of other servers is missing here, or which base URL to set."""
+    """Explain why the server lacks an endpoint that other servers have, or which base URL to set."""
     path = scope["path"].removeprefix("/v1")
     for names, advice in _ELSEWHERE.items():
         if any(path == f"/{name}" or path.startswith(f"/{name}/") for name in names):

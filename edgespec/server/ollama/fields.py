@@ -47,7 +47,7 @@ class OllamaOptions(ReplyFields, ConstraintFields):
     repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
     repeat_last_n: int | None = Field(default=None, description="Like penalty_window.")
     embedding_only: Off
-    # LangExtract sets `keep_alive` here, where it has no effect. The one in `OllamaFields` applies.
+    # LangExtract also puts `keep_alive` into `options`, where it has no effect.
     keep_alive: Ignored
     f16_kv: Ignored
     logits_all: Off

@@ -15,14 +15,13 @@ from edgespec.model.base import LanguageModel, Vocabulary
 
 __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 
-# Number of preceding tokens to tokenize again together with the drafted text, because tokens can merge with
-# it.
+# Number of preceding tokens to retokenize together with the drafted text, because tokens can merge with it.
 _CONTEXT_TOKENS = 8
 # Maximum number of tokens missing from the draft model's KV cache that are run as part of drafting. If more
 # are missing, they are prefilled separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
-# When text is appended, the last 64 to about 256 bytes before it are tokenized again, because their tokens
-# can change.
+# When text is appended, the last 64 to about 256 bytes before it are retokenized, because their tokens can
+# change.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
