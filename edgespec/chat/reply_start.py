@@ -18,7 +18,7 @@ _ON_OWN_LINE = ("<think>", "<|channel>thought")
 
 
 def whole_characters(text: str) -> str:
-    """Return the text without an incomplete trailing character, which the model will generate again."""
+    """Return the text without an incomplete trailing character, which the model will regenerate."""
     return _PART_OF_CHARACTER.sub("", text)
 
 

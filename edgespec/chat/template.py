@@ -148,7 +148,7 @@ class ChatTemplate:
         raise error
 
     def _rejection(self, reason: str, progress: Progress | None) -> TemplateError:
-        """Return the error for rejected messages. It says whether a different chat may help."""
+        """Return the error for rejected messages, which says whether a different chat may help."""
         form = self._content_form("user", progress) or "text"
         # Some templates require a system prompt.
         probes = [PROBES["user"], PROBES["system"]]

@@ -71,7 +71,7 @@ class _SilentConnections:
                     self._connections.pop(0).shutdown(socket.SHUT_RDWR)
 
     def remove(self, connection: socket.socket) -> None:
-        """Remove a connection if it is still listed. Must be called before the connection is closed."""
+        """Remove a connection if it is still listed. Call this before closing the connection."""
         with self._lock, suppress(ValueError):
             self._connections.remove(connection)
 

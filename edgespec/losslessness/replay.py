@@ -57,8 +57,8 @@ class Reason(StrEnum):
             together with others.
         NOT_REPEATABLE: The same passes give different logits each time.
         ENDING: The reply ended too early or too late.
-        NOT_REPRODUCED: Rerunning the reply's own passes gives other tokens. A drafter may have changed the
-            target's cache, or the acceptance rule may be wrong.
+        NOT_REPRODUCED: Rerunning the reply's own passes yields different tokens. A drafter may have changed
+            the target's cache, or the acceptance rule may be wrong.
     """
 
     REJECTED_TOKENS = "rejected_tokens"

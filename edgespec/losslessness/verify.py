@@ -65,7 +65,7 @@ def verify(
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
     In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the passes
-    of the reply are rerun in an empty context (see `judge`). If they give the reply's tokens again, the
+    of the reply are rerun in an empty context (see `judge`). If they reproduce the reply's tokens, the
     difference is due to rounding; otherwise, it is a fault. The passes of every plain-decoding reply are
     rerun too, as are those of one reply per method and draft length.
 

@@ -246,8 +246,7 @@ class TargetCache:
     def _keep_for_heads(self, tokens: list[int]) -> int:
         """Drop the last token if a head needs its hidden state, and return how many tokens are left.
 
-        Prefilling the token again recomputes the hidden state, without which the head could not use its KV
-        cache.
+        Rerunning the token recomputes the hidden state, without which the head could not use its KV cache.
         """
         length, capabilities = self._target.length, self._target.facts.capabilities
         # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the

@@ -75,7 +75,7 @@ class TrialModel(NamedTuple):
 
     @property
     def tested_path(self) -> Path:
-        """The path to blame for a crash: that of the adapter or head if there is one."""
+        """The path to blame for a crash: the adapter's or the head's if there is one."""
         if self.adapters:
             return Path(self.adapters[0].path)
         return self.head.path if self.head and self.head.path else self.path

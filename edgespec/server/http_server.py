@@ -163,7 +163,7 @@ class _TimedProtocol(H11Protocol):
             self._start_timer()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection open, because the client may still read its response.
+        """Return whether to keep the connection open for a client that may still be reading its response.
 
         Clients half-close right after the request. One that does so during the response has gone away.
         """

@@ -210,7 +210,7 @@ def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
     - The layers read hidden states from before or after the final norm.
     - `fc` reads the embedding or the hidden state first.
     - Several layers run one after another, or predict one token each.
-    - Some conversions of Qwen models have already added 1 to the weights of norms.
+    - Some conversions of Qwen models have already added 1 to the norm weights.
 
     Files do not reliably say which variant they need, so we try all variants and keep the most accurate one
     (see `load_most_accurate`).
@@ -264,7 +264,7 @@ def _one_layer_each(weights: _Weights) -> list[_Weights]:
 
 
 def _with_norms_raised(weights: _Weights) -> _Weights:
-    """Add 1 to the weights of norms."""
+    """Add 1 to the norm weights."""
     return {name: one + 1 if _is_norm(name) else one for name, one in weights.items()}
 
 

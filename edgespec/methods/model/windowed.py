@@ -190,7 +190,7 @@ class WindowedModel(WrappedModel):
         self._round = ()
 
     def truncate(self, length: int) -> None:
-        """See `LanguageModel.truncate`. Evicted tokens are recomputed if they are needed again."""
+        """See `LanguageModel.truncate`. Evicted tokens are recomputed when needed."""
         self._check(0)
         self._round = ()
         del self._tokens[length:]

@@ -21,7 +21,7 @@ from edgespec.model.heads.tensor_files import read_folder_tensors, read_tensor_f
 __all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 
 # Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen's original files store
-# the weights of norms minus 1.
+# norm weights minus 1.
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
 _NEEDED = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
