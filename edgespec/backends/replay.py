@@ -27,8 +27,8 @@ __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
 # Maximum number of checkpoints. Each one takes as much memory as the recurrent state.
 MAX_CHECKPOINTS = 4
-# Maximum number of accepted tokens that a verify pass runs again after a rollback. If there are more, a
-# separate prefill runs them first.
+# Maximum number of accepted tokens that a verify pass reruns after a rollback. If there are more, a separate
+# prefill runs them first.
 _MAX_PENDING_TOKENS = 8
 # During plain decoding, save a checkpoint of the recurrent state every time this many tokens have been added.
 _PLAIN_STRIDE = 128

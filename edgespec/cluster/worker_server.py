@@ -41,7 +41,7 @@ _START_ATTEMPTS = 3
 # A target counts as lost if its machine acknowledges no TCP data for this many seconds, for example after a
 # power failure.
 _UNREACHABLE_SECONDS = 60
-# The option in macOS's <netinet/tcp.h>, in seconds.
+# A socket option from macOS's <netinet/tcp.h>, in seconds.
 _TCP_RXT_CONNDROPTIME = 0x80
 # Seconds between the heartbeats (spaces) that a waiting client receives.
 _BEAT_SECONDS = 1.0
@@ -159,7 +159,7 @@ class WorkerServer:
         child = self._child
         free = [free for free, _ in child.server.devices]
         if child.on_cpu:
-            # llama.cpp reports the total memory as free.
+            # Use the available memory, because llama.cpp reports all memory as free.
             free = [max(0, psutil.virtual_memory().available - _RESERVE_BYTES)]
         offered = sum(free) if self._memory_bytes is None else min(self._memory_bytes, sum(free))
         return WorkerStatus(

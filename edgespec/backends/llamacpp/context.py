@@ -38,7 +38,7 @@ _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 # Give up a core if other programs keep more than this share of it busy. A pass waits for its slowest thread,
 # so a thread that shares its core slows down all the others.
 _GIVE_UP_SHARE = 0.4
-# Use a core again when other programs keep less than this share of it busy.
+# Take a core back when other programs keep less than this share of it busy.
 _TAKE_BACK_SHARE = 0.3
 # The input of a forward pass: token ids, or hidden states as a float32 array [tokens, embedding size].
 Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]

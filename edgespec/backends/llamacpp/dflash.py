@@ -76,7 +76,7 @@ class _MRopeBatch(Batch):
         logits: bool | Sequence[bool],
     ) -> None:
         super().put(inputs, positions, sequences, logits)
-        # For text tokens, time, height and width are the same.
+        # Text tokens have the same position in time, height and width.
         rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
         rows[:-1], rows[-1] = positions, 0
 

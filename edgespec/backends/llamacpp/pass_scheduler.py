@@ -32,8 +32,8 @@ def _no_rows() -> NDArray[np.float32]:
 # target must not keep a pass of the draft model waiting.
 _CHANGED = threading.Condition()
 
-# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time. Heuristics: a
-# reply that is a little late should still join the pass, which then takes hardly longer.
+# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time. The values are
+# heuristics: a reply that is a little late should still join the pass, which then takes barely longer.
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and durations of passes.
 _WEIGHT = 0.3

@@ -39,7 +39,7 @@ _HEADS = frozenset({"dflash", "eagle", "hydra", "medusa"})
 _MAX_DEVICES = 16
 # Widths to which verify passes are padded: the root plus a draft of 0, 1, 2, 4, 8 or 16 tokens. Few widths
 # are used because the first pass of a new width takes eight more round trips with two workers, and each
-# change of width sends the whole computation graph again.
+# change of width resends the whole computation graph.
 _PASS_WIDTHS = (1, 2, 3, 5, 9, 17)
 
 

@@ -30,8 +30,8 @@ __all__ = [
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
-# Maximum number of prompt tokens in a pass that other replies share. A heuristic: such a pass takes a few
-# times as long as one that only generates tokens.
+# Maximum number of prompt tokens in a pass that other replies share. The value is a heuristic: such a pass
+# takes a few times as long as one that only generates tokens.
 _SHARED_PREFILL_TOKENS = 64
 
 

@@ -48,7 +48,8 @@ class MlxModel(HeadTarget):
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
-        why_chains_only: Why the model supports neither token trees nor self-drafting. Empty if it does.
+        why_chains_only: Why the model supports neither token trees nor self-drafting. Empty if it supports
+            them.
         partial_models: Factory for the partial models used for self-drafting.
         kv_bytes_for: Maps a context length in tokens to the size of all caches in bytes. Raises
             MemoryBudgetError if the caches do not fit in memory.

@@ -85,7 +85,7 @@ class TeacherModel:
         return self._table(tokens).astype(mx.float32)
 
     def output_rows(self, tokens: mx.array) -> mx.array:
-        """Return the rows of the output matrix that produce the logits of `tokens`, float32 [tokens, size]."""
+        """Return the output matrix rows that produce the logits of `tokens`, float32 [tokens, size]."""
         if "scales" not in self._output:
             return self._output["weight"][tokens].astype(mx.float32)
         packed = {

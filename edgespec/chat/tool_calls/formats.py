@@ -67,7 +67,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             header=r"([\w.:/-]+?)(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?",
         ),
     ),
-    # DeepSeek R1 and V3.
+    # The format of DeepSeek R1 and V3.
     (
         ("<｜tool▁calls▁begin｜>", "```json"),
         NamedForm(
@@ -82,7 +82,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             closes=("```", *_DEEPSEEK[3:]),
         ),
     ),
-    # DeepSeek V3.1.
+    # The format of DeepSeek V3.1.
     (
         ("<｜tool▁calls▁begin｜>",),
         NamedForm(
@@ -105,7 +105,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             header=r"(?:functions\.)?([\w./-]+)(?::\d+)?",
         ),
     ),
-    # Mistral since Small 3.2.
+    # The format of Mistral's models since Small 3.2.
     (
         ("[TOOL_CALLS]", "[ARGS]"),
         NamedForm(
@@ -118,7 +118,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     ),
     # The format of Mistral 7B, Nemo and Small 3.
     (("[TOOL_CALLS]",), JsonForm(("[TOOL_CALLS]",), around=("[TOOL_CALLS][{", "}]"))),
-    # GLM 4.5 and later.
+    # The format of GLM 4.5 and later.
     (
         ("<arg_key>", "<arg_value>"),
         TaggedForm(
@@ -132,9 +132,9 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     ),
     # The format of Qwen3-Coder, Qwen 3.5, Nemotron 3 and others, which sometimes omit the first marker.
     (("<tool_call>", "<function=", "<parameter="), _function_tags("<tool_call>", "</tool_call>")),
-    # Seed-OSS.
+    # The format of Seed-OSS.
     (("<seed:tool_call>", "<function="), _function_tags("<seed:tool_call>", "</seed:tool_call>")),
-    # MiniMax M2.
+    # The format of MiniMax M2.
     (
         ("<minimax:tool_call>", "<invoke name="),
         TaggedForm(
@@ -157,16 +157,16 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             argument_key="parameters",
         ),
     ),
-    # Nemotron Nano 2.
+    # The format of Nemotron Nano 2.
     (("<TOOLCALL>",), JsonForm(("<TOOLCALL>",), ("</TOOLCALL>",), ("<TOOLCALL>[{", "}]</TOOLCALL>"))),
-    # Phi 4 mini.
+    # The format of Phi 4 mini.
     (
         ("<|tool_call|>", "<|/tool_call|>"),
         JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>")),
     ),
-    # Granite 3.
+    # The format of Granite 3.
     (("<|tool_call|>",), JsonForm(("<|tool_call|>", "<tool_call>"), (), ("<|tool_call|>[{", "}]"))),
-    # Llama 3.
+    # The format of Llama 3.
     (
         ("<|eot_id|>", '"parameters": dictionary of argument name'),
         JsonForm(("<|python_tag|>",), (), argument_key="parameters", starts_bare=True),
