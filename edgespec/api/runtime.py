@@ -437,6 +437,7 @@ class Runtime(Replies[ReplyStream]):
             settings.stop,
             partial(ReplySplitter, reply_start, syntax) if splits else None,
             constraint.may_end if constraint else None,
+            single_call=syntax is not None and syntax.single,
         )
 
         def record(reply: Reply | None) -> None:
