@@ -248,7 +248,8 @@ class _ExactLoading:
         """Return the best configuration, and the target, which is still loaded in the last one tried."""
         loaded, classes, curve = self._try_one(repack=True)
         if curve is None:
-            return _Choice(classes[0], True, 1.0), loaded
+            # A busy machine can make the trial so slow that it tests narrow passes only.
+            return _Choice(classes[0], True, 1.0, _machine_is_busy()), loaded
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(curve, _WIDTHS), _repeating(curve, _WIDTHS)
         choices = self._speeds(forecast, classes, curve, repack=True)
