@@ -79,7 +79,8 @@ class DraftingStatus:
             return "this model is so fast that drafting would cost more time than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
-                return "drafting has lost all the time that it may lose in a reply (--max-loss sets how much)"
+                what = "drafting" if self.has_drafted else "preparing drafts"
+                return f"{what} has used all the time that a reply may lose (--max-loss sets how much)"
             cost, allowed = _token_times(self.draft_cost_steps), _token_times(self.allowance_steps)
             return f"a wrong draft could cost {cost}, but --max-loss allows only {allowed}"
         if self.is_drafting and self.has_drafted:

@@ -61,7 +61,11 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has lost all the time that it may lose in a reply (--max-loss sets how much)",
+            "drafting has used all the time that a reply may lose (--max-loss sets how much)",
+        ),
+        (
+            replace(START, unaffordable_rounds=9, allowance_steps=0.0),
+            "preparing drafts has used all the time that a reply may lose (--max-loss sets how much)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
