@@ -14,7 +14,7 @@ from textual.widgets import TextArea
 from edgespec.tui.commands.table import completion, typed_path
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
-from edgespec.tui.plain_streams import QUOTES, ends_block, unquoted
+from edgespec.tui.quotes import QUOTES, ends_block, unquoted
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
