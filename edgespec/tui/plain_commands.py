@@ -31,7 +31,7 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.texts import plain_words, rounding_warning, sentences
+from edgespec.tui.texts import rounding_warning, sentences
 
 __all__ = ["ACTIONS", "run"]
 
@@ -147,7 +147,7 @@ def _await_race(chat: PlainChat, running: RunningRace) -> None:
     except CancelledError as error:
         chat.console.note(sentences(error.what))
         return
-    chat.console.answer("\n".join([plain_words(race.headline()), *race.remarks()]))
+    chat.console.answer("\n".join([race.chat_headline(), *race.remarks()]))
 
 
 def _act(chat: PlainChat, action: Action) -> None:

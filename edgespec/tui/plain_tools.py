@@ -69,7 +69,7 @@ class PlainTools(ToolAccess):
         too_many, stopped = call_rounds(chat) > MAX_ROUNDS, False
         for call in calls:
             result = TOO_MANY if too_many else STOPPED if stopped else self._make_call(chat, call)
-            stopped = stopped or result in (STOPPED, INTERRUPTED)
+            stopped = stopped or result.veto == "stopped"
             added = add_result(chat, call, result, context_tokens)
             self._console.note(_result_text(call, added))
             self._save()

@@ -32,6 +32,7 @@ __all__ = [
     "add_result",
     "call_rounds",
     "no_servers_text",
+    "saved_result",
     "server_state",
     "unanswered_calls",
 ]
@@ -48,11 +49,13 @@ _MAX_RESULT_CHARACTERS = 32_000
 # Maximum length of the arguments of a call. The user must be able to read them before allowing the call, and
 # the screen takes seconds to show more.
 _MAX_ARGUMENT_CHARACTERS = 100_000
-REFUSED = ToolResult.failure("The user does not allow this call.")
-STOPPED = ToolResult.failure("The user stopped the reply before this call was made.")
-INTERRUPTED = ToolResult.failure("The user stopped this call.")
+REFUSED = ToolResult.failure("The user does not allow this call.", veto="refused")
+STOPPED = ToolResult.failure("The user stopped the reply before this call was made.", veto="stopped")
+INTERRUPTED = ToolResult.failure("The user stopped this call.", veto="stopped")
 TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed per message.")
 """The results of calls that are not made, or not to their end."""
+
+_VETOES = {each.text: each for each in (REFUSED, STOPPED, INTERRUPTED)}
 
 
 class AllowedCall(NamedTuple):
@@ -205,6 +208,11 @@ def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_token
     message = Message("tool", result.text, tool_call_id=call.id, name=call.name)
     chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
     return result
+
+
+def saved_result(text: str) -> ToolResult:
+    """Return a call's result from a saved chat. The file contains only the text that `add_result` added."""
+    return _VETOES.get(text) or ToolResult.saved(text)
 
 
 def server_state(server: ServerConnection) -> str:

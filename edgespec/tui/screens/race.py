@@ -19,7 +19,7 @@ from textual.widgets import Static
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import CancelledError
 from edgespec.tui.numbers import bar, count, rate
-from edgespec.tui.texts import error_text, plain_words
+from edgespec.tui.texts import error_text
 
 __all__ = ["RaceProgress", "RaceScreen"]
 
@@ -131,7 +131,7 @@ class RaceScreen(ModalScreen[None]):
         legend = (("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself")
         self._result.update(
             Content.assemble(
-                (plain_words(race.headline()), "bold" if race.is_faster else "bold $warning"),
+                (race.chat_headline(), "bold" if race.is_faster else "bold $warning"),
                 *(f"\n{remark}" for remark in remarks),
                 "\n",
                 *legend,
