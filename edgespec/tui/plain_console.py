@@ -13,7 +13,7 @@ from typing import TextIO
 
 from edgespec.system.stdio import decode_input
 from edgespec.tui.controls import without_controls
-from edgespec.tui.quotes import QUOTES, ends_block, unquoted
+from edgespec.tui.quotes import QUOTES, block_text, ends_block
 
 __all__ = ["PlainConsole", "ReplyPieces", "write"]
 
@@ -180,7 +180,7 @@ class PlainConsole:
             if not lines[0].startswith(QUOTES):
                 return lines[0]
             if ends_block(lines):
-                return unquoted(lines)
+                return block_text(lines)
 
     def _read_line(self, prompt: str) -> str | None:
         """Return the next line of the input, or an empty string at its end. Return None after Ctrl-C."""

@@ -15,9 +15,8 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import EdgespecError
 from edgespec.tui import plain_commands
 from edgespec.tui.archive import Archive
-from edgespec.tui.chat_end import ChatEnd, resume_value
 from edgespec.tui.commands import table
-from edgespec.tui.ending import EndWatch
+from edgespec.tui.ending import ChatEnd, EndWatch, resume_value
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.plain_console import write
 from edgespec.tui.texts import facts_line, notices, rounding_warning, sentences

@@ -13,7 +13,6 @@ from edgespec.tools.toolbox import Toolbox
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.plain_console import PlainConsole
-from edgespec.tui.screens.approval import readable_arguments
 from edgespec.tui.texts import sentences
 from edgespec.tui.tool_access import (
     INTERRUPTED,
@@ -25,6 +24,7 @@ from edgespec.tui.tool_access import (
     ToolAccess,
     add_result,
     call_rounds,
+    readable_arguments,
     unanswered_calls,
 )
 

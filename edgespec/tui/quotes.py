@@ -1,10 +1,10 @@
-"""Messages in triple quotes, which can span several lines."""
+"""Quotes in what the user types: messages in triple quotes, and quoted arguments of commands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["QUOTES", "ends_block", "unquoted"]
+__all__ = ["QUOTES", "block_text", "ends_block", "unquoted"]
 
 QUOTES = '"""'
 """Starts and ends a multi-line message."""
@@ -23,6 +23,14 @@ def ends_block(lines: Sequence[str]) -> bool:
     return first != QUOTES and inner.endswith(QUOTES) and inner.count(QUOTES) % 2 == 1
 
 
-def unquoted(lines: Sequence[str]) -> str:
+def block_text(lines: Sequence[str]) -> str:
     """Return a message that `ends_block` has found complete, without its triple quotes."""
     return "\n".join(lines).rstrip()[len(QUOTES) : -len(QUOTES)]
+
+
+def unquoted(text: str) -> str:
+    """Return the text without surrounding quotes, which some users write around values."""
+    for quotes in (QUOTES, '"', "'"):
+        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
+            return text[len(quotes) : -len(quotes)].strip()
+    return text

@@ -5,6 +5,7 @@ The full-screen chat and the plain chat share these rules.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -32,6 +33,7 @@ __all__ = [
     "add_result",
     "call_rounds",
     "no_servers_text",
+    "readable_arguments",
     "saved_result",
     "server_state",
     "unanswered_calls",
@@ -227,6 +229,15 @@ def server_state(server: ServerConnection) -> str:
     if server.tools:
         return f"ended: {server.problem.rstrip('.')}. The next call starts it again"
     return f"not running: {server.problem}"
+
+
+def readable_arguments(arguments: str) -> str:
+    """Return the arguments of a call as indented JSON in which control characters are escaped."""
+    try:
+        text = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
+    except (ValueError, RecursionError):
+        text = arguments
+    return visible(text)
 
 
 def no_servers_text() -> str:

@@ -11,7 +11,7 @@ from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.result import ToolResult, Veto
 from edgespec.tools.tool import visible
 from edgespec.tui.numbers import count, seconds_text
-from edgespec.tui.screens.approval import readable_arguments
+from edgespec.tui.tool_access import readable_arguments
 from edgespec.tui.widgets.long_texts import limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 
