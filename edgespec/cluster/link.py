@@ -178,17 +178,25 @@ class Link:
 def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
     """Return a connection to a worker and its status. It is reserved unless the status says it is busy."""
     end = time.monotonic() + _BUSY_SECONDS
-    while True:
-        connection = _connect(address)
-        try:
-            status = _status(connection, address, LEAD)
-        except BaseException:
-            connection.close()
-            raise
-        if not status.busy or time.monotonic() > end:
-            return connection, status
+    connection, status = _ask_to_lead(address)
+    while status.busy and time.monotonic() < end:
         connection.close()
         time.sleep(_ASK_AGAIN_SECONDS)
+        try:
+            connection, status = _ask_to_lead(address)
+        except WorkerError:
+            # That the worker is busy explains more than how this attempt failed.
+            break
+    return connection, status
+
+
+def _ask_to_lead(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
+    connection = _connect(address)
+    try:
+        return connection, _status(connection, address, LEAD)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _connect(address: WorkerAddress) -> socket.socket:

@@ -100,7 +100,8 @@ class Exactness:
         requested: The option `exactness`: `auto`, `bits` or `off`.
         bits: Whether all passes agree bit for bit, so that replies are identical. If False, replies can
             differ from plain decoding by rounding.
-        reason: Explanation in one sentence.
+        outcome: What holds for replies and why, as a clause without its subject, such as `are identical to
+            plain decoding`.
         widths: Numbers of tokens per pass that agree bit for bit. Empty if passes are not restricted.
         expected_speed: Expected speed with these passes only, as a share of the speed without the
             restriction. If replies can differ, the speed to expect with `bits`. None if it was not measured.
@@ -108,9 +109,14 @@ class Exactness:
 
     requested: str
     bits: bool
-    reason: str
+    outcome: str
     widths: tuple[int, ...] = ()
     expected_speed: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """Explanation in one sentence."""
+        return f"replies {self.outcome}"
 
     def to_json(self) -> dict[str, object]:
         """Return the report as JSON-compatible values."""
