@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 import edgespec
 import edgespec.api.loading
 import edgespec.backends.llamacpp  # Import once, before any fork.
+from edgespec.api.requests import ReplyRequest
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
@@ -195,9 +196,11 @@ def _recorded_prompts(runtime: edgespec.Runtime) -> list[Sequence[int]]:
     prompts: list[Sequence[int]] = []
     stream = runtime._stream
 
-    def recording(tokens: Sequence[int], *arguments: Any, **options: Any) -> edgespec.ReplyStream:
+    def recording(
+        request: ReplyRequest, tokens: Sequence[int], *arguments: Any, **options: Any
+    ) -> edgespec.ReplyStream:
         prompts.append(tokens)
-        return stream(tokens, *arguments, **options)
+        return stream(request, tokens, *arguments, **options)
 
     runtime._stream = recording  # type: ignore[method-assign]
     return prompts

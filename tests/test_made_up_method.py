@@ -19,8 +19,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, MissingDrafter
-from edgespec.options.methods import Method, MethodDocs, register
-from edgespec.tui.texts import sources_text
+from edgespec.options.methods import Method, MethodDocs, register, sources_text
 
 PROMPT = "How do I list files by size?"
 CONTEXT_TOKENS = 512

@@ -61,16 +61,16 @@ class RequestQueue(Replies["QueuedReply"]):
         """Number of requests that have not started yet."""
         return len(self._waiting)
 
-    def _request(
+    def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
-        """Check a request. Constraints are compiled now, because the request may wait for a long time."""
-        request = self._runtime._request(prompt, options, on_end)
-        self._runtime.check_request(request)
+        """Return the request for a reply. Compiles its constraint now, because the request may wait."""
+        request = self._runtime.checked_request(prompt, options, on_end)
+        self._runtime.check_constraint(request)
         return request
 
-    def _submit(self, request: ReplyRequest) -> QueuedReply:
-        return self._enqueue(QueuedReply(partial(self._runtime._submit, request), self._remove))
+    def submit(self, request: ReplyRequest) -> QueuedReply:
+        return self._enqueue(QueuedReply(partial(self._runtime.submit, request), self._remove))
 
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> QueuedEmbeddings:
         """Queue a request to embed texts. See `Runtime.embed` for the arguments.

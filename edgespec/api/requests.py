@@ -78,14 +78,14 @@ class Replies(ABC, Generic[_StreamT]):
     """The ways to ask for a reply, which are the same for a runtime and for its queue."""
 
     @abstractmethod
-    def _request(
+    def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
-        """Check the options of a reply. Raises OptionError."""
+        """Return the request for a reply after checking its options. Raises OptionError."""
 
     @abstractmethod
-    def _submit(self, request: ReplyRequest) -> _StreamT:
-        """Start or queue a reply."""
+    def submit(self, request: ReplyRequest) -> _StreamT:
+        """Start the reply to a request, or queue it. Raises the errors of `stream`."""
 
     def generate(
         self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[StreamArguments]
@@ -120,7 +120,7 @@ class Replies(ABC, Generic[_StreamT]):
             OptionError: An option is unknown or its value is invalid.
             TemplateError: The chat template is broken, or there is a system prompt but no chat template.
         """
-        return self._submit(self._request(TextPrompt(prompt, system, raw), options, on_end))
+        return self.submit(self.checked_request(TextPrompt(prompt, system, raw), options, on_end))
 
     def reply(
         self,
@@ -182,7 +182,7 @@ class Replies(ABC, Generic[_StreamT]):
         prompt = MessagesPrompt(
             as_messages(messages), as_tool_set(tools, tool_choice), reply_start, context_full
         )
-        return self._submit(self._request(prompt, options, on_end))
+        return self.submit(self.checked_request(prompt, options, on_end))
 
     def stream_tokens(
         self,
@@ -214,4 +214,4 @@ class Replies(ABC, Generic[_StreamT]):
             ContextFullError: The prompt is longer than the context.
             OptionError: An option is unknown or its value is invalid.
         """
-        return self._submit(self._request(TokensPrompt(tokens, reply_start), options, on_end))
+        return self.submit(self.checked_request(TokensPrompt(tokens, reply_start), options, on_end))

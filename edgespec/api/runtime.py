@@ -193,9 +193,9 @@ class Runtime(Replies[ReplyStream]):
         Raises:
             OptionError: An option is unknown, or its value is invalid.
         """
-        self.check_request(self._request(TokensPrompt((), ""), options))
+        self.check_constraint(self.checked_request(TokensPrompt((), ""), options))
 
-    def check_request(self, request: ReplyRequest) -> None:
+    def check_constraint(self, request: ReplyRequest) -> None:
         """Compile the constraint of a reply. Raises OptionError if it is invalid or no text satisfies it."""
         if request.settings.constraint:
             self._constraints.check(request.settings.constraint)
@@ -244,7 +244,7 @@ class Runtime(Replies[ReplyStream]):
         adapts = drafter.chooses_length if drafter else None
         return defaults_for(values, adapts, self.context_tokens)
 
-    def _request(
+    def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
         self._sessions.check_process()
@@ -258,7 +258,7 @@ class Runtime(Replies[ReplyStream]):
         self._session.drafters.check(settings.method, limited=settings.max_loss is not None)
         return ReplyRequest(prompt, settings, progress, tuple(processors), on_end)
 
-    def _submit(self, request: ReplyRequest) -> ReplyStream:
+    def submit(self, request: ReplyRequest) -> ReplyStream:
         match request.prompt:
             case TextPrompt() as prompt:
                 return self._stream_text(request, prompt)
@@ -437,6 +437,7 @@ class Runtime(Replies[ReplyStream]):
             settings.stop,
             partial(ReplySplitter, reply_start, syntax) if splits else None,
             constraint.may_end if constraint else None,
+            single_call=syntax is not None and syntax.single,
         )
 
         def record(reply: Reply | None) -> None:

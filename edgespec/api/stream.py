@@ -10,7 +10,7 @@ from functools import partial
 
 from edgespec.chat.reasoning import piece_with_markers
 from edgespec.chat.reply_splitter import ReplyParts, ReplySplitter, split_reply
-from edgespec.chat.stop_strings import StopSearch
+from edgespec.chat.stop_strings import CallLimit, StopSearch
 from edgespec.chat.text import ReleasedText, ReplyText
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs, exactness_for
@@ -51,7 +51,7 @@ class ReplyStream:
         progress: Progress | None = None,
         reply_start: str = "",
         syntax: CallSyntax | None = None,
-        stop_searches: Sequence[StopSearch] = (),
+        stop_searches: Sequence[StopSearch | CallLimit] = (),
     ) -> None:
         # Replaced by the session that generates the reply once it has started.
         self._session = session = sessions.first

@@ -11,6 +11,7 @@ from edgespec.api.stream import ReplyStream
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
+from edgespec.options.wording import CHAT, TERMS, Wording
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 
@@ -137,6 +138,14 @@ class Race:
 
     def headline(self) -> str:
         """Return a sentence saying which method was faster, or that the race was not fair."""
+        return self._headline(TERMS, self.other.reply.method.reason)
+
+    def chat_headline(self) -> str:
+        """Return the headline in the chat's simpler terms."""
+        method = self.other.reply.method
+        return self._headline(CHAT, method.chat_reason or method.reason)
+
+    def _headline(self, words: Wording, reason: str) -> str:
         name, plain, other = self.other.method, self.plain.tokens_per_second, self.other.tokens_per_second
         speeds = f"{other:.1f} instead of {plain:.1f} tokens per second"
         if not self.is_fair:
@@ -152,32 +161,34 @@ class Race:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
         if not self.other.reply.stats.drafted_tokens:
             return (
-                f"{name} drafted nothing here, so only the machine explains a difference: {speeds}. It did"
-                f" not draft for this reason: {self.other.reply.method.reason}."
+                f"{name} {words.drafted} nothing here, so only the machine explains a difference: {speeds}."
+                f" It did not {words.draft} for this reason: {reason}."
             )
         if self.speed_up > 1 + _EQUAL_SPEEDS:
             return (
-                f"No drafted tokens of {name} were accepted, so its higher speed comes from the machine:"
-                f" {speeds}."
+                f"No {words.drafted} tokens of {name} were accepted, so its higher speed comes from the"
+                f" machine: {speeds}."
             )
         if self.speed_up < 1 - _EQUAL_SPEEDS:
             result = f"{name} was slower here ({self.speed_up:.2f}x)"
         else:
             result = f"{name} was no faster here"
-        return f"{result}: {speeds}. {self._explanation()}"
+        return f"{result}: {speeds}. {self._explanation(words)}"
 
-    def _explanation(self) -> str:
+    def _explanation(self, words: Wording) -> str:
         """Explain in full sentences why drafting was not faster than plain decoding."""
         reply = self.other.reply
         stats, limits = reply.stats, reply.method.loss_limits
         text = (
-            f"The model accepted {stats.accepted_tokens:,} of {stats.drafted_tokens:,} drafted tokens, which"
-            " was not enough to save time."
+            f"The model accepted {stats.accepted_tokens:,} of {stats.drafted_tokens:,} {words.drafted}"
+            " tokens, which was not enough to save time."
         )
         if self.speed_up >= 1 - _EQUAL_SPEEDS or limits is None:
             return text
         rate, steps = limits
-        text += f" To try drafts, a reply may take {rate:.0%} plus the time of {steps:g} tokens longer."
+        text += (
+            f" To try {words.drafts}, a reply may take {rate:.0%} plus the time of {steps:g} tokens longer."
+        )
         if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - _EQUAL_SPEEDS:
             text += " The difference is larger, so the machine probably caused the rest."
         return text

@@ -101,6 +101,7 @@ class MessagePrompts:
                     tools.schemas,
                     f"call_{secrets.token_hex(8)}",
                     calls_or_answer=answer is not None and answer.is_json,
+                    single=tools.single,
                 )
                 grammar = tool_grammar(form, tools, self._vocabulary, answer)
             if reply_start:

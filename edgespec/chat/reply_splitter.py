@@ -36,11 +36,23 @@ class ReplySplitter:
         ends = syntax.form.reasoning_ends if syntax else ()
         self._reasoning = ReasoningSplitter(reply_start, ends)
         self._calls = syntax.parser() if syntax else None
+        self._single = syntax is not None and syntax.single
+        self._has_second_call = False
 
     @property
     def pending(self) -> int:
         """Number of characters that are held back and may turn out to be part of the answer."""
         return self._reasoning.pending or (self._calls.pending if self._calls else 0)
+
+    @property
+    def after_single_call(self) -> int | None:
+        """Number of characters after the only call that the reply may contain. None until it is complete."""
+        if not self._single or self._calls is None:
+            return None
+        if self._has_second_call:
+            return 0
+        after = self._calls.after_call
+        return None if after is None else after + self._reasoning.pending
 
     def feed(self, text: str) -> ReplyParts:
         """Add reply text. Return all parts that can be classified by now."""
@@ -60,7 +72,12 @@ class ReplySplitter:
         if self._calls is None:
             return ReplyParts(*split, ())
         parsed = self._calls.finish(split.answer, cut=cut) if is_end else self._calls.feed(split.answer)
-        return ReplyParts(split.reasoning, parsed.text, split.in_reasoning, parsed.calls)
+        calls = parsed.calls
+        if self._single:
+            # Some models write all their calls as one list.
+            calls = tuple(call for call in calls if call.index == 0)
+            self._has_second_call = self._has_second_call or len(calls) < len(parsed.calls)
+        return ReplyParts(split.reasoning, parsed.text, split.in_reasoning, calls)
 
 
 class SplitReply(NamedTuple):

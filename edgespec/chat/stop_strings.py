@@ -1,4 +1,4 @@
-"""Detect stop strings in a reply as its text streams in."""
+"""Find where a reply ends while its text streams in: at a stop string, or after the only allowed call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from edgespec.chat.reasoning import split_at_markers
 from edgespec.chat.reply_splitter import ReplySplitter
 
-__all__ = ["StopSearch", "stop_searches"]
+__all__ = ["CallLimit", "StopSearch", "stop_searches"]
 
 
 class StopSearch:
@@ -23,7 +23,7 @@ class StopSearch:
             stop string is treated as part of the answer.
 
     Attributes:
-        found: The stop string that ends the reply. Empty if none has been found.
+        found: The stop string that ends the reply, or None.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StopSearch:
         splitter: ReplySplitter | None = None,
         may_end: Callable[[str], bool] | None = None,
     ) -> None:
-        self.found = ""
+        self.found: str | None = None
         self._stop, self._splitter, self._may_end = tuple(stop), splitter, may_end
         # The answer since the last tool call, and the length of the whole text.
         self._answer = ""
@@ -91,12 +91,41 @@ class StopSearch:
         return 0
 
 
+class CallLimit:
+    """Ends a reply after its first tool call, if only one call is allowed.
+
+    Attributes:
+        found: An empty string once the reply has ended, because no stop string ended it. Until then None.
+    """
+
+    def __init__(self, splitter: ReplySplitter) -> None:
+        self.found: str | None = None
+        self._splitter = splitter
+        self._length = 0
+
+    def feed(self, text: str) -> int:
+        """Add text of the reply. Return the length of the text that may be shown."""
+        for character in text:
+            self._length += 1
+            self._splitter.feed(character)
+            if (after := self._splitter.after_single_call) is not None:
+                self.found = ""
+                return self._length - after
+        return self._length - self._splitter.pending
+
+    def finish(self) -> int:
+        """Return the length of the reply."""
+        return self._length
+
+
 def stop_searches(
     stop: Sequence[str],
     new_splitter: Callable[[], ReplySplitter] | None,
     may_end: Callable[[str], bool] | None = None,
-) -> list[StopSearch]:
-    """Return the `StopSearch` objects for a reply.
+    *,
+    single_call: bool = False,
+) -> list[StopSearch | CallLimit]:
+    """Return the objects that search a reply for its end.
 
     Args:
         stop: The stop strings. A string with a reasoning marker, such as `</think>`, cannot occur in an
@@ -104,6 +133,7 @@ def stop_searches(
         new_splitter: Returns a new splitter for the reply. If None, the whole text is searched for every
             string.
         may_end: See `StopSearch`.
+        single_call: Whether the reply ends after its first tool call. Needs `new_splitter`.
     """
     if new_splitter is None:
         return [StopSearch(stop, None, may_end)] if stop else []
@@ -112,4 +142,5 @@ def stop_searches(
     return [
         *([StopSearch(marked)] if marked else []),
         *([StopSearch(others, new_splitter(), may_end)] if others else []),
+        *([CallLimit(new_splitter())] if single_call else []),
     ]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from edgespec.chat.stop_strings import StopSearch
+from edgespec.chat.stop_strings import CallLimit, StopSearch
 
 __all__ = ["ReleasedText", "ReplyText"]
 
@@ -41,12 +41,13 @@ class ReplyText:
         self,
         piece: Callable[[int], bytes],
         is_end: Callable[[int], bool],
-        searches: Sequence[StopSearch] = (),
+        searches: Sequence[StopSearch | CallLimit] = (),
     ) -> None:
         self._piece = piece
         self._is_end = is_end
         self._searches = tuple(searches)
         self.stop_string = ""
+        self._is_stopped = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._released: list[str] = []
@@ -74,7 +75,7 @@ class ReplyText:
         self._undecided.append((start, start + len(text) + bool(waiting)))
         ends = [search.feed(text) for search in self._searches]
         self._fresh.append(self._release(ends))
-        return bool(self.stop_string)
+        return self._is_stopped
 
     def _release(self, ends: Sequence[int]) -> ReleasedText:
         """Release the text up to the first stop string found, or else up to the smallest of `ends`.
@@ -82,9 +83,14 @@ class ReplyText:
         Args:
             ends: The text length that each search allows to be released.
         """
-        found = [(end, each.found) for end, each in zip(ends, self._searches, strict=True) if each.found]
+        found = [
+            (end, each.found)
+            for end, each in zip(ends, self._searches, strict=True)
+            if each.found is not None
+        ]
         if found:
             end, self.stop_string = min(found)
+            self._is_stopped = True
         else:
             end = min(ends, default=self._released_length + len(self._held))
         length = max(0, end - self._released_length)
@@ -107,7 +113,7 @@ class ReplyText:
         while self._undecided and self._undecided[0][1] <= end:
             self._undecided.popleft()
             count += 1
-        if self.stop_string:
+        if self._is_stopped:
             while self._undecided and self._undecided[0][0] < end:
                 cut = len(dropped[: self._undecided.popleft()[1] - end].encode("utf-8", "replace"))
                 count += 1
@@ -121,7 +127,7 @@ class ReplyText:
 
     def finish(self) -> ReleasedText:
         """End the reply and return the rest of its text. An incomplete character becomes U+FFFD."""
-        if self.stop_string:
+        if self._is_stopped:
             return ReleasedText("")
         text = self._decoder.decode(b"", final=True)
         self._held += text

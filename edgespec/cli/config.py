@@ -27,7 +27,7 @@ from edgespec.cli.settings import (
     variable_of,
 )
 from edgespec.errors import OptionError
-from edgespec.options.reply_option_kinds import TokenBiases
+from edgespec.options.option_kinds import TokenBiases
 from edgespec.options.settings import setting_value
 from edgespec.options.settings_file import KeyPath, quoted, write_value
 from edgespec.system.files import cache_folder, config_folder, data_folder

@@ -179,17 +179,25 @@ class Link:
 def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
     """Connect to a worker and return its status. The worker is now reserved, unless the status says busy."""
     end = time.monotonic() + _BUSY_SECONDS
-    while True:
-        connection = _connect(address)
-        try:
-            status = _status(connection, address, LEAD)
-        except BaseException:
-            connection.close()
-            raise
-        if not status.busy or time.monotonic() > end:
-            return connection, status
+    connection, status = _ask_to_lead(address)
+    while status.busy and time.monotonic() < end:
         connection.close()
         time.sleep(_ASK_AGAIN_SECONDS)
+        try:
+            connection, status = _ask_to_lead(address)
+        except WorkerError:
+            # That the worker is busy explains more than how this attempt failed.
+            break
+    return connection, status
+
+
+def _ask_to_lead(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
+    connection = _connect(address)
+    try:
+        return connection, _status(connection, address, LEAD)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _connect(address: WorkerAddress) -> socket.socket:

@@ -21,6 +21,7 @@ from edgespec.methods.tree_growth import TreeGrowth
 from edgespec.model.base import LanguageModel
 from edgespec.model.model_facts import Capabilities
 from edgespec.options.methods import methods, parse_method
+from edgespec.options.wording import CHAT, TERMS
 
 __all__ = ["DrafterSet"]
 
@@ -176,8 +177,11 @@ class DrafterSet:
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
-            reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
-            return (), MethodReport(method, "none", reason)
+            reason, chat_reason = (
+                f"{self._target.name} cannot verify {words.drafts}: {capabilities.reason}"
+                for words in (TERMS, CHAT)
+            )
+            return (), MethodReport(method, "none", reason, chat_reason=chat_reason)
         if method == "auto":
             names = self._auto_names(constrained)
             has_model = any(not self._drafters[name].is_lookup for name in names)

@@ -12,7 +12,7 @@ from edgespec.model.model_facts import Exactness
 __all__ = ["MethodReport", "Reply", "TextChunk", "TokenLogprobs", "exactness_for"]
 
 _REJECTION = (
-    "replies can differ from plain decoding, because acceptance 'rejection' draws other tokens with the same"
+    "can differ from plain decoding, because acceptance 'rejection' draws other tokens with the same"
     " probabilities"
 )
 
@@ -85,6 +85,8 @@ class MethodReport:
         gain_uncertainty: Standard error of the gain.
         loss_limits: Maximum slowdown that drafting may cause in the reply, as in `Runtime.loss_limits`. None
             if unlimited.
+        chat_reason: The reason in the words of the chat. Empty if `reason` contains none of the terms that
+            the chat avoids.
     """
 
     requested: str
@@ -94,6 +96,7 @@ class MethodReport:
     gain: float | None = None
     gain_uncertainty: float | None = None
     loss_limits: tuple[float, float] | None = None
+    chat_reason: str = ""
 
     @property
     def summary(self) -> str:
@@ -117,6 +120,12 @@ class MethodReport:
         """The slowdown, such as `13% ± 3%`. Empty if it is within two standard errors of zero."""
         loss, error = -(self.gain or 0.0), self._gain_error
         return f"{loss:.0%} ± {error:.0%}" if loss > 2.0 * error else ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as JSON-compatible values, without the words of the chat."""
+        values = asdict(self)
+        del values["chat_reason"]
+        return values
 
     @property
     def _gain_error(self) -> float:
@@ -186,7 +195,7 @@ class Reply:
             "target": self.target,
             "draft": self.draft,
             "heads": list(self.heads),
-            "method": asdict(self.method),
+            "method": self.method.to_json(),
             "exactness": self.exactness.to_json() if self.exactness else None,
             "stats": self.stats.to_json(),
             **{key: value for key, value in optional.items() if value},
@@ -203,4 +212,4 @@ def exactness_for(exactness: Exactness | None, *, acceptance: str, temperature: 
     """
     if exactness is None or not exactness.bits or acceptance != "rejection" or temperature == 0:
         return exactness
-    return replace(exactness, bits=False, reason=_REJECTION, widths=(), expected_speed=None)
+    return replace(exactness, bits=False, outcome=_REJECTION, widths=(), expected_speed=None)

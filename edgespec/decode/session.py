@@ -385,6 +385,7 @@ class Session:
                 report,
                 effective="+".join(progress.drafters) or "none",
                 reason=progress.reason,
+                chat_reason=progress.chat_reason,
                 gain=None if progress.speed_up is None else progress.speed_up - 1.0,
                 gain_uncertainty=progress.uncertainty,
                 loss_limits=drafter.loss_tracker.limits,

@@ -181,7 +181,7 @@ def load_exact_target(
 
 
 def _why_unrestricted(options: LoadOptions, requested: str) -> str:
-    rounding = "replies can differ from plain decoding by rounding"
+    rounding = "can differ from plain decoding by rounding"
     if requested == "off":
         return f"{rounding}, because --exactness off allows it"
     if options.workers is not None:
@@ -248,7 +248,8 @@ class _ExactLoading:
         """Return the best configuration, and the target as loaded in the last configuration tried."""
         loaded, classes, curve = self._try_one(repack=True)
         if curve is None:
-            return _Choice(classes[0], True, 1.0), loaded
+            # A busy machine can make the trial so slow that it tests narrow passes only.
+            return _Choice(classes[0], True, 1.0, _machine_is_busy()), loaded
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(curve, _WIDTHS), _repeating(curve, _WIDTHS)
         choices = self._speeds(forecast, classes, curve, repack=True)
@@ -346,18 +347,18 @@ def _exactness(requested: str, choice: _Choice) -> Exactness:
     more_time = f"{1 / speed - 1:.0%}" if speed is not None and speed < 0.995 else ""
     if found is None:
         cost = f", but takes about {more_time} more time" if more_time else ""
-        reason = f"replies can differ from plain decoding by rounding; --exact prevents that{cost}"
-        return Exactness(requested, False, reason, (), speed)
+        outcome = f"can differ from plain decoding by rounding; --exact prevents that{cost}"
+        return Exactness(requested, False, outcome, (), speed)
     if found.max_width == 1:
-        reason = (
-            "replies are identical to plain decoding, because edgespec generates one token at a time here;"
+        outcome = (
+            "are identical to plain decoding, because edgespec generates one token at a time here;"
             " --exactness off allows drafting, but rounding can then change replies"
         )
     else:
-        reason = f"replies are identical to plain decoding: passes of {found.text} tokens agree bit for bit"
+        outcome = f"are identical to plain decoding: passes of {found.text} tokens agree bit for bit"
         if more_time:
-            reason += f"; --exactness off is up to {more_time} faster, but rounding can then change replies"
-    return Exactness(requested, True, reason, found.widths, speed)
+            outcome += f"; --exactness off is up to {more_time} faster, but rounding can then change replies"
+    return Exactness(requested, True, outcome, found.widths, speed)
 
 
 def _to_json(choice: _Choice) -> dict[str, Any]:

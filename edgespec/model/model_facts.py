@@ -100,7 +100,8 @@ class Exactness:
         requested: The option `exactness`: `auto`, `bits` or `off`.
         bits: Whether all passes agree bit for bit, so that replies are identical. If False, rounding can make
             replies differ from plain decoding.
-        reason: Explanation in one sentence.
+        outcome: What holds for replies and why, as a clause without its subject, such as `are identical to
+            plain decoding`.
         widths: Pass widths that agree bit for bit. Empty if passes are not restricted.
         expected_speed: Expected speed with only these passes, as a fraction of the unrestricted speed. If
             replies can differ, this is the speed to expect with `bits`. None if it was not measured.
@@ -108,9 +109,14 @@ class Exactness:
 
     requested: str
     bits: bool
-    reason: str
+    outcome: str
     widths: tuple[int, ...] = ()
     expected_speed: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """Explanation in one sentence."""
+        return f"replies {self.outcome}"
 
     def to_json(self) -> dict[str, object]:
         """Return the report as JSON-compatible values."""

@@ -30,6 +30,7 @@ __all__ = [
     "parse_method",
     "readers_of",
     "register",
+    "sources_text",
 ]
 
 Needs: TypeAlias = Literal["draft model", "head", "target", "copy", "nothing"]
@@ -166,6 +167,12 @@ def methods() -> tuple[Method, ...]:
 def method(name: str) -> Method:
     """Return the method with a given name. Raises KeyError if there is none."""
     return {each.name: each for each in methods()}[name]
+
+
+def sources_text(drafters: str) -> str:
+    """Describe where the tokens of drafters such as `model+suffix` come from."""
+    labels = {each.name: each.label for each in methods()}
+    return " + ".join(dict.fromkeys(labels.get(name, name) for name in drafters.split("+")))
 
 
 def method_names() -> tuple[str, ...]:

@@ -7,8 +7,18 @@ from typing import Annotated, Any, TypedDict
 
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.options.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
-from edgespec.options.option_kinds import AdapterScales, Choice, Choices, Integer, Text, TextList
-from edgespec.options.reply_option_kinds import JsonSchema, SamplingNumber, TextFile, TokenBiases
+from edgespec.options.option_kinds import (
+    AdapterScales,
+    Choice,
+    Choices,
+    Integer,
+    JsonSchema,
+    SamplingNumber,
+    Text,
+    TextFile,
+    TextList,
+    TokenBiases,
+)
 
 __all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments"]
 

@@ -68,6 +68,7 @@ class ModelEntry:
             if copies are not recognised.
         sampling: Recommended sampling settings, used as defaults for this model.
         notice: A notice for the user. Empty if there is none.
+        is_gated: Whether a user must accept the licence on Hugging Face before downloading the model.
         drafts: Names of recommended draft models, best first. They share this model's vocabulary.
         aliases: Other names for the model, each with the quantisation that it selects.
         format: Name of the file format.
@@ -93,6 +94,7 @@ class ModelEntry:
     drafts: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     format: ModelFormat = "gguf"
+    is_gated: bool = False
 
     @property
     def repository(self) -> str:

@@ -84,4 +84,5 @@ def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry
         chat_template="",
         gguf_repository=repository,
         notice=f"its licence must be accepted at huggingface.co/{repository} first" if is_gated else "",
+        is_gated=is_gated,
     )

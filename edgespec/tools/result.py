@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
-__all__ = ["ToolResult", "limited"]
+__all__ = ["ToolResult", "Veto", "limited"]
+
+Veto: TypeAlias = Literal["", "refused", "stopped"]
+"""Whether the user refused a call, or stopped the reply or the call. Empty if neither."""
 
 # Prefix of a failed call's text, which tells the model that the call failed.
 _FAILED = "Error: "
@@ -23,11 +26,13 @@ class ToolResult:
         text: The result to send to the model, or the error message if the call failed.
         failed: Whether the call failed.
         seconds: Duration of the call in seconds.
+        veto: Whether the call failed because the user refused it or stopped it.
     """
 
     text: str
     failed: bool = False
     seconds: float = 0.0
+    veto: Veto = ""
 
     @classmethod
     def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
@@ -39,9 +44,9 @@ class ToolResult:
         return cls(f"{_FAILED}{text}" if result.is_error else text, result.is_error, seconds)
 
     @classmethod
-    def failure(cls, problem: str, seconds: float = 0.0) -> ToolResult:
-        """Create the result of a call that failed to reach the tool."""
-        return cls(f"{_FAILED}{problem}", True, seconds)
+    def failure(cls, problem: str, seconds: float = 0.0, *, veto: Veto = "") -> ToolResult:
+        """Create the result of a call that failed before or while reaching the tool."""
+        return cls(f"{_FAILED}{problem}", True, seconds, veto)
 
     @classmethod
     def saved(cls, text: str) -> ToolResult:

@@ -22,10 +22,9 @@ from edgespec.chat.saved_chat import Setting
 from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tui.archive import Archive
-from edgespec.tui.chat_end import ChatEnd, resume_value
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
-from edgespec.tui.ending import EndWatch, is_input_open
+from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
 from edgespec.tui.key_order import KeyOrder

@@ -8,17 +8,11 @@ from typing import ClassVar
 from textual import events, on
 from textual.binding import Binding, BindingType
 
-from edgespec.chat.message import Message
 from edgespec.errors import OptionError
-from edgespec.tui import saved_chats, screen_commands, selection
-from edgespec.tui.chat_list import delete_chat, pin_chat, rename_chat, restore_in_list
-from edgespec.tui.chat_settings import edit_settings, edit_system
+from edgespec.tui import saved_chats, screen_commands, selection, sending
 from edgespec.tui.commands import table
-from edgespec.tui.commands.results import Context
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import write_prompt
-from edgespec.tui.files import sending
-from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.help import MOST_USED, OTHER_KEYS, HelpScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
@@ -97,27 +91,6 @@ class ChatScreen(TurnScreen):
         place, self.editing = self.editing, None
         await sending.send(self, text, place)
 
-    async def send_message(self, message: Message, place: int | None) -> None:
-        """Send a message, or send it as a new version of the message at `place`, and start the reply."""
-        await self.tool_use.answer_pending(self.current_chat)
-        if place is None:
-            await self.take_turn(self.current_chat.send(message))
-        else:
-            await selection.finish_edit(self, place, message)
-
-    def give_back(self, text: str, editing: int | None = None) -> bool:
-        """Put rejected text back into the input box, unless the user has typed something meanwhile.
-
-        Args:
-            text: The text.
-            editing: Index of the message that the user was editing, or None if the text is a new message.
-        """
-        if self.prompt.text:
-            return False
-        self.editing = editing
-        self.prompt.replace_text(text)
-        return True
-
     async def _run_command(self, typed: table.Typed, text: str) -> None:
         try:
             await screen_commands.run(self, typed)
@@ -133,24 +106,6 @@ class ChatScreen(TurnScreen):
                 self.prompt.select_all()
             return
         self.history.add(text)
-
-    def command_context(self, argument: str) -> Context:
-        """Return what a slash command with these words sees of the chat."""
-        return Context(
-            argument=argument,
-            chat=self.current_chat,
-            new_chat=OpenChat(self.first_system, dict(self.first_settings)),
-            runtime=self.runtime,
-            model_name=self.model_name,
-            model_thread=self.model_thread,
-            method=self.method,
-            stats=self.stats,
-            writing=self.writing,
-            archive=self.archive,
-            tools=self.tool_use,
-            preferences=self.preferences,
-            list_hint="Press F2 for the list of chats",
-        )
 
     async def action_back(self) -> None:
         """Handle Esc: hide the list of paths, stop the reply or cancel editing, or close a side column."""
@@ -172,7 +127,7 @@ class ChatScreen(TurnScreen):
     async def action_interrupt(self) -> None:
         """Handle Ctrl+C: copy the selection, stop the reply, clear the input or, if pressed twice, quit."""
         if selected := self.get_selected_text() or self.prompt.selected_text:
-            await copy_text(self, selected, "selection")
+            self.say(await copy_text(self.app, selected, "selection"))
             self.clear_selection()
             self.prompt.move_cursor(self.prompt.cursor_location)
         elif self.writing:
@@ -207,11 +162,11 @@ class ChatScreen(TurnScreen):
         await screen_commands.run_named(self, "copy")
 
     async def action_copy_code(self) -> None:
-        await self.code_copier.copy_next(self, self.current_chat.last_reply)
+        self.say(await self.code_copier.copy_next(self.app, self.current_chat.last_reply))
 
     @on(ReplyMarkdown.CopyCode)
     async def _code_clicked(self, event: ReplyMarkdown.CopyCode) -> None:
-        await copy_text(self, event.code.rstrip("\n"), "code block")
+        self.say(await copy_text(self.app, event.code.rstrip("\n"), "code block"))
 
     def action_editor(self) -> None:
         write_prompt(self)
@@ -233,21 +188,21 @@ class ChatScreen(TurnScreen):
     async def action_delete_chat(self) -> None:
         """Delete the chat highlighted in the list."""
         if (chat := self.sidebar.chat) is not None:
-            await delete_chat(self, chat)
+            await saved_chats.delete_chat(self, chat)
 
     def action_rename_chat(self) -> None:
         """Rename the chat highlighted in the list."""
         if (chat := self.sidebar.chat) is not None:
-            self.run_worker(rename_chat(self, chat))
+            self.run_worker(saved_chats.rename_chat(self, chat))
 
     async def action_pin_chat(self) -> None:
         """Pin or unpin the chat highlighted in the list."""
         if (chat := self.sidebar.chat) is not None:
-            await pin_chat(self, chat)
+            await saved_chats.pin_chat(self, chat)
 
     async def action_restore_chat(self) -> None:
         """Restore the chat that was deleted last."""
-        await restore_in_list(self)
+        await saved_chats.restore_in_list(self)
 
     async def action_chats(self) -> None:
         if "sidebar" in self._panels:
@@ -257,19 +212,11 @@ class ChatScreen(TurnScreen):
             await self.show_chats()
         self.post_message(self.PreferencesChanged())
 
-    async def show_chats(self, query: str = "") -> None:
-        """Show and focus the list of chats that match `query`."""
-        if "sidebar" not in self._panels:
-            await self.toggle_panel("sidebar")
-        self.sidebar.filter(query)
-        # `focus` would set the focus later, after the list has been drawn.
-        self.set_focus(self.sidebar)
-
     def action_system(self) -> None:
-        self.run_worker(edit_system(self))
+        self.run_worker(screen_commands.edit_system(self))
 
     def action_settings(self) -> None:
-        self.run_worker(edit_settings(self))
+        self.run_worker(screen_commands.edit_settings(self))
 
     def action_models(self) -> None:
         self.run_worker(screen_commands.pick_model(self))
@@ -321,8 +268,8 @@ class ChatScreen(TurnScreen):
     async def action_undo(self) -> None:
         await selection.undo(self)
 
-    async def action_message_key(self, key: str) -> None:
-        await selection.run(self, key)
+    async def action_message_action(self, action: str) -> None:
+        await selection.run(self, action)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus, and `u` to other widgets."""

@@ -19,7 +19,6 @@ from textual.widgets import Collapsible, Static
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError
-from edgespec.tui import selection
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread
 from edgespec.tui.commands import table
@@ -27,14 +26,14 @@ from edgespec.tui.copying import CodeCopier
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
-from edgespec.tui.plain_streams import QUOTES
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.quotes import QUOTES
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import drafter_names, error_text, exactness_for, notices, speed_up_short, welcome_rows
 from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
-from edgespec.tui.widgets.message_widget import MessageWidget
+from edgespec.tui.widgets.message_widget import MessageWidget, message_key_hint
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
@@ -250,7 +249,7 @@ class ChatView(Screen[None]):
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             title = f"Version {label}" if label else ""
-            hint = selection.hint(prompt.size.width - 2, versions=bool(label), fold=message.fold_hint)
+            hint = message_key_hint(prompt.size.width - 2, versions=bool(label), fold=message.fold_hint)
         elif self.can_undo_all:
             hint = "u undoes · Esc back"
         elif self.sidebar.has_focus:
@@ -342,3 +341,11 @@ class ChatView(Screen[None]):
             self.preferences.sidebar = "sidebar" in panels
         await self.show_panels(panels)
         return name in panels
+
+    async def show_chats(self, query: str = "") -> None:
+        """Show and focus the list of chats that match `query`."""
+        if "sidebar" not in self._panels:
+            await self.toggle_panel("sidebar")
+        self.sidebar.filter(query)
+        # `focus` would set the focus later, after the list has been drawn.
+        self.set_focus(self.sidebar)

@@ -6,12 +6,10 @@ import asyncio
 import subprocess
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+
+from textual.app import App
 
 from edgespec.tui.open_chat import ChatEntry, code_blocks
-
-if TYPE_CHECKING:
-    from edgespec.tui.chat_screen import ChatScreen
 
 __all__ = ["CodeCopier", "copy_text"]
 
@@ -19,14 +17,13 @@ __all__ = ["CodeCopier", "copy_text"]
 _TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input"))
 
 
-async def copy_text(screen: ChatScreen, text: str, name: str) -> None:
-    """Copy `text` to the clipboard and show a confirmation that refers to the text as `name`."""
+async def copy_text(app: App[None], text: str, name: str) -> str:
+    """Copy `text` to the clipboard. Return a confirmation that refers to the text as `name`."""
     if not text:
-        screen.say(f"There is no {name} to copy yet.")
-        return
-    screen.app.copy_to_clipboard(text)
+        return f"There is no {name} to copy yet."
+    app.copy_to_clipboard(text)
     await asyncio.to_thread(_copy_with_desktop_tool, text)
-    screen.say(f"Copied the {name}.")
+    return f"Copied the {name}."
 
 
 class CodeCopier:
@@ -35,17 +32,20 @@ class CodeCopier:
     def __init__(self) -> None:
         self._last: tuple[ChatEntry, int] | None = None
 
-    async def copy_next(self, screen: ChatScreen, entry: ChatEntry | None) -> None:
-        """Copy the last code block of a message. Each further call copies the preceding block."""
+    async def copy_next(self, app: App[None], entry: ChatEntry | None) -> str:
+        """Copy the last code block of a message. Each further call copies the preceding block.
+
+        Returns:
+            A confirmation.
+        """
         blocks = code_blocks(entry.content) if entry is not None else []
         if entry is None or not blocks:
-            screen.say("There is no code block to copy yet.")
-            return
+            return "There is no code block to copy yet."
         again = self._last is not None and self._last[0] is entry
         place = (self._last[1] - 1) % len(blocks) if again and self._last else len(blocks) - 1
         self._last = (entry, place)
         which = f"code block ({place + 1} of {len(blocks)})" if len(blocks) > 1 else "code block"
-        await copy_text(screen, blocks[place].rstrip("\n"), which)
+        return await copy_text(app, blocks[place].rstrip("\n"), which)
 
 
 def _copy_with_desktop_tool(text: str) -> None:

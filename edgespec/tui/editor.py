@@ -9,17 +9,14 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from textual.app import App, SuspendNotSupported
 
+from edgespec.chat.message import Message
 from edgespec.errors import OptionError
 from edgespec.system.files import error_reason, read_regular_file
+from edgespec.tui.chat_view import ChatView
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
-
-if TYPE_CHECKING:
-    from edgespec.chat.message import Message
-    from edgespec.tui.chat_screen import ChatScreen
 
 __all__ = ["show_message", "write_prompt"]
 
@@ -28,7 +25,7 @@ _COMMON_EDITORS = ("nano", "vi")
 _OTHER_EDITORS = ("vim", "emacs")
 
 
-def write_prompt(screen: ChatScreen) -> None:
+def write_prompt(screen: ChatView) -> None:
     """Edit the text of the input box in the editor. If the editor fails, the text stays as it was."""
     prompt = screen.prompt
     try:
@@ -46,13 +43,13 @@ def write_prompt(screen: ChatScreen) -> None:
     prompt.focus()
 
 
-def show_message(screen: ChatScreen, message: Message) -> None:
+def show_message(app: App[None], message: Message) -> None:
     """Show a message in the editor, including its reasoning and attached files. Edits are discarded.
 
     Raises:
         OptionError: No editor is set, or the editor failed.
     """
-    _edited(screen.app, message.with_files_as_text().text)
+    _edited(app, message.with_files_as_text().text)
 
 
 def _edited(app: App[None], text: str) -> str:

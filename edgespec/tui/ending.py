@@ -1,4 +1,4 @@
-"""End the chat on signals and when its terminal is closed, even if the screen or the model is stuck."""
+"""End the chat on signals or when its terminal closes, even if it is stuck, and describe its outcome."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from collections.abc import Callable
 from threading import Event, Thread
 from time import monotonic, sleep
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["EndWatch", "is_input_open"]
+from edgespec.chat.store import ChatStore
+from edgespec.errors import ChatFileError
+from edgespec.tui.open_chat import OpenChat
+
+__all__ = ["ChatEnd", "EndWatch", "is_input_open", "resume_value"]
 
 # Signals that end the chat. Windows has no SIGHUP, the signal for a closed terminal.
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
@@ -23,6 +27,32 @@ _FORCE_SECONDS = 20.0
 # Seconds between attempts to quit while the app is still starting.
 _RETRY_SECONDS = 0.05
 _INTERRUPTED = 130
+
+
+class ChatEnd(NamedTuple):
+    """The outcome of a terminal chat.
+
+    Attributes:
+        signalled: Whether a signal ended the chat.
+        resume: The value of `--resume` that opens the same chat: `last` or the chat's ID. Empty if the chat
+            has no messages.
+        switched_to: A reference to the model in use at the end. Empty if the user never switched models.
+    """
+
+    signalled: bool = False
+    resume: str = ""
+    switched_to: str = ""
+
+
+def resume_value(chat: OpenChat, store: ChatStore) -> str:
+    """Return the value of `--resume` that opens the chat. Empty if the chat has no messages."""
+    if not chat.entries:
+        return ""
+    try:
+        newest = next((each.id for each in store.list() if not each.problem), "")
+    except ChatFileError:
+        newest = ""
+    return "last" if chat.id == newest else chat.id
 
 
 def _has_terminal() -> bool:

@@ -11,6 +11,7 @@ from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, MemoryPlan
+    from edgespec.loading.speed_prediction import SpeedPrediction
     from edgespec.tui.downloads import Download
 
 __all__ = ["details_text", "is_match", "row_text", "speed_text"]
@@ -69,9 +70,12 @@ def speed_text(model: AvailableModel) -> str:
     """
     if model.speed is None:
         return ""
-    speed = model.speed.fastest_tokens_per_second
-    doubt = "?" if model.speed.is_disturbed else ""
-    return (f"{speed:,.0f} tok/s" if speed >= 10 else f"{speed:.1f} tok/s") + doubt
+    return _rate_text(model.speed) + ("?" if model.speed.is_disturbed else "")
+
+
+def _rate_text(speed: SpeedPrediction) -> str:
+    rate = speed.fastest_tokens_per_second
+    return f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s"
 
 
 def details_text(
@@ -107,17 +111,17 @@ def details_text(
     if is_used:
         action = f"This chat uses this model{f' with {names}' if names else ''}."
         names = ""
+    is_disturbed = model.speed is not None and model.speed.is_disturbed
+    doubt = ", but other programs were busy; Ctrl+S measures again" if is_disturbed else ""
     if model.speed is None:
         speed = (
             f"It works with {names}. Ctrl+S measures its speed." if names else "Ctrl+S measures its speed."
         )
     elif names:
         gain = f"{model.speed.speedup:.1f}x as fast as without it"
-        speed = f"Expected speed: {speed_text(model).rstrip('?')} with {names}, {gain}."
+        speed = f"Expected speed: {_rate_text(model.speed)} with {names}, {gain}{doubt}."
     else:
-        speed = f"Expected speed: {speed_text(model).rstrip('?')}."
-    if model.speed is not None and model.speed.is_disturbed:
-        speed = f"{speed.removesuffix('.')}, but other programs were busy; Ctrl+S measures again."
+        speed = f"Expected speed: {_rate_text(model.speed)}{doubt}."
     return Content.assemble(
         (f"{model.reference}, {_place(model)}", "bold"),
         "\n",
@@ -140,9 +144,9 @@ def _action(model: AvailableModel, is_downloading: bool) -> str:
         warning = "" if model.fits else " It may not fit in memory."
         return f"Enter switches to this model.{warning}"
     size = f" {format_bytes(model.download_bytes)}" if model.download_bytes else ""
-    terms = (
-        f" First, {model.notice.removesuffix(' first')}." if model.place == "search" and model.notice else ""
-    )
+    entry, terms = model.entry, ""
+    if entry is not None and entry.is_gated:
+        terms = f" First, its licence must be accepted at huggingface.co/{entry.repository}."
     draft = ", with its draft model," if size and _offered_draft(model) else ""
     return f"Enter downloads{size}{draft} in the background.{terms}"
 

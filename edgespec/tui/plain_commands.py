@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from concurrent.futures import wait
+from typing import TypeAlias
 
 from edgespec.chat.store import StoredChat
-from edgespec.errors import CancelledError, OptionError
+from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.tui.commands import table
 from edgespec.tui.commands.results import (
     Action,
     Change,
+    Context,
     Copy,
     Generate,
     Nothing,
@@ -24,16 +26,20 @@ from edgespec.tui.commands.results import (
     all_of,
 )
 from edgespec.tui.commands.setup import chosen_model
-from edgespec.tui.numbers import count
+from edgespec.tui.downloads import Download
+from edgespec.tui.numbers import count, percent
 from edgespec.tui.open_chat import OpenChat, RunningTurn
-from edgespec.tui.texts import plain_words, sentences
-
-if TYPE_CHECKING:
-    from edgespec.tui.plain import PlainChat
+from edgespec.tui.plain import PlainChat
+from edgespec.tui.preferences import Preferences
+from edgespec.tui.texts import rounding_warning, sentences
 
 __all__ = ["ACTIONS", "run"]
 
-_Do: TypeAlias = Callable[["PlainChat", str], None]
+_Do: TypeAlias = Callable[[PlainChat, str], None]
+
+_WAIT_SECONDS = 0.1
+# Fraction of a download between two reports of its progress.
+_REPORTED_SHARE = 0.1
 
 
 def run(chat: PlainChat, typed: table.Typed) -> None:
@@ -48,7 +54,26 @@ def run(chat: PlainChat, typed: table.Typed) -> None:
         raise table.unknown(typed)
     if command.instead:
         raise OptionError(f"/{command.name} does not exist in the plain chat", command.instead)
-    _show(chat, command.run(chat.command_context(typed.argument)))
+    _show(chat, command.run(_context(chat, typed.argument)))
+
+
+def _context(chat: PlainChat, argument: str) -> Context:
+    """Return what a slash command with these words sees of the chat."""
+    return Context(
+        argument=argument,
+        chat=chat.current_chat,
+        new_chat=OpenChat(chat.first_system, dict(chat.first_settings)),
+        runtime=chat.runtime,
+        model_name=chat.model_name,
+        model_thread=chat.model_thread,
+        method=chat.method,
+        stats=chat.stats,
+        writing=False,
+        archive=chat.archive,
+        tools=chat.tools,
+        preferences=Preferences(),
+        list_hint="Type /load for the list of chats",
+    )
 
 
 def _show(chat: PlainChat, result: Result) -> None:
@@ -56,18 +81,18 @@ def _show(chat: PlainChat, result: Result) -> None:
     for part in all_of(result):
         match part:
             case Text():
-                _print(chat.note if part.is_hint else chat.answer, part.in_plain or part.text)
+                _print(chat.console.note if part.is_hint else chat.console.answer, part.in_plain or part.text)
             case Table():
                 for label, value in part.rows:
-                    chat.answer(f"{label}: {value}")
+                    chat.console.answer(f"{label}: {value}")
             case Nothing():
-                chat.note(sentences(part.reason, part.next_step))
+                chat.console.note(sentences(part.reason, part.next_step))
             case Problem():
-                chat.note(sentences(part.error.what, part.error.next_step))
+                chat.console.note(sentences(part.error.what, part.error.next_step))
             case Change():
                 part.apply(chat.current_chat)
                 chat.save()
-                _print(chat.answer, part.in_plain or part.text)
+                _print(chat.console.answer, part.in_plain or part.text)
             case Open(chat=StoredChat() as stored):
                 chat.open(stored)
             case Open(chat=OpenChat() as new):
@@ -77,7 +102,7 @@ def _show(chat: PlainChat, result: Result) -> None:
             case Copy():
                 if not part.text:
                     raise OptionError("There is nothing to copy yet", "Send a message first")
-                chat.answer(part.text)
+                chat.console.answer(part.text)
             case Question():
                 _ask(chat, part)
             case RunningRace():
@@ -97,7 +122,7 @@ def _open_new(chat: PlainChat, new: OpenChat, note: str) -> None:
         return
     chat.current_chat = new
     chat.save()
-    chat.answer(note)
+    chat.console.answer(note)
 
 
 def _generate(chat: PlainChat, generate: Generate) -> None:
@@ -109,20 +134,20 @@ def _generate(chat: PlainChat, generate: Generate) -> None:
 
 
 def _ask(chat: PlainChat, question: Question) -> None:
-    if chat.ask(f"{question.question} Type yes or no.", ("yes", "no")) == "yes":
+    if chat.console.ask(f"{question.question} Type yes or no.", ("yes", "no")) == "yes":
         _show(chat, question.then())
     else:
-        chat.answer(question.declined)
+        chat.console.answer(question.declined)
 
 
 def _await_race(chat: PlainChat, running: RunningRace) -> None:
-    chat.note(f"Racing plain decoding against {running.method}.")
+    chat.console.note(f"Racing plain decoding against {running.method}.")
     try:
         race = running.race.race.result()
     except CancelledError as error:
-        chat.note(sentences(error.what))
+        chat.console.note(sentences(error.what))
         return
-    chat.answer("\n".join([plain_words(race.headline()), *race.remarks()]))
+    chat.console.answer("\n".join([race.chat_headline(), *race.remarks()]))
 
 
 def _act(chat: PlainChat, action: Action) -> None:
@@ -133,7 +158,7 @@ def _act(chat: PlainChat, action: Action) -> None:
 
 
 def _quit(chat: PlainChat) -> None:
-    chat.leaving = True
+    chat.console.leaving = True
 
 
 def _delete(chat: PlainChat) -> None:
@@ -143,14 +168,14 @@ def _delete(chat: PlainChat) -> None:
     current.change_messages(current.tree.without(place))
     chat.save()
     deleted = count(len(path) - path.index(place), "message")
-    chat.answer(f"Deleted {deleted}. Type /undo to restore them.")
+    chat.console.answer(f"Deleted {deleted}. Type /undo to restore them.")
 
 
 def _undo(chat: PlainChat) -> None:
     current = chat.current_chat
     current.change_messages(current.tree.restored())
     chat.save()
-    chat.answer(f"Restored. The chat has {count(len(current.entries), 'message')}.")
+    chat.console.answer(f"Restored. The chat has {count(len(current.entries), 'message')}.")
 
 
 def _use_model(chat: PlainChat, reference: str) -> None:
@@ -158,17 +183,57 @@ def _use_model(chat: PlainChat, reference: str) -> None:
 
 
 def _download(chat: PlainChat, reference: str) -> None:
-    # Imported only when used, because this import would delay the first prompt.
-    from edgespec.tui.plain_models import download_model
-
-    if download_model(chat, reference):
+    if _download_model(chat, reference):
         _use_model(chat, reference)
 
 
-def _switch(chat: PlainChat, reference: str) -> None:
-    from edgespec.tui.plain_models import switch_model
+def _download_model(chat: PlainChat, reference: str) -> bool:
+    """Download a model, and print the progress. Return False if the user stopped the download."""
+    chat.console.note(f"Downloading {reference}. Press Ctrl-C to stop.")
+    download, reported = Download(reference), 0.0
+    chat.console.interrupted.clear()
+    chat.downloads.start(download)
+    while not download.ended.wait(_WAIT_SECONDS):
+        if chat.console.interrupted.is_set():
+            download.cancelled.set()
+        if download.fraction >= reported + _REPORTED_SHARE:
+            reported = download.fraction
+            chat.console.note(f"Downloaded {percent(reported)}.")
+    if download.cancelled.is_set() and download.error is not None:
+        chat.console.note(f"The download was stopped. To resume it, type /model {reference}")
+        return False
+    if isinstance(download.error, EdgespecError):
+        raise download.error
+    if download.error is not None:
+        raise EdgespecError(
+            f"{reference} was not downloaded: {type(download.error).__name__}: {download.error}", "try again"
+        ) from download.error
+    return True
 
-    switch_model(chat, reference)
+
+def _switch_model(chat: PlainChat, reference: str) -> None:
+    """Load another model. If that fails or the user stops it, the old model is loaded again."""
+    chat.console.note(f"Loading {reference}.")
+    chat.console.interrupted.clear()
+    job = chat.model_thread.switch(chat.load_other(reference))
+    while not wait([job], _WAIT_SECONDS).done:
+        if chat.console.interrupted.is_set():
+            chat.console.interrupted.clear()
+            chat.model_thread.cancel_load()
+    switched = job.result()
+    chat.use_runtime(switched.runtime)
+    name = switched.runtime.target.name
+    if switched.failure is None:
+        chat.switched_to = chat.model_name = reference
+        chat.console.answer(f"This chat now uses {name}.")
+        if warning := rounding_warning(switched.runtime):
+            chat.console.note(warning)
+        return
+    if isinstance(switched.failure, EdgespecError):
+        chat.console.note(sentences(switched.failure.what, switched.failure.next_step))
+    else:
+        chat.console.note(sentences(f"{reference} was not loaded: {switched.failure}"))
+    chat.console.answer(f"This chat still uses {name}.")
 
 
 ACTIONS: dict[str, _Do] = {
@@ -177,7 +242,7 @@ ACTIONS: dict[str, _Do] = {
     "undo": lambda chat, _: _undo(chat),
     "use_model": _use_model,
     "download": _download,
-    "switch": _switch,
+    "switch": _switch_model,
     "start_tools": lambda chat, _: chat.tools.start_servers(),
     "stop_tools": lambda chat, _: chat.tools.stop_servers(),
     # The plain chat shows no list of chats that could be out of date.

@@ -1,4 +1,4 @@
-"""Run the plain chat: load the model, handle signals, and save the chat when it ends."""
+"""Run the plain chat: load the model, read messages and commands, handle signals, and save the chat."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.chat.store import ChatStore
+from edgespec.errors import EdgespecError
+from edgespec.tui import plain_commands
 from edgespec.tui.archive import Archive
-from edgespec.tui.chat_end import ChatEnd, resume_value
-from edgespec.tui.ending import EndWatch
+from edgespec.tui.commands import table
+from edgespec.tui.ending import ChatEnd, EndWatch, resume_value
 from edgespec.tui.plain import PlainChat
-from edgespec.tui.plain_streams import write
+from edgespec.tui.plain_console import write
+from edgespec.tui.texts import facts_line, notices, rounding_warning, sentences
 from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ def run_plain_chat(
 
     def leave() -> bool:
         if chat is not None:
-            chat.leaving = True
+            chat.console.leaving = True
         thread.cancel_load()
         thread.cancel()
         _interrupt_main()
@@ -80,16 +83,15 @@ def run_plain_chat(
                 settings=settings or {},
             )
             # From now on, Ctrl-C stops the reply. Other signals still end the chat.
-            signal.signal(signal.SIGINT, chat.on_interrupt)
-            chat.run(resume, tools=tools)
+            signal.signal(signal.SIGINT, chat.console.on_interrupt)
+            _converse(chat, resume, tools=tools)
         finally:
             save()
             if not stop():
                 sys.stdout.flush()
                 # A normal exit would wait for the model thread, which is still running.
                 os._exit(130)
-    if any(error.what not in chat.reported_failures for error in archive.unsaved.values()):
-        archive.check_saved()
+    archive.check_saved()
     return ChatEnd(watch.signalled, resume_value(chat.current_chat, store), chat.switched_to)
 
 
@@ -97,6 +99,41 @@ def _loaded(thread: ModelThread) -> Runtime:
     """Load the model. Ctrl-C and other signals cancel loading."""
     signal.signal(signal.SIGINT, lambda _number, _frame: thread.cancel_load())
     return thread.start().result()
+
+
+def _converse(chat: PlainChat, resume: str | None, *, tools: bool) -> None:
+    """Read messages and commands until the input ends or the user quits.
+
+    Args:
+        chat: The chat.
+        resume: The ID or title of the saved chat to open, `last` for the newest, or None for a new chat.
+        tools: Whether to start the MCP servers at once.
+    """
+    console, runtime = chat.console, chat.runtime
+    console.note(f"Model: {facts_line(runtime.target)}. Type /help for the commands, /quit to end.")
+    if console.is_interactive:
+        for notice in notices(runtime, "Type /model"):
+            console.note(notice)
+    elif warning := rounding_warning(runtime):
+        console.note(warning)
+    if resume is not None:
+        chat.resume(resume)
+    if tools:
+        _take(chat, "/tools on")
+    while not console.leaving and (text := console.read_message()) is not None:
+        if text.strip():
+            _take(chat, text)
+
+
+def _take(chat: PlainChat, text: str) -> None:
+    """Send a message or run a slash command. If that fails, print the error."""
+    try:
+        if (typed := table.read(text)) is None:
+            chat.send(text.strip())
+        else:
+            plain_commands.run(chat, typed)
+    except EdgespecError as error:
+        chat.console.note(sentences(error.what, error.next_step))
 
 
 def _interrupt_main() -> None:

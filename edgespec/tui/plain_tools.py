@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
 
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ConfigurationError, OptionError
@@ -13,7 +12,7 @@ from edgespec.tools.tool import Tool, visible
 from edgespec.tools.toolbox import Toolbox
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.screens.approval import readable_arguments
+from edgespec.tui.plain_console import PlainConsole
 from edgespec.tui.texts import sentences
 from edgespec.tui.tool_access import (
     INTERRUPTED,
@@ -25,11 +24,9 @@ from edgespec.tui.tool_access import (
     ToolAccess,
     add_result,
     call_rounds,
+    readable_arguments,
     unanswered_calls,
 )
-
-if TYPE_CHECKING:
-    from edgespec.tui.plain import PlainChat
 
 __all__ = ["PlainTools"]
 
@@ -40,11 +37,17 @@ _ANSWERS: dict[str, CallDecision] = {
 
 
 class PlainTools(ToolAccess):
-    """Tool use in the plain chat. Runs in the chat's thread."""
+    """Tool use in the plain chat. Runs in the chat's thread.
 
-    def __init__(self, chat: PlainChat) -> None:
+    Args:
+        console: Prints notes and asks the user.
+        save: Saves the open chat.
+    """
+
+    def __init__(self, console: PlainConsole, save: Callable[[], None]) -> None:
         super().__init__()
-        self._chat = chat
+        self._console = console
+        self._save = save
 
     def stop_servers(self) -> None:
         """Stop all servers, so that the model has no tools."""
@@ -53,71 +56,72 @@ class PlainTools(ToolAccess):
 
     def start_servers(self) -> None:
         """Start all servers. Print how many tools there are, and which servers failed."""
-        self._chat.note("Starting the tools.")
+        self._console.note("Starting the tools.")
         wait([self.toolbox.start(name) for name in self.toolbox.servers])
         for problem in self.start_problems():
-            self._chat.note(problem)
+            self._console.note(problem)
         if text := self.started_text("Type /tools to list them, or /tools off."):
-            self._chat.answer(text)
+            self._console.answer(text)
 
-    def make_calls(self, calls: Sequence[ToolCall]) -> bool:
+    def make_calls(self, chat: OpenChat, calls: Sequence[ToolCall], context_tokens: int) -> bool:
         """Make the calls of a reply, and save their results. Return whether the model should go on."""
-        chat = self._chat.current_chat
         chat.unfinished = True
         too_many, stopped = call_rounds(chat) > MAX_ROUNDS, False
         for call in calls:
-            result = TOO_MANY if too_many else STOPPED if stopped else self._make_call(call)
-            stopped = stopped or result in (STOPPED, INTERRUPTED)
-            added = add_result(chat, call, result, self._chat.runtime.context_tokens)
-            self._chat.note(_result_text(call, added))
-            self._chat.save()
+            result = TOO_MANY if too_many else STOPPED if stopped else self._make_call(chat, call)
+            stopped = stopped or result.veto == "stopped"
+            added = add_result(chat, call, result, context_tokens)
+            self._console.note(_result_text(call, added))
+            self._save()
         chat.unfinished = False
-        self._chat.save()
+        self._save()
         if too_many:
-            self._chat.note(f"Stopped after {MAX_ROUNDS} rounds of tool calls. Type /continue for an answer.")
-        return not (too_many or stopped or self._chat.leaving)
+            self._console.note(
+                f"Stopped after {MAX_ROUNDS} rounds of tool calls. Type /continue for an answer."
+            )
+        return not (too_many or stopped or self._console.leaving)
 
-    def answer_pending(self, chat: OpenChat) -> None:
+    def answer_pending(self, chat: OpenChat, context_tokens: int) -> None:
         """Add a result to each call that was not run, because chat templates expect one for every call."""
         for call in unanswered_calls(chat):
-            add_result(chat, call, STOPPED, self._chat.runtime.context_tokens)
+            add_result(chat, call, STOPPED, context_tokens)
 
-    def _make_call(self, call: ToolCall) -> ToolResult:
+    def _make_call(self, chat: OpenChat, call: ToolCall) -> ToolResult:
         """Return the result of a call, after asking the user."""
         checked = self.check(call)
         if isinstance(checked, ToolResult):
             return checked
-        decision = self._decide(checked.tool, call)
+        decision = self._decide(chat, checked.tool, call)
         if decision == "stop":
             return STOPPED
         if decision == "refuse":
             return REFUSED
-        self._chat.interrupted.clear()
+        self._console.interrupted.clear()
         return self._until_interrupted(self.toolbox.call(checked.tool, checked.arguments))
 
     def _until_interrupted(self, future: Future[ToolResult]) -> ToolResult:
         while not wait([future], _WAIT_SECONDS).done:
-            if self._chat.interrupted.is_set():
+            if self._console.interrupted.is_set():
                 future.cancel()
                 return INTERRUPTED
         return future.result()
 
-    def _decide(self, tool: Tool, call: ToolCall) -> CallDecision:
+    def _decide(self, chat: OpenChat, tool: Tool, call: ToolCall) -> CallDecision:
         """Return the user's decision, or `once` if the user has allowed such calls before."""
-        if self.is_allowed(tool, self._chat.current_chat):
+        if self.is_allowed(tool, chat):
             return "once"
         question = (
             f"The model wants to call the tool {visible(tool.name)} of the server {tool.server} with these"
             f" arguments:\n{readable_arguments(call.arguments)}\nAllow it? Type yes, no, chat (yes, in this"
             " chat), always (yes, from now on) or stop (stop the reply)."
         )
-        answer = self._chat.ask(question, tuple(_ANSWERS))
+        answer = self._console.ask(question, tuple(_ANSWERS))
         decision = _ANSWERS.get(answer, "stop")
         try:
             if note := self.remember(tool, decision):
-                self._chat.note(note)
+                self._console.note(note)
         except (ConfigurationError, OptionError) as error:
-            self._chat.note(sentences(error.what, error.next_step))
+            self._console.note(sentences(error.what, error.next_step))
         return decision
 
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.bench.race import DEFAULT_RACE_TOKENS, Race, run_race
 from edgespec.chat.message import Message
 from edgespec.errors import OptionError
-from edgespec.tui.screens.race import RaceProgress
 
 if TYPE_CHECKING:
     from edgespec import ReplyStream, Runtime
     from edgespec.tui.open_chat import OpenChat
     from edgespec.tui.worker import ModelThread
 
-__all__ = ["StartedRace", "race_method", "start_race"]
+__all__ = ["RaceProgress", "StartedRace", "race_method", "start_race"]
+
+
+@dataclass(slots=True)
+class RaceProgress:
+    """The progress of a race. The model thread writes it, and the screen reads it."""
+
+    description: str = "warming up"
+    fraction: float = 0.0
 
 
 class StartedRace(NamedTuple):

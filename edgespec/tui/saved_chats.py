@@ -1,22 +1,31 @@
-"""Open saved and new chats."""
+"""Open, rename, pin and delete chats. For a minute, a deletion can be undone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from edgespec.chat.store import StoredChat
 from edgespec.errors import ChatFileError
+from edgespec.tui.archive import UNDO_SECONDS
+from edgespec.tui.commands.chats import MAX_TITLE
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.screens.dialogs import RenameScreen
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import sentences
+from edgespec.tui.turns import TurnScreen
 
-if TYPE_CHECKING:
-    from edgespec.chat.store import StoredChat
-    from edgespec.tui.chat_screen import ChatScreen
+__all__ = [
+    "delete_chat",
+    "offer_unfinished",
+    "open_chat",
+    "open_new",
+    "pin_chat",
+    "rename_chat",
+    "restore_chat",
+    "restore_in_list",
+    "resume",
+]
 
-__all__ = ["offer_unfinished", "open_chat", "open_new", "resume"]
 
-
-async def open_new(screen: ChatScreen, chat: OpenChat, note: str = "") -> None:
+async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
     """Open a new chat once the running reply has stopped. If it has messages, save it and show a note."""
 
     async def begin() -> None:
@@ -28,7 +37,7 @@ async def open_new(screen: ChatScreen, chat: OpenChat, note: str = "") -> None:
     await screen.when_free(begin)
 
 
-async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:
+async def open_chat(screen: TurnScreen, chat: StoredChat) -> None:
     """Open a saved chat once the running reply has stopped. Show an error if its file is damaged."""
 
     async def begin() -> None:
@@ -52,7 +61,7 @@ async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:
     await screen.when_free(begin)
 
 
-async def resume(screen: ChatScreen, wanted: str) -> None:
+async def resume(screen: TurnScreen, wanted: str) -> None:
     """Open the chat with this ID or title. `last` means the newest chat. Show a note if there is none."""
     try:
         found = await screen.archive.find(wanted)
@@ -68,7 +77,7 @@ async def resume(screen: ChatScreen, wanted: str) -> None:
     )
 
 
-async def offer_unfinished(screen: ChatScreen) -> None:
+async def offer_unfinished(screen: TurnScreen) -> None:
     """If the newest saved chat has an unfinished reply, tell the user how to continue it."""
     try:
         newest = await screen.archive.find("last")
@@ -79,3 +88,98 @@ async def offer_unfinished(screen: ChatScreen) -> None:
         await screen.transcript.note(
             f"Your last chat, “{newest.title}”, has an unfinished reply. Type /continue to finish it."
         )
+
+
+async def rename_chat(screen: TurnScreen, chat: StoredChat) -> None:
+    """Ask for a new title, and rename the chat."""
+    typed = await screen.app.push_screen_wait(RenameScreen(chat.title))
+    title = " ".join((typed or "").split())[:MAX_TITLE]
+    if title and title != chat.title:
+        await _change(screen, chat, title=title)
+
+
+async def pin_chat(screen: TurnScreen, chat: StoredChat) -> None:
+    """Pin the chat to the top of the list, or unpin it."""
+    if await _change(screen, chat, pinned=not chat.pinned):
+        screen.say(f"{'Unpinned' if chat.pinned else 'Pinned'} “{chat.title}”.")
+
+
+async def _change(
+    screen: TurnScreen, chat: StoredChat, *, title: str | None = None, pinned: bool | None = None
+) -> bool:
+    """Change a chat. If it cannot be saved, show the error and return False."""
+    current = screen.current_chat
+    if chat.id == current.id:
+        current.title = current.title if title is None else title
+        current.pinned = current.pinned if pinned is None else pinned
+        saved = await screen.save(show_again=True)
+        screen.refresh_facts()
+        return saved
+    try:
+        await screen.archive.change(chat.id, title=title, pinned=pinned)
+    except ChatFileError as error:
+        await screen.show_error(error)
+        return False
+    finally:
+        await screen.refresh_sidebar()
+    return True
+
+
+async def delete_chat(screen: TurnScreen, chat: StoredChat) -> None:
+    """Remove a chat from the list. It is permanently deleted after a minute, or when edgespec quits.
+
+    Cached data that may contain the chat's text is deleted at the same time.
+    """
+
+    async def begin() -> None:
+        try:
+            await screen.archive.hide(chat.id)
+        except ChatFileError as error:
+            await screen.show_error(error)
+            return
+        if chat.id == screen.current_chat.id:
+            await screen.show_chat(OpenChat(screen.first_system, dict(screen.first_settings)))
+        await screen.refresh_sidebar()
+        screen.sidebar.focus()
+        screen.say(
+            f"Deleted “{chat.title}”. Press Ctrl+Z or type /undo within {UNDO_SECONDS:.0f} seconds to restore"
+            " it."
+        )
+        screen.set_timer(UNDO_SECONDS, finish)
+
+    async def finish() -> None:
+        try:
+            await screen.archive.finish_deletion(chat.id)
+        except ChatFileError as error:
+            await screen.show_error(error)
+
+    # Stop a running reply first. Otherwise, the chat would be saved again when the reply ends.
+    if chat.id == screen.current_chat.id:
+        await screen.when_free(begin)
+    else:
+        await begin()
+
+
+async def restore_chat(screen: TurnScreen) -> None:
+    """Restore and open the most recently deleted chat, if there is one."""
+    try:
+        stored = await screen.archive.restore()
+    except ChatFileError as error:
+        await screen.show_error(error)
+    else:
+        if stored is not None:
+            await open_chat(screen, stored)
+
+
+async def restore_in_list(screen: TurnScreen) -> None:
+    """Put the most recently deleted chat back into the list, without opening it."""
+    try:
+        stored = await screen.archive.restore()
+    except ChatFileError as error:
+        await screen.show_error(error)
+        return
+    await screen.refresh_sidebar()
+    if stored is not None:
+        screen.sidebar.highlight(stored.id)
+    screen.app.clear_notifications()
+    screen.say("There is no deleted chat to restore." if stored is None else f"Restored “{stored.title}”.")

@@ -1,23 +1,24 @@
-"""Run slash commands in the full-screen chat, and show their results."""
+"""Run slash commands in the full-screen chat, show their results, and open the dialogs that they need."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from edgespec.chat.store import StoredChat
 from edgespec.errors import EdgespecError, OptionError
+from edgespec.system.files import format_bytes
 from edgespec.tui import selection
 from edgespec.tui.background import in_thread
-from edgespec.tui.chat_list import restore_chat
 from edgespec.tui.commands import table
 from edgespec.tui.commands.chats import renamed
 from edgespec.tui.commands.results import (
     Action,
     Change,
     Command,
+    Context,
     Copy,
     Generate,
     Nothing,
@@ -30,42 +31,42 @@ from edgespec.tui.commands.results import (
     Text,
     all_of,
 )
-from edgespec.tui.commands.setup import chosen_model
+from edgespec.tui.commands.setup import chosen_model, system_change
 from edgespec.tui.copying import copy_text
 from edgespec.tui.downloads import Download
 from edgespec.tui.editor import show_message
 from edgespec.tui.open_chat import OpenChat, RunningTurn
-from edgespec.tui.saved_chats import open_chat, open_new
-from edgespec.tui.screen_downloads import start_download
-from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen
+from edgespec.tui.saved_chats import open_chat, open_new, restore_chat
+from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen, SystemScreen
 from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.screens.presets import PresetScreen, all_presets
+from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.settings import SCHEMA, check_settings
 from edgespec.tui.texts import sentences
+from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
-if TYPE_CHECKING:
-    from edgespec.tui.chat_screen import ChatScreen
+__all__ = ["ACTIONS", "edit_settings", "edit_system", "pick_model", "run", "run_named"]
 
-__all__ = ["ACTIONS", "pick_model", "run", "run_named", "show"]
-
-_Do: TypeAlias = Callable[["ChatScreen", str], Awaitable[object]]
+_Do: TypeAlias = Callable[[TurnScreen, str], Awaitable[object]]
+_DOWNLOAD_TICK_SECONDS = 0.2
 
 
-async def run(screen: ChatScreen, typed: table.Typed) -> None:
+async def run(screen: TurnScreen, typed: table.Typed) -> None:
     """Run a typed slash command. Raises OptionError if the command or its argument is invalid."""
     if typed.command is None:
         raise table.unknown(typed)
     await _run(screen, typed.command, typed.argument)
 
 
-async def run_named(screen: ChatScreen, name: str, argument: str = "") -> None:
+async def run_named(screen: TurnScreen, name: str, argument: str = "") -> None:
     """Run a command for a key or a dialog. Raises OptionError if the argument is invalid."""
     await _run(screen, next(each for each in table.COMMANDS if each.name == name), argument)
 
 
-async def _run(screen: ChatScreen, command: Command, argument: str) -> None:
-    work = partial(command.run, screen.command_context(argument))
+async def _run(screen: TurnScreen, command: Command, argument: str) -> None:
+    work = partial(command.run, _context(screen, argument))
     try:
         if command.slow == "reads":
             result = await in_thread(work)
@@ -73,14 +74,33 @@ async def _run(screen: ChatScreen, command: Command, argument: str) -> None:
             result = await asyncio.to_thread(work)
         else:
             result = work()
-        await show(screen, result)
+        await _show(screen, result)
     except OptionError:
         raise
     except EdgespecError as error:
         await screen.show_error(error)
 
 
-async def show(screen: ChatScreen, result: Result) -> None:
+def _context(screen: TurnScreen, argument: str) -> Context:
+    """Return what a slash command with these words sees of the chat."""
+    return Context(
+        argument=argument,
+        chat=screen.current_chat,
+        new_chat=OpenChat(screen.first_system, dict(screen.first_settings)),
+        runtime=screen.runtime,
+        model_name=screen.model_name,
+        model_thread=screen.model_thread,
+        method=screen.method,
+        stats=screen.stats,
+        writing=screen.writing,
+        archive=screen.archive,
+        tools=screen.tool_use,
+        preferences=screen.preferences,
+        list_hint="Press F2 for the list of chats",
+    )
+
+
+async def _show(screen: TurnScreen, result: Result) -> None:
     """Show the result of a command, or do what it says.
 
     Raises:
@@ -105,7 +125,7 @@ async def show(screen: ChatScreen, result: Result) -> None:
             case Generate():
                 await screen.when_free(partial(_generate, screen, part))
             case Copy():
-                await copy_text(screen, part.text, part.name)
+                screen.say(await copy_text(screen.app, part.text, part.name))
             case Question():
                 screen.run_worker(_ask(screen, part))
             case RunningRace():
@@ -114,14 +134,14 @@ async def show(screen: ChatScreen, result: Result) -> None:
                 await ACTIONS[part.name](screen, part.value)
 
 
-async def _show_text(screen: ChatScreen, text: Text) -> None:
+async def _show_text(screen: TurnScreen, text: Text) -> None:
     if text.title:
         await screen.transcript.show_panel(Panel(text.title, text.text))
     elif text.text:
         await screen.transcript.note(text.text)
 
 
-async def _change(screen: ChatScreen, change: Change) -> None:
+async def _change(screen: TurnScreen, change: Change) -> None:
     change.apply(screen.current_chat)
     if not change.is_brief:
         if change.text:
@@ -132,7 +152,7 @@ async def _change(screen: ChatScreen, change: Change) -> None:
         screen.say(change.text)
 
 
-async def _generate(screen: ChatScreen, generate: Generate) -> None:
+async def _generate(screen: TurnScreen, generate: Generate) -> None:
     started = generate.start(screen.current_chat)
     if isinstance(started, RunningTurn):
         await screen.take_turn(started)
@@ -140,23 +160,23 @@ async def _generate(screen: ChatScreen, generate: Generate) -> None:
         screen.tool_use.begin(started)
 
 
-async def _ask(screen: ChatScreen, question: Question) -> None:
+async def _ask(screen: TurnScreen, question: Question) -> None:
     if not await screen.app.push_screen_wait(ConfirmScreen(question.question, question.confirm)):
         return
     try:
-        await show(screen, await asyncio.to_thread(question.then))
+        await _show(screen, await asyncio.to_thread(question.then))
     except EdgespecError as error:
         await screen.show_error(error)
 
 
-async def _show_race(screen: ChatScreen, running: RunningRace) -> None:
+async def _show_race(screen: TurnScreen, running: RunningRace) -> None:
     # Imported only when used, because this import would delay the first screen.
     from edgespec.tui.screens.race import RaceScreen
 
     await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel))
 
 
-async def _choose_preset(screen: ChatScreen) -> None:
+async def _choose_preset(screen: TurnScreen) -> None:
     name = await screen.app.push_screen_wait(PresetScreen(await asyncio.to_thread(all_presets)))
     if name is None:
         return
@@ -166,7 +186,7 @@ async def _choose_preset(screen: ChatScreen) -> None:
         await screen.transcript.note(sentences(error.what, error.next_step))
 
 
-async def pick_model(screen: ChatScreen, typed: str = "") -> None:
+async def pick_model(screen: TurnScreen, typed: str = "") -> None:
     """Let the user choose from the list of models, then switch to the model or download it.
 
     Args:
@@ -184,7 +204,7 @@ async def pick_model(screen: ChatScreen, typed: str = "") -> None:
         draft_bytes = max(0, model.download_bytes - model.size_bytes) if model.draft else 0
         share = draft_bytes / max(model.download_bytes, 1)
         draft = model.draft if draft_bytes else ""
-        await start_download(screen, Download(model.reference, draft, share, model))
+        await _start_download(screen, Download(model.reference, draft, share, model))
         return
     try:
         await _use_model(screen, model.reference)
@@ -192,41 +212,99 @@ async def pick_model(screen: ChatScreen, typed: str = "") -> None:
         await screen.show_error(error)
 
 
-async def _use_model(screen: ChatScreen, reference: str) -> None:
-    await show(screen, await asyncio.to_thread(chosen_model, screen.runtime, reference))
+async def _use_model(screen: TurnScreen, reference: str) -> None:
+    await _show(screen, await asyncio.to_thread(chosen_model, screen.runtime, reference))
 
 
-async def _rename(screen: ChatScreen) -> None:
+async def _start_download(screen: TurnScreen, download: Download) -> None:
+    """Start a download, and show its result when it ends."""
+    name, model = download.reference, download.model
+    if screen.downloads.is_running(name):
+        await screen.transcript.note(f"{name} is already being downloaded. Press F9 to see the progress.")
+        return
+    screen.downloads.start(download)
+    size = f" ({format_bytes(model.download_bytes)})" if model and model.download_bytes else ""
+    await screen.transcript.note(
+        f"Downloading {name}{size} in the background. You can keep chatting. Press F9 to stop it."
+    )
+    screen.run_worker(_watch_download(screen, download))
+
+
+async def _watch_download(screen: TurnScreen, download: Download) -> None:
+    while not download.ended.is_set():
+        screen.refresh_facts(details=False)
+        await asyncio.sleep(_DOWNLOAD_TICK_SECONDS)
+    screen.refresh_facts(details=False)
+    name, error = download.reference, download.error
+    if error is None:
+        text = f"{name} is downloaded. To switch to it, type /model {name}"
+    elif download.cancelled.is_set():
+        text = f"The download of {name} was stopped. To resume it, type /model {name}"
+    elif isinstance(error, EdgespecError):
+        text = sentences(f"{name} was not downloaded: {error.what}", error.next_step)
+    else:
+        text = f"{name} was not downloaded: {type(error).__name__}: {error}."
+    await screen.transcript.note(" ".join(text.split()))
+
+
+async def edit_system(screen: TurnScreen) -> None:
+    """Let the user edit the system prompt."""
+    text = await screen.app.push_screen_wait(SystemScreen(screen.current_chat.system or ""))
+    if text is not None:
+        await _show(screen, system_change(screen.current_chat, text or None))
+
+
+async def edit_settings(screen: TurnScreen) -> None:
+    """Let the user edit the settings in a form. Keep the schema, which is not part of the form."""
+    settings = await screen.app.push_screen_wait(SettingsScreen(screen.current_chat.settings, screen.runtime))
+    if settings is None:
+        return
+    chat = screen.current_chat
+    if SCHEMA in chat.settings:
+        settings[SCHEMA] = chat.settings[SCHEMA]
+    if settings == chat.settings:
+        return
+    try:
+        check_settings(settings, screen.runtime)
+    except OptionError as error:
+        await screen.transcript.note(sentences("The settings were not changed", error.what, error.next_step))
+        return
+    chat.settings = settings
+    await screen.transcript.note("The new settings take effect with your next message.")
+    await screen.save()
+
+
+async def _rename(screen: TurnScreen) -> None:
     """Ask for a new title of the open chat, and save it under this title."""
     typed = await screen.app.push_screen_wait(RenameScreen(screen.current_chat.shown_title))
     if typed is not None:
-        await show(screen, renamed(screen.current_chat, typed))
+        await _show(screen, renamed(screen.current_chat, typed))
 
 
-async def _delete(screen: ChatScreen) -> None:
+async def _delete(screen: TurnScreen) -> None:
     if (place := screen.current_chat.last_place("user")) is not None:
         await selection.delete(screen, place)
 
 
-async def _read_reply(screen: ChatScreen) -> None:
+async def _read_reply(screen: TurnScreen) -> None:
     if (reply := screen.current_chat.last_reply) is not None:
-        show_message(screen, reply.message)
+        show_message(screen.app, reply.message)
 
 
-async def _theme(screen: ChatScreen, name: str) -> None:
+async def _theme(screen: TurnScreen, name: str) -> None:
     screen.preferences.theme = name
     screen.post_message(screen.PreferencesChanged())
 
 
-async def _switch(screen: ChatScreen, reference: str) -> None:
+async def _switch(screen: TurnScreen, reference: str) -> None:
     screen.post_message(screen.ModelChosen(reference))
 
 
-async def _show_tools(screen: ChatScreen, _value: str) -> None:
+async def _show_tools(screen: TurnScreen, _value: str) -> None:
     screen.tool_use.show_servers()
 
 
-async def _in_background(screen: ChatScreen, work: Coroutine[Any, Any, None]) -> None:
+async def _in_background(screen: TurnScreen, work: Coroutine[Any, Any, None]) -> None:
     """Start work that waits for the user, so that the screen handles keys meanwhile."""
     screen.run_worker(work)
 
@@ -250,7 +328,7 @@ ACTIONS: dict[str, _Do] = {
     "read_reply": lambda screen, _: _read_reply(screen),
     "theme": _theme,
     "use_model": _use_model,
-    "download": lambda screen, reference: start_download(screen, Download(reference)),
+    "download": lambda screen, reference: _start_download(screen, Download(reference)),
     "switch": _switch,
     "tools": _show_tools,
     "start_tools": lambda screen, _: _in_background(screen, screen.tool_use.start_servers()),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
-from edgespec.options.methods import methods
+from edgespec.options.methods import methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, shown
@@ -29,12 +28,10 @@ __all__ = [
     "limits_speed",
     "memory_rows",
     "notices",
-    "plain_words",
     "reason_text",
     "rounding_warning",
     "sentences",
     "show_rows",
-    "sources_text",
     "speed_up_short",
     "speed_up_text",
     "welcome_rows",
@@ -56,11 +53,6 @@ _AFTER_LOSS = (
 )
 # The chat mentions that identical replies are slower if they lose at least this share of the speed.
 _NOTICEABLE_LOSS = 0.01
-# Matches the words for drafts, but not `draft model`.
-_DRAFT = re.compile(r"(?<!-)\bdraft(ing|ed|s|)\b(?! model)")
-_GUESS = {"ing": "guessing", "ed": "guessed", "s": "guesses", "": "guess"}
-# Matches drafter names in the text that explains why a method is used.
-_DRAFTERS_IN_REASON = re.compile(r"[a-z0-9+]+(?= is retried occasionally| found no draft)")
 
 
 def facts_line(facts: ModelFacts) -> str:
@@ -73,9 +65,12 @@ def facts_line(facts: ModelFacts) -> str:
 
 def drafter_names(runtime: Runtime) -> list[tuple[str, str]]:
     """Return the label and name of the loaded draft model, if there is one, and of each loaded head."""
+    return labelled_drafters(runtime.draft.name if runtime.draft is not None else None, _head_names(runtime))
+
+
+def _head_names(runtime: Runtime) -> list[str]:
     # A path is too long for the screen, so show only the name of the file or folder.
-    heads = [Path(head.path).name if head.name == head.path else head.name for head in runtime.heads]
-    return labelled_drafters(runtime.draft.name if runtime.draft is not None else None, heads)
+    return [Path(head.path).name if head.name == head.path else head.name for head in runtime.heads]
 
 
 def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str, str]]:
@@ -83,21 +78,9 @@ def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str
     return ([("Draft model", draft)] if draft else []) + [("Head", head) for head in heads]
 
 
-def sources_text(drafters: str) -> str:
-    """Describe where the tokens of drafters such as `model+suffix` come from."""
-    labels = {each.name: each.label for each in methods()}
-    return " + ".join(dict.fromkeys(labels.get(name, name) for name in drafters.split("+")))
-
-
 def reason_text(method: MethodReport) -> str:
     """Return the reason for using this method, in the words of the chat."""
-    return plain_words(method.reason)
-
-
-def plain_words(text: str) -> str:
-    """Replace "draft" with "guess", and the names of drafters with descriptions."""
-    described = _DRAFTERS_IN_REASON.sub(lambda found: sources_text(found[0]), text)
-    return _DRAFT.sub(lambda found: _GUESS[found[1]], described)
+    return method.chat_reason or method.reason
 
 
 def speed_up_text(method: MethodReport) -> str:
@@ -142,7 +125,7 @@ def exactness_text(exactness: Exactness) -> str:
     speed = exactness.expected_speed
     if not exactness.bits:
         if not speed:
-            return exactness.reason.removeprefix("replies ")
+            return exactness.outcome
         cost = f", but takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
         return f"can differ from plain decoding by rounding; --exact prevents that{cost}"
     if not limits_speed(exactness):
@@ -171,20 +154,15 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     rows = [("Model", facts_line(target))]
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
-    elif (
-        not runtime.heads
-        and method.requested == "auto"
-        and sources_text(method.effective) == sources_text("suffix")
-    ):
-        rows.append(("Draft model", f"none: {plain_words(method.reason)}"))
-    heads = [each for each in drafter_names(runtime) if each[0] == "Head"]
-    rows += [*heads, ("Speed-up", speed_up_text(method))]
+    elif not runtime.heads and method.requested == "auto" and _only_looks_up(method.effective):
+        rows.append(("Draft model", f"none: {reason_text(method)}"))
+    rows += [*labelled_drafters(None, _head_names(runtime)), ("Speed-up", speed_up_text(method))]
     if method.effective == "none":
         return rows
     guesser = "edgespec"
     if "model" in method.effective.split("+"):
         guesser = "The small draft model"
-    elif heads:
+    elif runtime.heads:
         guesser = "The head, a small network that was trained for this model,"
     exactness = target.exactness
     is_lossless = exactness is None or exactness.bits
@@ -202,6 +180,11 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
         else:
             explanation += f" edgespec still guesses, because you chose the method {method.requested}."
     return [*rows, ("", ""), ("", explanation)]
+
+
+def _only_looks_up(drafters: str) -> bool:
+    """Return whether drafters such as `suffix` use no model or head. False for `none`."""
+    return {*drafters.split("+")} <= {each.name for each in methods() if not each.runs_model}
 
 
 def was_cpu_busy(stats: Stats) -> bool:
@@ -267,7 +250,7 @@ def show_rows(
         rows.append(("reason", reason_text(method)))
     if runtime.draft is not None:
         rows.append(("draft model", facts_line(runtime.draft)))
-    rows += [("head", name) for label, name in drafter_names(runtime) if label == "Head"]
+    rows += [("head", name) for name in _head_names(runtime)]
     if exactness := exactness_for(runtime, chat.settings):
         rows.append(("replies", exactness_text(exactness)))
     rows += [

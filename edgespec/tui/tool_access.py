@@ -5,6 +5,7 @@ The full-screen chat and the plain chat share these rules.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -32,6 +33,8 @@ __all__ = [
     "add_result",
     "call_rounds",
     "no_servers_text",
+    "readable_arguments",
+    "saved_result",
     "server_state",
     "unanswered_calls",
 ]
@@ -48,11 +51,13 @@ _MAX_RESULT_CHARACTERS = 32_000
 # Maximum length of the arguments of a call. The user must be able to read them before allowing the call, and
 # the screen takes seconds to show more.
 _MAX_ARGUMENT_CHARACTERS = 100_000
-REFUSED = ToolResult.failure("The user does not allow this call.")
-STOPPED = ToolResult.failure("The user stopped the reply before this call was made.")
-INTERRUPTED = ToolResult.failure("The user stopped this call.")
+REFUSED = ToolResult.failure("The user does not allow this call.", veto="refused")
+STOPPED = ToolResult.failure("The user stopped the reply before this call was made.", veto="stopped")
+INTERRUPTED = ToolResult.failure("The user stopped this call.", veto="stopped")
 TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed per message.")
 """The results of calls that are not made, or not to their end."""
+
+_VETOES = {each.text: each for each in (REFUSED, STOPPED, INTERRUPTED)}
 
 
 class AllowedCall(NamedTuple):
@@ -207,6 +212,11 @@ def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_token
     return result
 
 
+def saved_result(text: str) -> ToolResult:
+    """Return a call's result from a saved chat. The file contains only the text that `add_result` added."""
+    return _VETOES.get(text) or ToolResult.saved(text)
+
+
 def server_state(server: ServerConnection) -> str:
     """Return whether a server is running, and if not, why."""
     if server.starting:
@@ -219,6 +229,15 @@ def server_state(server: ServerConnection) -> str:
     if server.tools:
         return f"ended: {server.problem.rstrip('.')}. The next call starts it again"
     return f"not running: {server.problem}"
+
+
+def readable_arguments(arguments: str) -> str:
+    """Return the arguments of a call as indented JSON in which control characters are escaped."""
+    try:
+        text = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
+    except (ValueError, RecursionError):
+        text = arguments
+    return visible(text)
 
 
 def no_servers_text() -> str:

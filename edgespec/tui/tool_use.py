@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.tools.result import ToolResult
 from edgespec.tools.tool import Tool
 from edgespec.tools.toolbox import Toolbox
+from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
@@ -30,18 +30,30 @@ from edgespec.tui.tool_access import (
 )
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 
-if TYPE_CHECKING:
-    from edgespec.tui.turns import TurnScreen
-
 __all__ = ["ToolUse"]
 
 
 class ToolUse(ToolAccess):
-    """Tool use in the full-screen chat."""
+    """Tool use in the full-screen chat.
 
-    def __init__(self, screen: TurnScreen) -> None:
+    Args:
+        screen: Shows the calls and asks the user.
+        save: Saves the chat.
+        after_calls: Called after the calls of a reply, with whether the user stopped them. Lets the model
+            continue.
+    """
+
+    def __init__(
+        self,
+        screen: ChatView,
+        *,
+        save: Callable[[], Awaitable[object]],
+        after_calls: Callable[[bool], Awaitable[None]],
+    ) -> None:
         super().__init__()
         self._screen = screen
+        self._save = save
+        self._after_calls = after_calls
         self._stop = asyncio.Event()
         self._dialog: ApprovalScreen | None = None
 
@@ -103,9 +115,9 @@ class ToolUse(ToolAccess):
                 await screen.transcript.add(widget)
                 result = TOO_MANY if too_many else await self._make_call(call)
                 widget.finish(self._add_result(chat, call, result))
-                await screen.save()
+                await self._save()
             chat.unfinished = False
-            await screen.save()
+            await self._save()
             if too_many:
                 await screen.transcript.note(
                     f"Stopped after {MAX_ROUNDS} rounds of tool calls. Type /continue to ask for an answer."
@@ -113,7 +125,7 @@ class ToolUse(ToolAccess):
         finally:
             # Start the next reply without an `await` in between, so that nothing else sees the chat as free.
             screen.calling_tools = False
-        await screen.after_calls(stopped=self._stop.is_set() or too_many)
+        await self._after_calls(self._stop.is_set() or too_many)
 
     async def answer_pending(self, chat: OpenChat) -> None:
         """Add a result to each call that was not run, because chat templates expect one for every call."""

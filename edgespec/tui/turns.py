@@ -49,7 +49,7 @@ class TurnScreen(ChatView):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.tool_use = ToolUse(self)
+        self.tool_use = ToolUse(self, save=self.save, after_calls=self._after_calls)
 
     def on_mount(self) -> None:
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
@@ -300,12 +300,12 @@ class TurnScreen(ChatView):
             )
         self._is_cpu_busy = was_cpu_busy(ended.stats)
 
-    async def after_calls(self, *, stopped: bool) -> None:
+    async def _after_calls(self, is_stopped: bool) -> None:
         """Let the model continue after its tool calls, unless the user stopped them."""
         if self._after_reply is not None:
             action, self._after_reply = self._after_reply, None
             await action()
-        elif not (stopped or self._leaving):
+        elif not (is_stopped or self._leaving):
             place = self.current_chat.last_place("tool")
             assert place is not None
             await self.take_turn(self.current_chat.continue_reply(place))
@@ -313,10 +313,21 @@ class TurnScreen(ChatView):
 
     def _give_back_text(self, turn: RunningTurn) -> None:
         """Put a message that got no reply back into the input, so that the user can resend it."""
-        if turn.sent and not self.prompt.text:
-            self.editing = turn.edited
+        if turn.sent and self.give_back(turn.sent, turn.edited):
             self._unsent = ""
-            self.prompt.replace_text(turn.sent)
+
+    def give_back(self, text: str, editing: int | None = None) -> bool:
+        """Put rejected text back into the input box, unless the user has typed something meanwhile.
+
+        Args:
+            text: The text.
+            editing: Index of the message that the user was editing, or None if the text is a new message.
+        """
+        if self.prompt.text:
+            return False
+        self.editing = editing
+        self.prompt.replace_text(text)
+        return True
 
     def leave_edit(self) -> None:
         """Stop editing a message and restore the previous input text."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
 from edgespec.options.default_model import is_demo
+from edgespec.options.methods import sources_text
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.settings import default_sampling
 from edgespec.tui.texts import (
@@ -20,7 +21,6 @@ from edgespec.tui.texts import (
     limits_speed,
     reason_text,
     sentences,
-    sources_text,
 )
 
 if TYPE_CHECKING:

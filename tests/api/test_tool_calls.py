@@ -176,6 +176,28 @@ def test_text_around_calls_is_the_answer(runtime: Runtime) -> None:
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [("now", '{"zone": "UTC"}')] * 2
 
 
+LISTED = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
+
+
+@pytest.mark.parametrize(
+    "text", [f"{CALL}\n{CALL}", f"{CALL} Here it is.", f"<tool_call>\n{LISTED}\n</tool_call>"]
+)
+@pytest.mark.parametrize("method", ["none", "suffix", "model"])
+def test_a_reply_with_a_single_call_ends_after_it(runtime: Runtime, method: str, text: str) -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    options = {**forced(runtime, f"I will look.\n{text}"), "method": method}
+    stream = runtime.stream_messages(MESSAGES, tools=TOOLS, tool_choice=choice, **options)
+    chunks = list(stream)
+    deltas = [chunk.tool_call for chunk in chunks if chunk.tool_call]
+    assert stream.reply.tool_calls == collect_calls(deltas)
+    assert [call.name for call in stream.reply.tool_calls] == ["now"]
+    assert stream.reply.answer.strip() == "I will look."
+    assert "".join(chunk.text for chunk in chunks).strip() == "I will look."
+    if text != f"<tool_call>\n{LISTED}\n</tool_call>":
+        assert stream.reply.finish_reason == "stop"
+        assert stream.reply.stop_string == ""
+
+
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": ()}])
 def test_without_tools_there_are_no_calls(runtime: Runtime, options: dict[str, Any]) -> None:
     reply = runtime.reply(MESSAGES, **options, **forced(runtime, CALL))

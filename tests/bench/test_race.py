@@ -115,6 +115,7 @@ def test_without_accepted_tokens_a_race_claims_nothing(finished: Race) -> None:
     same = race_of(race, 0.01, 0.01)
     assert same.headline().startswith("model was no faster here: ")
     assert same.headline().endswith("accepted 0 of 12 drafted tokens, which was not enough to save time.")
+    assert same.chat_headline() == same.headline().replace("drafted", "guessed")
     faster = race_of(race, 0.01, 0.009)
     assert "so its higher speed comes from the machine" in faster.headline()
     assert not faster.is_faster
@@ -127,6 +128,8 @@ def test_without_drafts_only_the_machine_explains_a_difference(finished: Race) -
         headline = race_of(race, 0.01, seconds).headline()
         assert headline.startswith("model drafted nothing here, so only the machine explains a difference: ")
         assert headline.endswith(f"for this reason: {finished.other.reply.method.reason}.")
+        guess = race_of(race, 0.01, seconds).chat_headline()
+        assert guess.startswith("model guessed nothing here, so only the machine explains a difference: ")
 
 
 @pytest.mark.parametrize(("seconds", "exceeds"), [(0.0106, False), (0.02, True)])

@@ -14,7 +14,7 @@ from edgespec.cli import chat
 from edgespec.errors import ModelFileError
 from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.options.reply_options import REPLY_OPTIONS
-from edgespec.tui.chat_end import ChatEnd
+from edgespec.tui.ending import ChatEnd
 from tests.cli.conftest import Run, one_line_error
 
 

@@ -14,7 +14,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import OptionError
 from edgespec.store.catalogue import models_folder
 from edgespec.system.stdio import check_utf8, decode_input, is_ascii
-from edgespec.tui.plain_streams import ends_block
+from edgespec.tui.quotes import ends_block
 from tests.cli.conftest import Run, Start, one_line_error
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locales of bytes")

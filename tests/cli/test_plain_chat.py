@@ -52,6 +52,20 @@ def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature:
     assert len(list((tmp_path / "data").rglob("chats/*.json"))) == 1
 
 
+def test_an_unsaved_chat_is_reported_once_and_at_the_end(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "chats").write_text("")  # a file in place of the folder
+    process = start(
+        *("chat", "--threads", "1", "-n", "4"),
+        stdin=subprocess.PIPE,
+        env={"EDGESPEC_DATA_DIR": str(tmp_path)},
+    )
+    _, errors = process.communicate(f"{QUESTION}\n{QUESTION}\n".encode(), timeout=120)
+    assert process.returncode == 1
+    *before, last = errors.decode().strip().splitlines()
+    assert len([line for line in before if line.startswith("Cannot save the chat to")]) == 1
+    assert f"the chat {QUESTION!r} was not saved: cannot save the chat to" in last
+
+
 def test_on_a_terminal_it_suggests_models_of_the_users_own(start: Start, tmp_path: Path) -> None:
     controller, terminal = os.openpty()
     process = start(

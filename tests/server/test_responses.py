@@ -134,7 +134,7 @@ def test_a_request_as_codex_sends_it(http: httpx.Client) -> None:
     last = json.loads(reply.text.rstrip().rpartition("data: ")[2])
     assert (last["type"], last["response"]["status"]) == ("response.completed", "completed")
     assert last["response"]["edgespec"]["ignored_fields"] == [
-        "prompt_cache_key", "client_metadata", "parallel_tool_calls", "text.verbosity", "reasoning",
+        "prompt_cache_key", "client_metadata", "text.verbosity", "reasoning",
         "tools.1", "tools.2", "include.0",
     ]  # fmt: skip
 

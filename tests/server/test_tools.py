@@ -133,6 +133,43 @@ def test_a_reply_cut_within_a_marker_shows_no_part_of_it(
         assert visible_text(api, response) in ("", "<"), cut
 
 
+SINGLE = {"type": "auto", "disable_parallel_tool_use": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt", "single"),
+    [
+        ("/v1/chat/completions", "messages", {"parallel_tool_calls": False}),
+        ("/v1/responses", "input", {"parallel_tool_calls": False}),
+        ("/v1/messages", "messages", {"tool_choice": SINGLE}),
+        ("/api/chat", "messages", {"tool_choice": SINGLE, "options": {"temperature": 0}}),
+    ],
+)
+def test_a_client_can_ask_for_a_single_call(
+    http: httpx.Client, path: str, prompt: str, single: dict[str, Any], *, stream: bool
+) -> None:
+    body = {
+        **DRAFTED,
+        "regex": re.escape(f"{CALL}\n{CALL}"),
+        "temperature": 0,
+        "tools": TOOLS,
+        "max_tokens": 150,
+    }
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+
+    def calls(**changes: Any) -> int:
+        reply = http.post(path, json={**body, prompt: MESSAGES, "stream": stream, **changes})
+        assert reply.status_code == 200, reply.text
+        # The Responses API names the tools in its reply, too, and repeats the whole reply in its last event.
+        mark = r'"type": ?"function_call"' if path == "/v1/responses" else r'"name": ?"list_files"'
+        return len(re.findall(mark, reply.text.rpartition("response.completed")[2]))
+
+    assert calls(**single) == 1
+    assert calls() == 2
+
+
 @pytest.mark.parametrize("function_call", [{"name": "list_files"}, "auto", "none", None])
 def test_the_older_form_of_tools(client: openai.OpenAI, function_call: Any) -> None:
     """LangChain 0.0 and AutoGen 0.2 send `functions`, and read `function_call` in the reply."""

@@ -151,7 +151,7 @@ async def test_a_deletion_is_final_when_its_time_is_over(
 ) -> None:
     deleted: list[str] = []
     monkeypatch.setattr(saved_data, "delete_data", deleted.append)
-    monkeypatch.setattr("edgespec.tui.chat_list.UNDO_SECONDS", 0.5)
+    monkeypatch.setattr("edgespec.tui.saved_chats.UNDO_SECONDS", 0.5)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first")
         await d.press("f2", "delete")

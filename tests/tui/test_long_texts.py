@@ -13,7 +13,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.app import ChatApp
 from edgespec.tui.widgets import long_texts
 from edgespec.tui.widgets.long_texts import drawing_seconds, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.messages import ReplyMessage
@@ -66,8 +66,9 @@ async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
 ) -> None:
     copied: list[str] = []
 
-    async def copy(_screen: ChatScreen, text: str, _name: str) -> None:
+    async def copy(_app: ChatApp, text: str, name: str) -> str:
         copied.append(text)
+        return f"Copied the {name}."
 
     monkeypatch.setattr("edgespec.tui.screen_commands.copy_text", copy)
     text = "word " * 600_000 + "end"

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec import Exactness
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.texts import plain_words, sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
+from edgespec.tui.texts import sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
 from edgespec.tui.why import why_text
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.status import StatusLine
@@ -82,30 +82,12 @@ async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
         assert " speed-up 1.6x " in " ".join(d.screen_text())
 
 
-@pytest.mark.parametrize(
-    ("reason", "shown"),
-    [
-        (
-            "drafting has not saved time lately; model+suffix is retried occasionally",
-            "guessing has not saved time lately; draft model + repeated text is retried occasionally",
-        ),
-        (
-            "model found no draft likely to save time, in 3 tries",
-            "draft model found no guess likely to save time, in 3 tries",
-        ),
-    ],
-)
-def test_the_reason_describes_the_drafters(reason: str, shown: str) -> None:
-    off = replace(SMALL, reason=reason)
-    assert speed_up_text(off) == f"off for now: {shown}"
-
-
 @pytest.mark.parametrize("width", [24, 36, 60])
 def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int) -> None:
     text = details_content(
         made_up_stats(9), width, method=SMALL, reply=None, rates=[], memory_bytes=1, loss_limits=LIMITS
     ).plain
-    assert f"Off for now: {plain_words(SMALL.reason)}" in text
+    assert f"Off for now: {SMALL.reason}" in text
     assert text.index("Speed-up") < text.index("This reply")
     worst = " ".join(text[text.index("Worst-case slowdown") :].split())
     assert worst.startswith(f"Worst-case slowdown 9% {WHY} ")
@@ -116,7 +98,13 @@ def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int)
 def test_speed_up_text_contains_the_speed_up_or_a_measured_loss() -> None:
     assert speed_up_text(LIVE) == "1.6x as fast, automatic (draft model + repeated text)"
     assert speed_up_text(replace(LIVE, requested="none", effective="none")) == "off"
-    slow = replace(SMALL, reason="drafting does not save time", gain=-0.13, gain_uncertainty=0.03)
+    slow = replace(
+        SMALL,
+        reason="drafting does not save time",
+        chat_reason="guessing does not save time",
+        gain=-0.13,
+        gain_uncertainty=0.03,
+    )
     assert speed_up_text(slow) == (
         "off for now: guessing does not save time; trying it made this reply 13% ± 3% slower"
     )
@@ -130,13 +118,6 @@ def test_peak_memory_is_never_below_current_memory() -> None:
     assert text.split("Memory")[1].count("200 MiB") == 2
 
 
-def test_options_in_a_reason_keep_their_names() -> None:
-    assert (
-        plain_words("drafting is slow; choose one with --draft")
-        == "guessing is slow; choose one with --draft"
-    )
-
-
 def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
     assert (
         sentences("x.html is not JSON", "choose another file") == "x.html is not JSON. Choose another file."
@@ -145,17 +126,8 @@ def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
     assert sentences("the file is gone") == "The file is gone."
 
 
-def test_no_form_of_draft_is_left_on_the_screen() -> None:
-    said = "No drafted tokens of auto were accepted. It drafts, and a draft that drafting finds is drafted."
-    told = plain_words(said)
-    assert (
-        told
-        == "No guessed tokens of auto were accepted. It guesses, and a guess that guessing finds is guessed."
-    )
-
-
-BITS = Exactness("auto", True, "replies are identical to plain decoding", (1, 2, 3), 1.0)
-ROUNDING = Exactness("auto", False, "replies can differ from plain decoding by rounding", (), 0.8)
+BITS = Exactness("auto", True, "are identical to plain decoding", (1, 2, 3), 1.0)
+ROUNDING = Exactness("auto", False, "can differ from plain decoding by rounding", (), 0.8)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +138,7 @@ ROUNDING = Exactness("auto", False, "replies can differ from plain decoding by r
         (replace(BITS, widths=(1,)), ["identical to plain decoding", "--exactness off"], []),
         (ROUNDING, ["can differ from plain decoding by rounding", "--exact ", "25%"], ["identical"]),
         (
-            Exactness("off", False, f"{ROUNDING.reason}, because exactness is off"),
+            Exactness("off", False, f"{ROUNDING.outcome}, because exactness is off"),
             ["can differ from plain decoding by rounding", "exactness is off"],
             ["identical", "%"],
         ),
@@ -192,7 +164,7 @@ def test_the_chat_says_whether_replies_are_identical(
     assert ("--exactness off" in why) == (exactness.bits and exactness != BITS)
 
 
-@pytest.mark.parametrize("exactness", [BITS, ROUNDING, Exactness("off", False, "exactness is off")])
+@pytest.mark.parametrize("exactness", [BITS, ROUNDING, Exactness("off", False, "can differ by rounding")])
 async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
     exactness: Exactness, tmp_path: Path
 ) -> None:

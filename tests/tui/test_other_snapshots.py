@@ -20,8 +20,9 @@ from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
 from edgespec.tools.tool import Tool
+from edgespec.tui.race import RaceProgress
 from edgespec.tui.screens.approval import ApprovalScreen
-from edgespec.tui.screens.race import RaceProgress, RaceScreen
+from edgespec.tui.screens.race import RaceScreen
 from tests.cases import first
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, loading, made_up_stats

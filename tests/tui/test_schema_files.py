@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import OptionError
-from edgespec.options.reply_option_kinds import TextFile
+from edgespec.options.option_kinds import TextFile
 from edgespec.tui.settings import read_schema
 
 

@@ -13,6 +13,7 @@ from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.tui import selection
 from edgespec.tui.screens.help import HelpScreen
+from edgespec.tui.widgets.message_widget import MESSAGE_KEYS, message_key_hint
 from edgespec.tui.widgets.status import StatusLine
 from edgespec.tui.worker import Load
 from tests.cases import first
@@ -86,7 +87,11 @@ async def test_the_hint_lists_the_keys_only_while_a_message_is_selected(tmp_path
 
 def test_the_hint_fits_any_width() -> None:
     for width in range(8, 100):
-        assert len(selection.hint(width, versions=True, fold="Enter unfold")) <= width
+        assert len(message_key_hint(width, versions=True, fold="Enter unfold")) <= width
+
+
+def test_every_key_for_the_selected_message_has_an_action() -> None:
+    assert {each.action for each in MESSAGE_KEYS} == selection.ACTIONS.keys()
 
 
 async def test_letters_are_typed_unless_a_message_is_selected(tmp_path: Path) -> None:

@@ -23,9 +23,7 @@ def test_the_first_screen_suggests_a_model_that_fits() -> None:
 
 
 def test_suggestions_do_not_hide_that_rounding_can_change_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    exactness = edgespec.Exactness(
-        "auto", False, "replies can differ from plain decoding by rounding", (), 0.8
-    )
+    exactness = edgespec.Exactness("auto", False, "can differ from plain decoding by rounding", (), 0.8)
     with edgespec.load("demo", threads=1, memory="12GiB", measure_costs=False) as runtime:
         facts = replace(runtime.target, exactness=exactness)
         monkeypatch.setattr(edgespec.Runtime, "target", facts)

@@ -15,7 +15,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
-from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.app import ChatApp
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.worker import Load
@@ -96,8 +96,9 @@ async def test_enter_unfolds_the_reasoning_of_the_selected_reply(tmp_path: Path)
 async def test_copying_takes_the_answer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
 
-    async def copy(_screen: ChatScreen, text: str, _name: str) -> None:
+    async def copy(_app: ChatApp, text: str, name: str) -> str:
         copied.append(text)
+        return f"Copied the {name}."
 
     monkeypatch.setattr("edgespec.tui.screen_commands.copy_text", copy)
     async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from edgespec.errors import OptionError
 from edgespec.loading.speed_prediction import SpeedPrediction
 from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.options.reply_options import REPLY_OPTIONS
+from edgespec.store.catalogue import load_catalogue
 from edgespec.system.files import format_bytes
 from edgespec.tui import numbers
 from edgespec.tui.commands import table
@@ -297,3 +299,23 @@ def test_a_speed_from_a_busy_machine_is_marked_in_the_list_of_models(is_disturbe
     details = details_text(model, None, is_used=False, plan=None, drafters=None, is_downloading=False).plain
     assert ("20 tok/s?" in row) == ("other programs were busy" in details) == is_disturbed
     assert "?" not in details
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_the_licence_of_a_gated_model_must_be_accepted_first(is_gated: bool) -> None:
+    entry = replace(load_catalogue().entries[0], gguf_repository="some/model", is_gated=is_gated)
+    model = edgespec.AvailableModel(
+        reference="hf:some/model",
+        place="search",
+        parameters=10**9,
+        size_bytes=10**9,
+        draft="",
+        download_bytes=10**9,
+        needed_bytes=10**9,
+        fits=True,
+        speed=None,
+        entry=entry,
+    )
+    details = details_text(model, None, is_used=False, plan=None, drafters=None, is_downloading=False).plain
+    terms = " First, its licence must be accepted at huggingface.co/some/model."
+    assert (f"in the background.{terms}" in details) == is_gated

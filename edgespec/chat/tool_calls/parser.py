@@ -31,12 +31,14 @@ class CallSyntax:
         schemas: The JSON schema of each tool's parameters, keyed by tool name.
         id_prefix: Prefix of the call ids. It must differ between replies.
         calls_or_answer: See `ToolCallParser`.
+        single: Whether the reply ends after its first call.
     """
 
     form: CallForm
     schemas: Mapping[str, Mapping[str, Any]]
     id_prefix: str
     calls_or_answer: bool = False
+    single: bool = False
 
     def parser(self) -> ToolCallParser:
         """Return a parser for the reply."""
@@ -66,6 +68,10 @@ class ToolCallParser:
         new_id: Returns the id of the call with the given index.
         calls_or_answer: Whether the reply consists either of calls to known tools or of an answer without
             calls, such as JSON, in which text that looks like a call is not one.
+
+    Attributes:
+        after_call: Number of characters that follow the first call, or the first list of calls in models that
+            write lists. None until that call is complete, which only the next character may show.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class ToolCallParser:
         calls_or_answer: bool = False,
     ) -> None:
         self._form = form
+        self.after_call: int | None = None
         # Whether an answer without calls is possible, and whether it has begun.
         self._calls_or_answer, self._is_answer = calls_or_answer, False
         self._reader = TextReader()
@@ -148,6 +155,8 @@ class ToolCallParser:
                 writer.end()
                 return
             if is_call and writer.used:
+                if self.after_call is None:
+                    self.after_call = len(reader.text) - reader.at
                 yield from reader.space()
                 self._starts_bare = self._form.starts_bare
             else:

@@ -35,12 +35,14 @@ class ToolSet:
         schemas: The JSON schema of each tool's parameters, keyed by tool name.
         required: Names of the tools of which the reply must call one. Empty if the model decides.
         strict: Whether any tool requires that all arguments match its schema.
+        single: Whether the reply ends after its first call.
     """
 
     definitions: Definitions = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     strict: bool = False
+    single: bool = False
 
 
 def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto") -> ToolSet:
@@ -81,6 +83,7 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
         schemas=schemas,
         required=required,
         strict=any(function.get("strict") is True for function in functions),
+        single=chosen.single,
     )
 
 

@@ -7,13 +7,13 @@ one entry in a table of this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from edgespec.errors import OptionError
 from edgespec.options.schemas.spellings import tidy_schema
 
-__all__ = ["CHOICE_HINT", "ReadChoice", "ToolChoice", "functions_in", "read_choice"]
+__all__ = ["CHOICE_HINT", "ReadChoice", "ToolChoice", "functions_in", "read_choice", "single_call"]
 
 ToolChoice: TypeAlias = "str | Mapping[str, Any] | None"
 """Whether the model must call a tool: `auto` lets it decide, `none` offers no tools, `required` makes it call
@@ -105,10 +105,12 @@ class ReadChoice:
     Attributes:
         mode: `auto` lets the model decide, `none` offers no tools, `required` makes it call one.
         names: The only tools that the model may call. None if it may call all of them.
+        single: Whether a reply may contain at most one call.
     """
 
     mode: Literal["auto", "none", "required"]
     names: tuple[str, ...] | None = None
+    single: bool = False
 
 
 _MODES: dict[str, Literal["auto", "none", "required"]] = {
@@ -123,12 +125,25 @@ def read_choice(choice: ToolChoice, known: Sequence[str] = ()) -> ReadChoice:
     """Interpret a tool choice.
 
     Args:
-        choice: The tool choice, in the format of any API.
+        choice: The tool choice, in the format of any API. Anthropic's `disable_parallel_tool_use` works
+            in every format that is an object.
         known: The names of the tools, each of which is a valid choice.
 
     Raises:
         OptionError: The choice is in an unknown format.
     """
+    single = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True
+    return replace(_read_choice(choice, known), single=single)
+
+
+def single_call(choice: ToolChoice, known: Sequence[str]) -> ToolChoice:
+    """Return a tool choice that allows the same tools, but at most one call. See `read_choice`."""
+    if isinstance(choice, str):
+        choice = {"type": "tool", "name": choice} if choice in known else {"type": choice}
+    return {**(choice or {"type": "auto"}), "disable_parallel_tool_use": True}
+
+
+def _read_choice(choice: ToolChoice, known: Sequence[str]) -> ReadChoice:
     if choice is None:
         return ReadChoice("auto")
     if isinstance(choice, str) and choice in known and choice not in _MODES:

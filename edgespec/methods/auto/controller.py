@@ -341,6 +341,20 @@ class AutoController(Drafter):
         speed_up = loss_tracker.speed_up(step_seconds)
         shortest_loss = min(each.loss_seconds(1, each.level_seconds) for each in self._worst_cases.values())
         drafts_often = loss_tracker.draft_rounds * _TOKENS_PER_RETRY >= loss_tracker.tokens
+        status = DraftingStatus(
+            name=self.name,
+            is_drafting=self._is_drafting,
+            is_faster=loss_tracker.credit_seconds > 0.0,
+            tokens=loss_tracker.tokens,
+            has_drafted=bool(self._contributors),
+            asked_rounds=self._asked_rounds,
+            unaffordable_rounds=self._unaffordable_rounds,
+            draft_cost_steps=shortest_loss / step_seconds,
+            allowance_steps=self.allowance_seconds / step_seconds,
+            round_gain_steps=self._backoff.gain,
+            target_step_seconds=step_seconds,
+            replies=self._now.replies,
+        )
         return ControllerReport(
             step_seconds,
             loss_tracker.credit_seconds,
@@ -348,20 +362,8 @@ class AutoController(Drafter):
             speed_up if loss_tracker.tokens >= _MIN_COMPARED_TOKENS else None,
             speed_up * self.costs.uncertainty,
             tuple(self._contributors) if loss_tracker.credit_seconds > 0.0 or drafts_often else (),
-            DraftingStatus(
-                name=self.name,
-                is_drafting=self._is_drafting,
-                is_faster=loss_tracker.credit_seconds > 0.0,
-                tokens=loss_tracker.tokens,
-                has_drafted=bool(self._contributors),
-                asked_rounds=self._asked_rounds,
-                unaffordable_rounds=self._unaffordable_rounds,
-                draft_cost_steps=shortest_loss / step_seconds,
-                allowance_steps=self.allowance_seconds / step_seconds,
-                round_gain_steps=self._backoff.gain,
-                target_step_seconds=step_seconds,
-                replies=self._now.replies,
-            ).reason,
+            status.reason,
+            status.chat_reason,
         )
 
     def note(self) -> str:

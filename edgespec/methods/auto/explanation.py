@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edgespec.options.wording import CHAT, TERMS, Wording
+
 __all__ = ["ControllerReport", "DraftingStatus"]
 
 # If a single-token target pass takes less time than this, drafting costs more time than it can save.
 _FAST_TARGET_SECONDS = 0.003
-_MEASURING = "measuring how long one token takes without drafting"
 
 
 class ControllerReport(NamedTuple):
@@ -22,6 +23,7 @@ class ControllerReport(NamedTuple):
         uncertainty: Standard error of `speed_up`.
         drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
         reason: A clause that says why drafts are used or not.
+        chat_reason: The same clause in the chat's simpler terms.
     """
 
     target_step_seconds: float
@@ -31,6 +33,7 @@ class ControllerReport(NamedTuple):
     uncertainty: float
     drafters: tuple[str, ...]
     reason: str
+    chat_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +70,42 @@ class DraftingStatus:
     @property
     def reason(self) -> str:
         """Why drafts are or are not used, in fewer than 100 characters."""
-        return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
+        return self._explained(TERMS)
 
     @property
-    def _reason(self) -> str:
+    def chat_reason(self) -> str:
+        """The same reason in the chat's simpler terms."""
+        return self._explained(CHAT)
+
+    def _explained(self, words: Wording) -> str:
+        return self._reason(words) + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
+
+    def _reason(self, words: Wording) -> str:
+        drafting, measuring = words.drafting, f"measuring how long one token takes without {words.drafting}"
         if self.is_drafting and self.has_drafted and self.is_faster:
-            return "drafting saves time here"
+            return f"{drafting} saves time here"
         if not self.tokens:
-            return _MEASURING
+            return measuring
         if self.target_step_seconds < _FAST_TARGET_SECONDS and not self.is_faster:
-            return "this model is so fast that drafting would cost more time than it saves"
+            return f"this model is so fast that {drafting} would cost more time than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
-                return "drafting has lost all the time that it may lose in a reply (--max-loss sets how much)"
+                what = drafting if self.has_drafted else f"preparing {words.drafts}"
+                return f"{what} has used all the time that a reply may lose (--max-loss sets how much)"
             cost, allowed = _token_times(self.draft_cost_steps), _token_times(self.allowance_steps)
-            return f"a wrong draft could cost {cost}, but --max-loss allows only {allowed}"
+            return f"a wrong {words.draft} could cost {cost}, but --max-loss allows only {allowed}"
         if self.is_drafting and self.has_drafted:
-            return "drafting is being tried and has not saved time so far"
+            return f"{drafting} is being tried and has not saved time so far"
         if self.has_drafted:
             when = "no longer saves time" if self.is_faster else "does not save time"
-            return f"drafting {when}: the last drafts lost {_token_times(-self.round_gain_steps)} each"
+            lost = _token_times(-self.round_gain_steps)
+            return f"{drafting} {when}: the last {words.drafts} lost {lost} each"
         if self.asked_rounds:
             tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
-            return f"{self.name} found no draft likely to save time, in {tries}"
+            return f"{words.sources(self.name)} found no {words.draft} likely to save time, in {tries}"
         if self.round_gain_steps >= 0.0:
-            return _MEASURING
-        return f"drafting has not saved time lately; {self.name} is retried occasionally"
+            return measuring
+        return f"{drafting} has not saved time lately; {words.sources(self.name)} is retried occasionally"
 
 
 def _token_times(steps: float) -> str:

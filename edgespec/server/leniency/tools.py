@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.tool_spellings import ToolChoice, functions_in, read_choice
+from edgespec.chat.tool_calls.tool_spellings import ToolChoice, functions_in, read_choice, single_call
 from edgespec.errors import OptionError
 from edgespec.server.errors import invalid_request
 from edgespec.server.leniency.content import plain_message
@@ -84,8 +84,16 @@ def skipped_tools(tools: Sequence[Any], place: str = "tools") -> list[str]:
     return skipped
 
 
-def checked_choice(choice: ToolChoice, offered: OfferedTools, tools: Sequence[Any]) -> ToolChoice:
+def checked_choice(
+    choice: ToolChoice, offered: OfferedTools, tools: Sequence[Any], *, parallel: bool | None = None
+) -> ToolChoice:
     """Validate and return a request's tool choice.
+
+    Args:
+        choice: The tool choice, in the format of any API.
+        offered: The tools that the model can call.
+        tools: All tools of the request.
+        parallel: OpenAI's `parallel_tool_calls`. False allows at most one call.
 
     Raises:
         ApiError: The choice is invalid, or it requires a call although all of the request's tools are
@@ -103,7 +111,7 @@ def checked_choice(choice: ToolChoice, offered: OfferedTools, tools: Sequence[An
             " not a function that your program runs; add a function, or set tool_choice to auto",
             param="tool_choice",
         )
-    return choice
+    return single_call(choice, known) if parallel is False else choice
 
 
 def needs_whole_calls(headers: Mapping[str, str]) -> bool:

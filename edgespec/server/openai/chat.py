@@ -126,7 +126,9 @@ class ChatRequest(ReasoningFields, ChoiceFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Like max_tokens."
     )
-    parallel_tool_calls: Ignored
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: the reply ends after its first call."
+    )
     prediction: Ignored
     verbosity: Ignored
 
@@ -223,7 +225,9 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
         more["max_tokens"] = body.max_completion_tokens
     tools, choice = modern_tools(body.tools or (), body.tool_choice, body.functions or (), body.function_call)
     offered = offered_tools(tools)
-    choice = checked_choice(choice, offered, tools)
+    # A message in the older form has room for one call only.
+    parallel = False if body.functions else body.parallel_tool_calls
+    choice = checked_choice(choice, offered, tools, parallel=parallel)
     prompt = chat_prompt(body.messages, offered.definitions, choice, system=body.system)
     return [
         ReplyRequest(prompt, {**body.reasoning_options(), **options, **more})

@@ -146,7 +146,9 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     )
     client_metadata: Ignored
     max_tool_calls: Ignored
-    parallel_tool_calls: Ignored
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: the reply ends after its first call."
+    )
     prompt_cache_options: Ignored
     truncation: Ignored
 
@@ -240,7 +242,7 @@ class ResponseBuilder:
             "instructions": body.instructions,
             "tools": body.tools or [],
             "tool_choice": body.tool_choice or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "output": [],
             "error": None,
             "incomplete_details": None,
@@ -429,7 +431,7 @@ def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: Sto
                 _add_part(messages, place, known, goes_on=index > 0 and body.input[index - 1].form == "part")
             else:
                 _add(messages, place, known, offered)
-    choice = checked_choice(body.tool_choice, offered, body.tools or ())
+    choice = checked_choice(body.tool_choice, offered, body.tools or (), parallel=body.parallel_tool_calls)
     return ChatPrompt.from_messages(messages, offered.definitions, choice)
 
 

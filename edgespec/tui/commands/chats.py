@@ -22,10 +22,10 @@ from edgespec.tui.commands.results import (
     Problem,
     Result,
     Text,
-    unquoted,
 )
 from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.quotes import unquoted
 
 if TYPE_CHECKING:
     from edgespec.tui.archive import Archive

@@ -38,7 +38,6 @@ __all__ = [
     "Table",
     "Text",
     "all_of",
-    "unquoted",
 ]
 
 
@@ -247,11 +246,3 @@ class Command:
     def usage(self) -> str:
         """The command as typed, with its arguments."""
         return f"/{self.name} {self.arguments}".rstrip()
-
-
-def unquoted(text: str) -> str:
-    """Return the text without surrounding quotes, which some users write around values."""
-    for quotes in ('"""', '"', "'"):
-        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
-            return text[len(quotes) : -len(quotes)].strip()
-    return text

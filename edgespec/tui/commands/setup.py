@@ -11,9 +11,10 @@ from edgespec.errors import EdgespecError, ModelNotFoundError, NotDownloadedErro
 from edgespec.system.files import format_bytes
 from edgespec.tools.tool import visible
 from edgespec.tui.commands.information import show
-from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Result, Text, unquoted
+from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Result, Text
 from edgespec.tui.model_texts import is_match, speed_text
 from edgespec.tui.numbers import count
+from edgespec.tui.quotes import unquoted
 from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from time import monotonic
 from typing import ClassVar
 
@@ -14,10 +13,10 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-from edgespec.tools.tool import Tool, visible
-from edgespec.tui.tool_access import CallDecision
+from edgespec.tools.tool import Tool
+from edgespec.tui.tool_access import CallDecision, readable_arguments
 
-__all__ = ["ApprovalScreen", "readable_arguments"]
+__all__ = ["ApprovalScreen"]
 
 # Seconds without typing after which the dialog accepts keys. The dialog can open while the user is typing, so
 # it ignores all keys until then.
@@ -108,12 +107,3 @@ class ApprovalScreen(ModalScreen[CallDecision]):
         if not self._decided:
             self._decided = True
             self.dismiss(decision)
-
-
-def readable_arguments(arguments: str) -> str:
-    """Return the arguments of a call as indented JSON in which control characters are escaped."""
-    try:
-        text = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
-    except (ValueError, RecursionError):
-        text = arguments
-    return visible(text)

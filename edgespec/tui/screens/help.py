@@ -12,7 +12,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from edgespec.tui.commands import table
-from edgespec.tui.selection import ACTIONS
+from edgespec.tui.widgets.message_widget import MESSAGE_KEYS
 from edgespec.tui.widgets.pairs import Pairs
 
 __all__ = ["MOST_USED", "OTHER_KEYS", "HelpScreen", "sections"]
@@ -32,8 +32,8 @@ _OTHER_KEYS = (
     ("Tab", "complete a command or a path"),
     ("Page Up, Page Down", "scroll the chat"),
 )
-_MESSAGE_KEYS = (
-    *((each.key.title() if len(each.key) > 1 else each.key, each.help) for each in ACTIONS),
+_SELECTION_KEYS = (
+    *((each.key.title() if len(each.key) > 1 else each.key, each.help) for each in MESSAGE_KEYS),
     ("Enter", "expand or collapse its reasoning or a tool call"),
     ("Esc", "return to the input"),
 )
@@ -50,7 +50,7 @@ def sections(bindings: Sequence[BindingType]) -> list[tuple[str, list[tuple[str,
         ("Most used", [*_MOST_USED, *_described(bindings, MOST_USED)]),
         ("Commands", commands),
         ("Other keys", [*_OTHER_KEYS, *_described(bindings, OTHER_KEYS)]),
-        ("Keys for the selected message", [*_MESSAGE_KEYS]),
+        ("Keys for the selected message", [*_SELECTION_KEYS]),
     ]
 
 

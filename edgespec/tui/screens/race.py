@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import groupby
 from time import monotonic
 from typing import ClassVar
@@ -19,9 +18,10 @@ from textual.widgets import Static
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import CancelledError
 from edgespec.tui.numbers import bar, count, rate
-from edgespec.tui.texts import error_text, plain_words
+from edgespec.tui.race import RaceProgress
+from edgespec.tui.texts import error_text
 
-__all__ = ["RaceProgress", "RaceScreen"]
+__all__ = ["RaceScreen"]
 
 _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
@@ -29,14 +29,6 @@ _BAR_CELLS = 24
 # the reply needs.
 _MIN_LONG_HEADING = 34
 _REMEMBERED = "auto can also guess from earlier replies, so a second race with the same message is faster."
-
-
-@dataclass(slots=True)
-class RaceProgress:
-    """The progress of a race. The model thread writes it, and the screen reads it."""
-
-    description: str = "warming up"
-    fraction: float = 0.0
 
 
 class RaceScreen(ModalScreen[None]):
@@ -131,7 +123,7 @@ class RaceScreen(ModalScreen[None]):
         legend = (("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself")
         self._result.update(
             Content.assemble(
-                (plain_words(race.headline()), "bold" if race.is_faster else "bold $warning"),
+                (race.chat_headline(), "bold" if race.is_faster else "bold $warning"),
                 *(f"\n{remark}" for remark in remarks),
                 "\n",
                 *legend,

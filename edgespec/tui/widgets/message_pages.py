@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from textual.geometry import Size
 
 from edgespec.chat.message_tree import MessageTree
-from edgespec.tools.result import ToolResult
 from edgespec.tui.open_chat import ChatEntry, version_label
+from edgespec.tui.tool_access import saved_result
 from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import ReplyMessage, SystemMessage, UserMessage
@@ -74,7 +74,7 @@ def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWi
     elif entry.role == "tool":
         calls = (call for each in tree.path for call in tree.messages[each].message.tool_calls)
         call = next((call for call in calls if call.id == entry.message.tool_call_id), None)
-        widget = ToolCallMessage(call, ToolResult.saved(entry.content))
+        widget = ToolCallMessage(call, saved_result(entry.content))
     elif entry.role == "system":
         widget = SystemMessage(entry.content)
     else:

@@ -16,9 +16,9 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Static
 
+from edgespec.options.methods import sources_text
 from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
-from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.pairs import Pairs
@@ -32,7 +32,7 @@ __all__ = ["Panel", "ReplyMessage", "SystemMessage", "UserMessage", "Welcome"]
 
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
-_COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
+_COPY_REPLY = "type /copy to copy the last reply, or /copy chat to copy the whole chat"
 _LEGEND = Content.assemble(
     ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
 )

@@ -14,7 +14,7 @@ from textual.widgets import TextArea
 from edgespec.tui.commands.table import completion, typed_path
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
-from edgespec.tui.plain_streams import QUOTES, ends_block, unquoted
+from edgespec.tui.quotes import QUOTES, block_text, ends_block
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
@@ -117,7 +117,7 @@ class PromptInput(TextArea):
             self.action_new_line()
         elif event.key == "enter":
             # Clear the input before sending, so that keys pressed meanwhile start a new message.
-            text = unquoted(self.text.rstrip().split("\n")) if self.text.startswith(QUOTES) else self.text
+            text = block_text(self.text.rstrip().split("\n")) if self.text.startswith(QUOTES) else self.text
             self.clear()
             self.post_message(self.Sent(text))
         elif event.key == "tab" and self.text.startswith("/"):

@@ -8,11 +8,10 @@ from textual.widgets import Collapsible, Static
 from textual.widgets._collapsible import CollapsibleTitle
 
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.tools.result import ToolResult
+from edgespec.tools.result import ToolResult, Veto
 from edgespec.tools.tool import visible
 from edgespec.tui.numbers import count, seconds_text
-from edgespec.tui.screens.approval import readable_arguments
-from edgespec.tui.tool_access import INTERRUPTED, REFUSED, STOPPED
+from edgespec.tui.tool_access import readable_arguments
 from edgespec.tui.widgets.long_texts import limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 
@@ -22,7 +21,7 @@ __all__ = ["ToolCallMessage"]
 _MAX_ARGUMENTS = 60
 _MAX_PROBLEM = 100
 # Labels for calls that the user refused or stopped.
-_ENDINGS = {REFUSED: "not allowed", STOPPED: "stopped", INTERRUPTED: "stopped"}
+_VETOES: dict[Veto, str] = {"refused": "not allowed", "stopped": "stopped"}
 
 
 class ToolCallMessage(MessageWidget):
@@ -56,7 +55,7 @@ class ToolCallMessage(MessageWidget):
         if result is None:
             state = "calling…"
         elif result.failed:
-            state = _ENDINGS.get(result, f"failed: {_one_line(result.problem, _MAX_PROBLEM)}")
+            state = _VETOES.get(result.veto) or f"failed: {_one_line(result.problem, _MAX_PROBLEM)}"
         else:
             took = f" in {seconds_text(result.seconds)}" if result.seconds else ""
             state = f"{count(len(result.text), 'character')}{took}"

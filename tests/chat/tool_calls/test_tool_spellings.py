@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.calls import ToolCall, as_tool_calls
-from edgespec.chat.tool_calls.tool_set import as_tool_set, render_with_tools
-from edgespec.chat.tool_calls.tool_spellings import functions_in
+from edgespec.chat.tool_calls.tool_set import ToolSet, as_tool_set, render_with_tools
+from edgespec.chat.tool_calls.tool_spellings import functions_in, single_call
 from edgespec.errors import OptionError, TemplateError
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "number"}}}
@@ -97,6 +98,9 @@ def test_choices(choice: Any, offered: list[str], required: tuple[str, ...]) -> 
     tools = as_tool_set([EXPECTED, NOW], choice)
     assert [each["function"]["name"] for each in tools.definitions] == offered
     assert tools.required == required
+    assert tools.single == (isinstance(choice, dict) and "disable_parallel_tool_use" in choice)
+    single = as_tool_set([EXPECTED, NOW], single_call(choice, ("add", "now")))
+    assert single == (ToolSet() if tools == ToolSet() else replace(tools, single=True))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,11 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has lost all the time that it may lose in a reply (--max-loss sets how much)",
+            "drafting has used all the time that a reply may lose (--max-loss sets how much)",
+        ),
+        (
+            replace(START, unaffordable_rounds=9, allowance_steps=0.0),
+            "preparing drafts has used all the time that a reply may lose (--max-loss sets how much)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
@@ -72,6 +76,32 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
 )
 def test_reason(standing: DraftingStatus, reason: str) -> None:
     assert standing.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("standing", "reason"),
+    [
+        (GUESSED, "guessing is being tried and has not saved time so far"),
+        (
+            replace(GUESSED, is_drafting=False),
+            "guessing does not save time: the last guesses lost 20% of a token's time each",
+        ),
+        (
+            replace(START, round_gain_steps=-0.2),
+            "guessing has not saved time lately; draft model + repeated text is retried occasionally",
+        ),
+        (
+            replace(START, asked_rounds=4),
+            "draft model + repeated text found no guess likely to save time, in 4 tries",
+        ),
+        (
+            replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
+            "a wrong guess could cost 3.2 tokens' time, but --max-loss allows only 2.4 tokens' time",
+        ),
+    ],
+)
+def test_the_chat_calls_a_draft_a_guess_and_names_the_sources(standing: DraftingStatus, reason: str) -> None:
+    assert standing.chat_reason == reason
 
 
 @given(
@@ -90,3 +120,5 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
 def test_reason_is_never_empty_and_fits_a_line(standing: DraftingStatus) -> None:
     assert 0 < len(standing.reason) < 100
     assert "\n" not in standing.reason
+    assert "draft" in standing.reason
+    assert "draft" not in standing.chat_reason

@@ -1,17 +1,15 @@
-"""Send messages together with the files that they refer to."""
+"""Send messages together with the files that they refer to, and edited messages as new versions."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from edgespec.chat.message import Message
 from edgespec.errors import AttachmentError
 from edgespec.tui.files.references import find_references, missing_files
+from edgespec.tui.selection import finish_edit
 from edgespec.tui.texts import sentences
-
-if TYPE_CHECKING:
-    from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.turns import TurnScreen
 
 __all__ = ["send"]
 
@@ -19,7 +17,7 @@ __all__ = ["send"]
 _NOTICE_SECONDS = 0.5
 
 
-async def send(screen: ChatScreen, text: str, place: int | None) -> None:
+async def send(screen: TurnScreen, text: str, place: int | None) -> None:
     """Send a message with its files. If `place` is given, send it as a new version of that message.
 
     If a file cannot be attached, nothing is sent and the text is put back into the input.
@@ -33,10 +31,10 @@ async def send(screen: ChatScreen, text: str, place: int | None) -> None:
         # Reading can take seconds, during which the screen must still handle keys.
         screen.run_worker(_send_with_files(screen, text, place, references))
     else:
-        await screen.send_message(Message("user", text.strip()), place)
+        await _send_message(screen, Message("user", text.strip()), place)
 
 
-async def _send_with_files(screen: ChatScreen, text: str, place: int | None, references: list[str]) -> None:
+async def _send_with_files(screen: TurnScreen, text: str, place: int | None, references: list[str]) -> None:
     chat = screen.current_chat
     reading = asyncio.ensure_future(screen.chips.attachments(references))
     if not (await asyncio.wait([reading], timeout=_NOTICE_SECONDS))[0]:
@@ -51,13 +49,22 @@ async def _send_with_files(screen: ChatScreen, text: str, place: int | None, ref
         screen.give_back(text)
         return
     files = tuple(file for attachment in attachments for file in attachment.files)
-    await screen.send_message(Message("user", text.strip(), files=files), place)
+    await _send_message(screen, Message("user", text.strip(), files=files), place)
     found = {attachment.path for attachment in attachments}
     if missing := [path for path in missing_files(references) if path not in found]:
         names = ", ".join(f"@{path}" for path in missing[:5])
         await screen.transcript.note(f"No file matches {names}, so this was sent as text.")
 
 
-def _is_gone(screen: ChatScreen, place: int | None) -> bool:
+async def _send_message(screen: TurnScreen, message: Message, place: int | None) -> None:
+    """Send a message, or send it as a new version of the message at `place`, and start the reply."""
+    await screen.tool_use.answer_pending(screen.current_chat)
+    if place is None:
+        await screen.take_turn(screen.current_chat.send(message))
+    else:
+        await finish_edit(screen, place, message)
+
+
+def _is_gone(screen: TurnScreen, place: int | None) -> bool:
     """Return whether an edited message has been deleted, or belongs to a version that is no longer open."""
     return place is not None and place not in screen.current_chat.tree.path
