@@ -21,7 +21,7 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["CheckedWorker", "check_workers"]
 
-# Held during a measurement, because concurrent measurements would share this machine's network.
+# Held during each measurement, because concurrent measurements would share this machine's network.
 _measuring = threading.Lock()
 
 

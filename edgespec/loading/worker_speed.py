@@ -187,7 +187,7 @@ def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
     try:
         seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
         layer_seconds = float(values["layer_seconds"])
-        # Older workers do not report this.
+        # Workers of older versions do not report their load.
         busy_cores = float(values.get("busy_cores", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

@@ -58,7 +58,7 @@ def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Sugges
         The suggestions. Fewer than three, or none, if memory is tight.
     """
     suggestions = []
-    # Models without a draft model are recommended only if they are draft models of other models.
+    # Recommend a model that has no draft model only if it is itself a draft model of another one.
     drafters = {entry.drafts[0] for entry in load_catalogue().entries if entry.drafts}
     for entry in load_catalogue().entries:
         target = _alias(entry)

@@ -17,8 +17,8 @@ from edgespec.model.longest_piece import longest_piece_bytes
 
 __all__ = ["LlamaVocabulary"]
 
-# Large enough for most pieces. The type is created once, because comparing two vocabularies reads all pieces
-# and `create_string_buffer` is slow.
+# A buffer that is large enough for most pieces. The type is created once, because comparing two vocabularies
+# reads all pieces and `create_string_buffer` is slow.
 _PieceBuffer = ctypes.c_char * 64
 
 
