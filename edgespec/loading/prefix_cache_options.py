@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
+from edgespec.loading.constants import ASSUMED_BYTES_PER_SECOND, PREFILL_SPEEDUP
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import (
     HeadState,
@@ -23,11 +24,6 @@ from edgespec.store.saved_arrays import models_fingerprint
 from edgespec.system.files import file_state
 
 __all__ = ["create_prefix_cache", "file_states"]
-
-# Assume that prefill is this many times faster per token than decoding, until a prefill has been timed.
-_PREFILL_SPEEDUP = 4.0
-# Assumed memory bandwidth during decoding, in bytes per second.
-_ASSUMED_BYTES_PER_SECOND = 1e10
 
 
 def file_states(target: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
@@ -75,7 +71,7 @@ def create_prefix_cache(
             disk = PrefixCacheDisk(identity, disk_bytes)
         else:
             notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
-    prefill_seconds = target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
+    prefill_seconds = target.facts.weight_bytes / ASSUMED_BYTES_PER_SECOND / PREFILL_SPEEDUP
     return PrefixCache(
         target,
         plan.prefix_cache_bytes,
