@@ -219,6 +219,8 @@ class Session:
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
         target_step_seconds = target_step_seconds or measure_target_step(target)
+        if prefix_cache:
+            prefix_cache.reuse_costs.assume_target_step(target_step_seconds)
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
         heads = [head.state for head in drafters.heads]

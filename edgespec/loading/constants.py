@@ -7,7 +7,6 @@ from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 __all__ = [
     "ACCEPTABLE_SPEED",
     "ANY_SPLIT",
-    "ASSUMED_BYTES_PER_SECOND",
     "BLOCK_SPLIT",
     "BLOCK_TOKENS",
     "COMFORTABLE_SPEED",
@@ -41,7 +40,6 @@ __all__ = [
     "POSITIONS",
     "POSITIONS_AGAIN",
     "PREDICTED_PROMPT_TOKENS",
-    "PREFILL_SPEEDUP",
     "REPEATING_RATE",
     "SHORT_CONTEXT",
     "SHORT_TRIAL_WIDTH",
@@ -175,11 +173,3 @@ TOKEN_RATIO = 4
 # Maximum number of tokens per forward pass for which a draft model computes logits, unless the user has set
 # the shape of draft trees. Chosen, to limit the memory for logits.
 DRAFT_ROWS = 96
-
-# --- Prefix cache (`prefix_cache_options.py`) ---
-
-# Assumed bytes of weights read per second, until a pass has been timed. Chosen.
-ASSUMED_BYTES_PER_SECOND = 1e10
-# Assume that prefill is this many times faster per token than decoding, until a prefill has been timed.
-# Chosen.
-PREFILL_SPEEDUP = 4.0

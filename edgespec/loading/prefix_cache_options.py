@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
-from edgespec.loading.constants import ASSUMED_BYTES_PER_SECOND, PREFILL_SPEEDUP
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import (
     HeadState,
@@ -71,13 +70,12 @@ def create_prefix_cache(
             disk = PrefixCacheDisk(identity, disk_bytes)
         else:
             notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
-    prefill_seconds = target.facts.weight_bytes / ASSUMED_BYTES_PER_SECOND / PREFILL_SPEEDUP
     return PrefixCache(
         target,
         plan.prefix_cache_bytes,
         disk,
         heads=heads,
-        reuse_costs=ReuseCosts(prefill_seconds),
+        reuse_costs=ReuseCosts(),
         max_copied_bytes=max_copy_bytes(plan.free_bytes("memory")),
         reserve_bytes=plan.budget.reserve_bytes,
         notice=notice,

@@ -26,6 +26,7 @@ __all__ = [
     "MIN_TIMED_BYTES",
     "NEW_REUSE_WEIGHT",
     "PLANNING_BYTES",
+    "PREFILL_SPEEDUP",
     "PREFIX_CACHE_KV_CACHES",
     "PREFIX_CACHE_SHARE",
     "READ_TOKENS",
@@ -112,6 +113,9 @@ MIN_TIMED_BYTES = 1 << 16
 # Assumed speed of copying a KV cache in bytes per second, until a copy has been timed. Chosen, on the safe
 # side.
 COPY_BYTES_PER_SECOND = 2e9
+# Assume that prefill is this many times faster per token than a measured single-token pass, until a prefill
+# has been timed. Chosen, as a cautious estimate.
+PREFILL_SPEEDUP = 4.0
 # Weight of the latest measurement in the moving averages of prefill and copy times. Chosen, as a mean over
 # about three measurements.
 NEW_REUSE_WEIGHT = 0.3

@@ -7,6 +7,7 @@ from edgespec.memory.constants import (
     MIN_CACHED_TOKENS,
     MIN_TIMED_BYTES,
     NEW_REUSE_WEIGHT,
+    PREFILL_SPEEDUP,
 )
 from edgespec.model.model_facts import Capabilities
 
@@ -27,13 +28,19 @@ class ReuseCosts:
     """Tracks moving averages of the prefill time per token and the copy time per byte of KV state.
 
     Args:
-        prefill_seconds: Assumed time per prefill token until a prefill has been timed.
+        prefill_seconds: Assumed time per prefill token until `assume_target_step` is called or a prefill has
+            been timed. At 0, no copy saves time.
     """
 
-    def __init__(self, prefill_seconds: float) -> None:
+    def __init__(self, prefill_seconds: float = 0.0) -> None:
         self.prefill_seconds = prefill_seconds
         self._is_measured = False
         self._copy_seconds = 1.0 / COPY_BYTES_PER_SECOND
+
+    def assume_target_step(self, seconds: float) -> None:
+        """Estimate the prefill time from the duration of a single-token pass, until a prefill is timed."""
+        if not self._is_measured:
+            self.prefill_seconds = seconds / PREFILL_SPEEDUP
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record the time of a prefill of this many tokens. Short prefills are ignored."""
