@@ -147,6 +147,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     # Not imported before SmolLM2 is hidden, because the options read the default model.
     from edgespec.loading import bit_exactness, exact
+    from edgespec.loading.constants import FEWER_POSITIONS
 
     if request.path.name in ("test_bit_exactness.py", "test_exact.py", "test_contract.py"):
         yield
@@ -165,8 +166,8 @@ def exactness_is_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
         return loaded, classes, seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bit_exactness, "_POSITIONS", bit_exactness._FEWER_POSITIONS)
-        patch.setattr(exact, "_MEASURING_SECONDS", 0.2)
+        patch.setattr(bit_exactness, "POSITIONS", FEWER_POSITIONS)
+        patch.setattr(exact, "COMPARED_SECONDS", 0.2)
         patch.setattr(exact._ExactLoading, "_try_one", try_once)
         yield
 

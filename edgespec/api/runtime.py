@@ -39,7 +39,7 @@ from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
 from edgespec.memory import MemoryPlan, resident_bytes
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.memory.use import MemoryUse
 from edgespec.methods.context import LoadedHead

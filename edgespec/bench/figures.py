@@ -9,6 +9,7 @@ from statistics import median
 
 import numpy as np
 
+from edgespec.bench.constants import BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL
 from edgespec.bench.plan import AUTO, CONTROL, PLAIN, MethodConfig
 from edgespec.bench.runs import Measurement
 from edgespec.decode.reply import MethodReport
@@ -30,9 +31,6 @@ __all__ = [
 
 # Speed-ups over plain decoding: one sequence per prompt, with one value per repeat.
 Ratios = Sequence[Sequence[float]]
-
-_DRAWS = 2000
-_LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
@@ -64,11 +62,11 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
         return None
     random = np.random.default_rng(seed)
     logs = [np.log(each) for each in ratios]
-    drawn = [each[random.integers(0, len(each), (_DRAWS, len(each)))] for each in logs]
+    drawn = [each[random.integers(0, len(each), (BOOTSTRAP_DRAWS, len(each)))] for each in logs]
     medians = np.stack([np.median(each, axis=1) for each in drawn], axis=1)
     picks = random.integers(0, len(logs), medians.shape)
     means = np.take_along_axis(medians, picks, axis=1).mean(axis=1)
-    low, high = np.exp(np.quantile(means, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2)))
+    low, high = np.exp(np.quantile(means, ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2)))
     return float(low), float(high)
 
 

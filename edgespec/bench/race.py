@@ -8,6 +8,13 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.api.stream import ReplyStream
+from edgespec.bench.constants import (
+    CHECK_TOKENS,
+    EQUAL_SPEEDS,
+    MAX_DRIFT,
+    MAX_PASS_RATIO,
+    WARM_UP_TOKENS,
+)
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
@@ -17,17 +24,7 @@ __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "ch
 
 # Default maximum length of each reply, in tokens. Long enough to show a difference in speed.
 DEFAULT_RACE_TOKENS = 200
-# Number of tokens that each method generates before the race, to warm up.
-_WARM_UP_TOKENS = 8
-# Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
-# has changed.
-_CHECK_TOKENS = 32
-# Maximum value of `Race.drift` in a fair race, as a fraction. A larger change makes the result unreliable.
-_MAX_DRIFT = 0.2
-# Speeds that differ by less than this fraction count as equal, because a single race cannot distinguish them.
-_EQUAL_SPEEDS = 0.03
-# A speed-up that exceeds the tokens per target pass by more than this factor cannot come from drafting.
-_MAX_PASS_RATIO = 1.15
+
 
 StartReply = Callable[..., ReplyStream]
 
@@ -118,18 +115,18 @@ class Race:
     @property
     def is_fair(self) -> bool:
         """Whether the machine's speed was stable enough to compare the replies."""
-        return (self.drift is None or abs(self.drift) <= _MAX_DRIFT) and not self._is_impossible
+        return (self.drift is None or abs(self.drift) <= MAX_DRIFT) and not self._is_impossible
 
     @property
     def _is_impossible(self) -> bool:
         """Whether the speed-up is larger than the accepted tokens can explain."""
         possible = self.other.reply.stats.tokens_per_target_pass or 1.0
-        return self.has_accepted and self.speed_up > _MAX_PASS_RATIO * possible
+        return self.has_accepted and self.speed_up > MAX_PASS_RATIO * possible
 
     @property
     def is_faster(self) -> bool:
         # Without accepted tokens, a higher speed can come only from other programs or the order of the runs.
-        return self.is_fair and self.has_accepted and self.speed_up > 1 + _EQUAL_SPEEDS
+        return self.is_fair and self.has_accepted and self.speed_up > 1 + EQUAL_SPEEDS
 
     @property
     def has_accepted(self) -> bool:
@@ -164,12 +161,12 @@ class Race:
                 f"{name} {words.drafted} nothing here, so only the machine explains a difference: {speeds}."
                 f" It did not {words.draft} for this reason: {reason}."
             )
-        if self.speed_up > 1 + _EQUAL_SPEEDS:
+        if self.speed_up > 1 + EQUAL_SPEEDS:
             return (
                 f"No {words.drafted} tokens of {name} were accepted, so its higher speed comes from the"
                 f" machine: {speeds}."
             )
-        if self.speed_up < 1 - _EQUAL_SPEEDS:
+        if self.speed_up < 1 - EQUAL_SPEEDS:
             result = f"{name} was slower here ({self.speed_up:.2f}x)"
         else:
             result = f"{name} was no faster here"
@@ -183,13 +180,13 @@ class Race:
             f"The model accepted {stats.accepted_tokens:,} of {stats.drafted_tokens:,} {words.drafted}"
             " tokens, which was not enough to save time."
         )
-        if self.speed_up >= 1 - _EQUAL_SPEEDS or limits is None:
+        if self.speed_up >= 1 - EQUAL_SPEEDS or limits is None:
             return text
         rate, steps = limits
         text += (
             f" To try {words.drafts}, a reply may take {rate:.0%} plus the time of {steps:g} tokens longer."
         )
-        if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - _EQUAL_SPEEDS:
+        if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - EQUAL_SPEEDS:
             text += " The difference is larger, so the machine probably caused the rest."
         return text
 
@@ -269,13 +266,13 @@ def run_race(
     """
     check_race(method, options)
     runner = _Runner(start, dict(options), progress)
-    warm = runner.run("warming up", method, 0.0, max_tokens=_WARM_UP_TOKENS)
+    warm = runner.run("warming up", method, 0.0, max_tokens=WARM_UP_TOKENS)
     runner.options["seed"] = warm.reply.seed
-    runner.run("warming up", "none", 0.02, max_tokens=_WARM_UP_TOKENS)
+    runner.run("warming up", "none", 0.02, max_tokens=WARM_UP_TOKENS)
     plain = runner.run("plain decoding", "none", 0.04)
     other = runner.run(method, method, 0.5)
-    tokens = min(_CHECK_TOKENS, plain.tokens_at(plain.seconds))
-    if tokens < _CHECK_TOKENS // 2:
+    tokens = min(CHECK_TOKENS, plain.tokens_at(plain.seconds))
+    if tokens < CHECK_TOKENS // 2:
         return Race(plain, other, None)
     check = runner.run("checking the machine's speed", "none", 0.95, max_tokens=tokens)
     before = plain.seconds_until(tokens)

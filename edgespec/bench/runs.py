@@ -8,6 +8,7 @@ from time import monotonic, perf_counter
 from typing import Literal
 
 from edgespec.api.runtime import Runtime
+from edgespec.bench.constants import WARM_UP_TOKENS
 from edgespec.bench.plan import BenchPlan, BenchRound, MethodConfig
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
@@ -18,7 +19,6 @@ from edgespec.model.base import Progress
 __all__ = ["BenchRun", "Ending", "Measurement", "run"]
 
 Ending = Literal["complete", "cancelled", "time", "failed"]
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class _Bench:
         for config in self.plan.configs:
             description = f"warming up {config.name}"
             self._report_progress(description)
-            self._reply(description, prompt, self.plan.temperatures[0], config, _WARM_UP_TOKENS)
+            self._reply(description, prompt, self.plan.temperatures[0], config, WARM_UP_TOKENS)
         return curve
 
     def rows(self) -> Iterator[Measurement]:

@@ -9,21 +9,16 @@ from statistics import geometric_mean
 from typing import Any
 
 from edgespec.api.runtime import Runtime
+from edgespec.bench.constants import MAX_BUSY_SHARE, MIN_SPEED_UP, TRIED_DRAFT_LENGTH
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
+from edgespec.methods.constants import MAX_DRAFT_LENGTH
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.thread_search import fastest_threads
 from edgespec.system.cores import usable_cores
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
-
-# Minimum speed-up for recommending a method. A smaller one could be measurement noise.
-_MIN_SPEED_UP = 1.05
-# Warn if other programs used the CPU during more than this share of a method's passes.
-_MAX_BUSY_SHARE = 0.2
-_DRAFT_LENGTH = 4  # Draft length for trying each drafter.
-_MAX_DRAFT_LENGTH = 16  # Longest draft length that can be recommended.
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +180,7 @@ def _expected_tokens(acceptance: float, length: int) -> float:
 
 
 def _is_disturbed(replies: Sequence[Reply]) -> bool:
-    return _sum(replies, "busy_passes") > _MAX_BUSY_SHARE * _sum(replies, "target_passes")
+    return _sum(replies, "busy_passes") > MAX_BUSY_SHARE * _sum(replies, "target_passes")
 
 
 def _pass_cost(width: int, seconds: float, curve: CostCurve) -> PassCost:
@@ -194,7 +189,10 @@ def _pass_cost(width: int, seconds: float, curve: CostCurve) -> PassCost:
 
 
 def _reply(runtime: Runtime, prompt: Prompt, method: str, max_tokens: int) -> Reply:
-    options: dict[str, Any] = {"method": method, "draft_length": None if method == "auto" else _DRAFT_LENGTH}
+    options: dict[str, Any] = {
+        "method": method,
+        "draft_length": None if method == "auto" else TRIED_DRAFT_LENGTH,
+    }
     options |= {"max_tokens": max_tokens, "temperature": 0.0, "seed": 1}
     stream = runtime.stream_tokens(prompt_tokens(runtime, prompt), **options)
     for _ in stream:
@@ -224,7 +222,7 @@ def _drafter_result(
         for each in replies
         if each.stats.drafted_per_position
     )
-    breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
+    breadth = max(1.0, drafted / (share * TRIED_DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
         drafts, tokens = share / rounds, round(breadth * length)
@@ -232,7 +230,7 @@ def _drafter_result(
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
         return (drafts * _expected_tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
 
-    best = max(range(1, _MAX_DRAFT_LENGTH + 1), key=speed_up)
+    best = max(range(1, MAX_DRAFT_LENGTH + 1), key=speed_up)
     return DrafterResult(
         name,
         _speed_up(replies, plain),
@@ -268,7 +266,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
 
 
 def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None = None) -> str:
-    if limit < _MIN_SPEED_UP:
+    if limit < MIN_SPEED_UP:
         return (
             "Drafting cannot help on this machine: checking several tokens in one pass takes as long as"
             " producing them one by one. Use --method none."
@@ -279,9 +277,9 @@ def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None
     best = max(tried, key=lambda result: result.expected, default=None)
     ceiling = f"at most {limit:.2f}x is possible on this machine"
     expected = best.expected if best is not None else 1.0
-    if auto is not None and auto >= max(expected, _MIN_SPEED_UP):
+    if auto is not None and auto >= max(expected, MIN_SPEED_UP):
         return f"Keep the default: no single method is expected to be faster ({ceiling})."
-    if best is None or expected < _MIN_SPEED_UP:
+    if best is None or expected < MIN_SPEED_UP:
         return f"No available method makes replies faster here ({ceiling}). Use --method none."
     return (
         f"Use --method {best.name} --draft-length {best.best_length}. Expect a speed-up of"

@@ -80,7 +80,7 @@ class Shown:
     @property
     def is_too_small(self) -> bool:
         """Whether the model is too small for its size to predict a speed-up."""
-        from edgespec.store.speedup_estimate import MIN_ESTIMABLE_BYTES
+        from edgespec.store.constants import MIN_ESTIMABLE_BYTES
 
         size_bytes = self.info.pass_bytes if self.info else 0
         size_bytes = size_bytes or (self.entry.approximate_file_bytes if self.entry else 0)

@@ -9,6 +9,7 @@ from edgespec.decode.reply import MethodReport
 from edgespec.errors import OptionError
 from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.constants import TEXT_KIND_TOKENS
 from edgespec.methods.auto.controller import AutoConfig, AutoController
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossTracker
@@ -24,9 +25,6 @@ from edgespec.options.methods import methods, parse_method
 from edgespec.options.wording import CHAT, TERMS
 
 __all__ = ["DrafterSet"]
-
-# Number of tokens at the end of the text that determine its kind, such as code.
-_TEXT_KIND_TOKENS = 512
 
 
 _UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose another method")
@@ -229,7 +227,7 @@ class DrafterSet:
         return self._controllers[names]
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
-        pieces = map(self._model.vocabulary.piece, tokens[-_TEXT_KIND_TOKENS:])
+        pieces = map(self._model.vocabulary.piece, tokens[-TEXT_KIND_TOKENS:])
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:

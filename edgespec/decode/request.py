@@ -12,6 +12,7 @@ from edgespec.constraints import Constraint, constraint_from
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
+from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
 from edgespec.model.model_facts import ModelFacts
 from edgespec.options.reply_options import CONSTRAINT_NAMES
@@ -29,8 +30,6 @@ __all__ = [
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
 _DEFAULT_MAX_TOKENS = 8192
-_FIXED_DRAFT_LENGTH = 4
-_MAX_ADAPTIVE_DRAFT_LENGTH = 16
 
 
 class StreamArguments(ReplyArguments, total=False):
@@ -146,7 +145,7 @@ class Request:
 
 
 def _default_draft_length(adapts: bool) -> int:
-    return _MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH
+    return MAX_DRAFT_LENGTH if adapts else FIXED_DRAFT_LENGTH
 
 
 def checked_prompt(tokens: Sequence[int], facts: ModelFacts, context_tokens: int) -> tuple[int, ...]:

@@ -29,14 +29,15 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
-from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, MIN_ROOM_TOKENS
+from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
 from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
 from edgespec.methods.auto.controller import AutoController
 from edgespec.methods.base import Drafter
+from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
 from edgespec.system.checks import check_process
@@ -46,8 +47,6 @@ __all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_t
 # Number of target passes between updates of the drafting statistics. Updating them after every pass would
 # slow down small models.
 _PASSES_PER_REPORT = 8
-# Weight of the newest measurement in a moving average of the time per token.
-_STEP_WEIGHT = 0.2
 # Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
 
@@ -220,6 +219,8 @@ class Session:
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
         target_step_seconds = target_step_seconds or measure_target_step(target)
+        if prefix_cache:
+            prefix_cache.reuse_costs.assume_target_step(target_step_seconds)
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
         heads = [head.state for head in drafters.heads]
@@ -618,7 +619,7 @@ class ReplyDecoder:
             tokens.extend(step.tokens)
             if stats.decoded_tokens and step.tokens and stats.drafted_tokens == drafted_tokens:
                 step_seconds = stats.decode_seconds - decode_seconds
-                self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
+                self.target_step_seconds += PLAIN_STEP_WEIGHT * (step_seconds - self.target_step_seconds)
             drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started

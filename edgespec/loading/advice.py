@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from edgespec.errors import EdgespecError
+from edgespec.loading.constants import MAX_WEIGHTS_SHARE, MIN_SUGGESTED_CONTEXT_TOKENS
 from edgespec.loading.pair_estimate import open_estimator
 from edgespec.loading.pairing import ModelPair
 from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, shared_items
@@ -19,12 +20,6 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["find_advice"]
 
-# Suggest a model for download only if its file takes at most this fraction of the memory. The rest is left
-# for the KV cache and buffers.
-_MAX_WEIGHTS_SHARE = 0.85
-# Suggest a model only if it fits in memory with this context length in tokens, unless the user chose another
-# length.
-_MIN_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[PlanOption, str] = {
     "context": "use --context {context} or less, or raise --memory",
     "draft_window": "omit --draft-window, or raise --memory",
@@ -67,7 +62,7 @@ def find_advice(
     fitting = [
         entry
         for entry in load_catalogue().entries
-        if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * _MAX_WEIGHTS_SHARE
+        if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * MAX_WEIGHTS_SHARE
         and same_backend(entry.format, pair.target.format)
         # Never suggest the demo models, which are too small to be useful.
         and not entry.embedded_file
@@ -93,7 +88,7 @@ def _weight_bytes_if_it_fits(
     model: Resolved, options: LoadOptions, room_bytes: int, headroom_bytes: int | None
 ) -> int:
     """Return the size of a model's weights in bytes, or 0 if it does not fit even with a short context."""
-    context_tokens = options.context_tokens or _MIN_CONTEXT_TOKENS
+    context_tokens = options.context_tokens or MIN_SUGGESTED_CONTEXT_TOKENS
     options = replace(options, context_tokens=context_tokens, memory_bytes=0)
     try:
         check_loadable([TrialModel(model.name, model.path, model.file_format, runs=False)])

@@ -20,52 +20,37 @@ import numpy as np
 
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
+from edgespec.loading.constants import (
+    ANY_SPLIT,
+    BLOCK_SPLIT,
+    BLOCK_TOKENS,
+    EQUAL_PASSES,
+    FAST_STEP_SECONDS,
+    FEWER_PASSES,
+    FEWER_POSITIONS,
+    LONG_CONTEXT,
+    LONG_TRIAL_SECONDS,
+    LONG_TRIAL_STEPS,
+    LONGEST_CONTEXT,
+    LONGEST_SECONDS,
+    MAX_SHARE_OF_SINGLE_PASSES,
+    MAX_TESTED_WIDTH,
+    PASSES,
+    POSITIONS,
+    POSITIONS_AGAIN,
+    SHORT_CONTEXT,
+    SHORT_TRIAL_WIDTH,
+    SLOW_STEP_SECONDS,
+    SPLIT_TOKENS,
+    STEPS_AFTER,
+    SURELY_TESTED_WIDTH,
+    TRIAL_TOKENS,
+    UNTESTED_BLOCK_TOKENS,
+)
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
 
-__all__ = ["UNTESTED_BLOCK_TOKENS", "WidthClass", "find_width_classes", "restricted_to"]
-
-# Number of tokens in the widest pass to test: the longest draft of `--method auto` plus one.
-_MAX_WIDTH = 17
-# Passes wider than this are tested only if they could save time (see `_could_pay`), or if the whole trial is
-# quick because a single-token pass takes less than `_FAST_STEP_SECONDS`.
-_SURELY_TESTED_WIDTH = 8
-_FAST_STEP_SECONDS = 0.002
-# A pass of m tokens saves no time if it takes as long as m single-token passes. The share allows for noise.
-_MAX_SHARE_OF_SINGLE_PASSES = 1.0
-# Number of tokens in the cache before the tested passes. llama.cpp's attention splits contexts of more than
-# 256 tokens between threads. MLX's attention changes its kernel at 1024 tokens, so the longest context is
-# tested too if reading it takes less than `_LONGEST_SECONDS`.
-_SHORT_CONTEXT, _LONG_CONTEXT, _LONGEST_CONTEXT = 40, 264, 1100
-_LONGEST_SECONDS = 0.2
-# Number of positions after each context whose logits and KV cells are compared. All widths are tested on the
-# same positions, but compute them in different rows of a pass. Slow models are tested at fewer positions.
-_POSITIONS, _FEWER_POSITIONS = 36, 24
-_SLOW_STEP_SECONDS = 0.015
-# If a trial would take longer than both this time and this number of single-token passes, only narrow passes
-# in the short context are tested. This happens where each token of a pass takes almost as long as a pass of
-# its own, as with MLX on a CPU, so that wide passes cannot save time.
-_LONG_TRIAL_SECONDS, _LONG_TRIAL_STEPS = 20.0, 500
-_SHORT_TRIAL_WIDTH = 5
-# Approximate number of tokens that a whole trial processes in passes of several tokens.
-_TRIAL_TOKENS = 700
-# Number of single-token passes to compare after each split of the prompt, if KV cells cannot be copied.
-_STEPS_AFTER = 2
-# Number of test passes for each width after the first context, and for those above `_SURELY_TESTED_WIDTH` and
-# after other contexts. Of the 28 widths of SmolLM2 and Gemma that differed on an x86 CPU with AVX-512, all
-# differed in their first pass, in the logits and in the KV cells.
-_PASSES, _FEWER_PASSES = 4, 2
-# Number of passes that only test whether identical passes agree.
-_EQUAL_PASSES = 4
-# Positions tested after each context but the first, where only the attention kernels can differ.
-_POSITIONS_AGAIN = 18
-# Number of prompt tokens whose KV cells are compared between different splits into passes, and the sizes of
-# the passes in each split.
-_SPLIT_TOKENS = 48
-_ANY_SPLIT, _BLOCK_SPLIT, _BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
-# If passes of `_BLOCK_TOKENS` tokens differ from wider ones, prompts are read in passes of exactly this many
-# tokens.
-UNTESTED_BLOCK_TOKENS = 256
+__all__ = ["WidthClass", "find_width_classes", "restricted_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +175,7 @@ class _Trial:
     model: LanguageModel
     progress: Progress | None
     tokens: list[int] = field(init=False)
-    positions: int = _POSITIONS
+    positions: int = POSITIONS
     is_short: bool = False
     seconds: dict[int, float] = field(default_factory=dict)
     disagreeing: set[int] = field(default_factory=set)
@@ -200,7 +185,7 @@ class _Trial:
     def __post_init__(self) -> None:
         vocab_size = self.model.facts.vocab_size
         self._all_ids = np.arange(vocab_size)
-        count = min(_LONGEST_CONTEXT + _POSITIONS + _STEPS_AFTER, self.model.free_tokens)
+        count = min(LONGEST_CONTEXT + POSITIONS + STEPS_AFTER, self.model.free_tokens)
         random = np.random.default_rng(1)
         self.tokens = random.integers(vocab_size // 8, vocab_size, count).tolist()
 
@@ -209,7 +194,7 @@ class _Trial:
         contexts = self._read_contexts() if able.rollback else []
         if not contexts:
             return [WidthClass((1,))]
-        limit = min(_SHORT_TRIAL_WIDTH if self.is_short else _MAX_WIDTH, able.max_width)
+        limit = min(SHORT_TRIAL_WIDTH if self.is_short else MAX_TESTED_WIDTH, able.max_width)
         alone, wide = set(range(1, limit + 1)), set(range(2, limit + 1))
         # Let the number of threads follow the load unless results depend on it, because a pass with too many
         # threads takes ten times as long.
@@ -219,7 +204,7 @@ class _Trial:
             model.truncate(0)
             contexts = self._read_contexts()
         # The KV cells of the prompt, computed in one large pass.
-        whole = self._cells(0, _SPLIT_TOKENS) if contexts[0] >= _SPLIT_TOKENS else b""
+        whole = self._cells(0, SPLIT_TOKENS) if contexts[0] >= SPLIT_TOKENS else b""
         for length in contexts:
             alone = self._agreeing(1, alone, length)
             if 2 in alone or limit < 2 or not able.partial_truncate:
@@ -234,7 +219,7 @@ class _Trial:
             widths = tuple(sorted(members))
             trees = able.tree and self._trees_agree(base, widths, contexts[-1])
             block = self._block_tokens(base, widths, whole)
-            is_complete = not self.disagreeing & set(range(base, _MAX_WIDTH + 1)) and base == 1 < limit
+            is_complete = not self.disagreeing & set(range(base, MAX_TESTED_WIDTH + 1)) and base == 1 < limit
             found.append(WidthClass(widths, trees, block, any_threads, is_complete))
         model.truncate(0)
         return found
@@ -256,21 +241,21 @@ class _Trial:
         self._step(1)
         step_seconds = now() - began
         model.truncate(0)
-        self.positions = _POSITIONS if step_seconds < _SLOW_STEP_SECONDS else _FEWER_POSITIONS
-        most = len(self.tokens) - self.positions - _STEPS_AFTER
+        self.positions = POSITIONS if step_seconds < SLOW_STEP_SECONDS else FEWER_POSITIONS
+        most = len(self.tokens) - self.positions - STEPS_AFTER
         if most < 1:
             return []
         began = now()
-        self._prefill(min(_SHORT_CONTEXT, most))
-        seconds = (now() - began) / model.length * _TRIAL_TOKENS + 2 * self.positions * step_seconds
-        is_long = seconds > max(_LONG_TRIAL_SECONDS, _LONG_TRIAL_STEPS * step_seconds)
+        self._prefill(min(SHORT_CONTEXT, most))
+        seconds = (now() - began) / model.length * TRIAL_TOKENS + 2 * self.positions * step_seconds
+        is_long = seconds > max(LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS * step_seconds)
         if is_long:
-            self.positions, self.is_short = _FEWER_POSITIONS, True
+            self.positions, self.is_short = FEWER_POSITIONS, True
             return [model.length]
-        self._prefill(min(_LONG_CONTEXT, most))
-        if (now() - began) * _LONGEST_CONTEXT / model.length < _LONGEST_SECONDS:
-            self._prefill(min(_LONGEST_CONTEXT, most))
-        return list(dict.fromkeys((model.length, min(_SHORT_CONTEXT, model.length))))
+        self._prefill(min(LONG_CONTEXT, most))
+        if (now() - began) * LONGEST_CONTEXT / model.length < LONGEST_SECONDS:
+            self._prefill(min(LONGEST_CONTEXT, most))
+        return list(dict.fromkeys((model.length, min(SHORT_CONTEXT, model.length))))
 
     def _prefill(self, end: int) -> None:
         if self.model.length < end:
@@ -316,7 +301,7 @@ class _Trial:
         """Return the logits and KV cells of all tested positions, computed in passes of width `base`."""
         if (base, length) not in self.references:
             is_first = all(tested == length for _, tested in self.references)
-            positions = self.positions if is_first else min(self.positions, _POSITIONS_AGAIN)
+            positions = self.positions if is_first else min(self.positions, POSITIONS_AGAIN)
             self._rewind(length)
             found = self.references[base, length] = _Reference([], {})
             while (at := self.model.length - length) < positions:
@@ -341,7 +326,7 @@ class _Trial:
         for width in sorted(agreeing):
             if not self._could_pay(width):
                 agreeing.discard(width)
-            elif not self._width_agrees(width, reference, length, _EQUAL_PASSES if width == base else None):
+            elif not self._width_agrees(width, reference, length, EQUAL_PASSES if width == base else None):
                 if width == base:
                     # Even identical passes differ, for example because the device sums in no fixed order.
                     return {base}
@@ -359,8 +344,8 @@ class _Trial:
         """
         self._rewind(length)
         positions = len(reference.logits)
-        is_first = positions == self.positions and width <= _SURELY_TESTED_WIDTH
-        most = passes or (_PASSES if is_first else _FEWER_PASSES)
+        is_first = positions == self.positions and width <= SURELY_TESTED_WIDTH
+        most = passes or (PASSES if is_first else FEWER_PASSES)
         for count in range(most):
             at = self.model.length - length
             if at + width > positions:
@@ -373,10 +358,10 @@ class _Trial:
 
     def _could_pay(self, width: int) -> bool:
         """Return whether a pass could save time, judging by the duration of a pass with one token less."""
-        if width <= _SURELY_TESTED_WIDTH or width in self.seconds or self.seconds[1] < _FAST_STEP_SECONDS:
+        if width <= SURELY_TESTED_WIDTH or width in self.seconds or self.seconds[1] < FAST_STEP_SECONDS:
             return True
         before = self.seconds.get(width - 1)
-        return before is not None and before <= _MAX_SHARE_OF_SINGLE_PASSES * (width - 1) * self.seconds[1]
+        return before is not None and before <= MAX_SHARE_OF_SINGLE_PASSES * (width - 1) * self.seconds[1]
 
     def _trees_agree(self, base: int, widths: Sequence[int], length: int) -> bool:
         """Return whether tree passes agree with passes of width `base` after one branch has been kept."""
@@ -425,7 +410,7 @@ class _Trial:
         if not whole and self.model.facts.capabilities.partial_truncate:
             # No wide prefill pass was run, so nothing is known about its kernels.
             return UNTESTED_BLOCK_TOKENS
-        count = min(_SPLIT_TOKENS, len(self.tokens) - _STEPS_AFTER)
+        count = min(SPLIT_TOKENS, len(self.tokens) - STEPS_AFTER)
         expected = (whole,) if whole else self._split_digest(count, (count,), self.model.prefill)
 
         def decode(tokens: Sequence[int]) -> None:
@@ -441,12 +426,12 @@ class _Trial:
         # logits after it happen to be equal.
         if (
             len(widths) > 1
-            and self._split_digest(count, _ANY_SPLIT, decode) == expected
+            and self._split_digest(count, ANY_SPLIT, decode) == expected
             and self._prompt_pass_agrees(count)
         ):
             return 1
-        split = self._split_digest(count, _BLOCK_SPLIT, self.model.prefill)
-        return _BLOCK_TOKENS if split == expected else UNTESTED_BLOCK_TOKENS
+        split = self._split_digest(count, BLOCK_SPLIT, self.model.prefill)
+        return BLOCK_TOKENS if split == expected else UNTESTED_BLOCK_TOKENS
 
     def _split_digest(
         self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]
@@ -461,7 +446,7 @@ class _Trial:
             read(self.tokens[first : min(first + size, count)])
         if cells := self._cells(0, count):
             return (cells,)
-        return tuple(self._step(count + i) for i in range(_STEPS_AFTER))
+        return tuple(self._step(count + i) for i in range(STEPS_AFTER))
 
     def _prompt_pass_agrees(self, count: int) -> bool:
         """Return whether processing a prompt in one pass ends with the same logits as a single-token pass."""

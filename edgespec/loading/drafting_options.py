@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from edgespec.errors import OptionError
+from edgespec.methods.constants import DEFAULT_MAX_BRANCHES, TREE_BRANCHES
 from edgespec.options.methods import head_names, method, parse_method
 from edgespec.options.settings import LoadArguments, check_load_arguments
 
 __all__ = ["DraftingOptions"]
-
-# Maximum number of branches in a draft, by default and for methods that draft trees of tokens.
-_DEFAULT_BRANCHES, _TREE_BRANCHES = 8, 16
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class DraftingOptions:
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or any(method(name).drafts_trees for name in self.named_drafters)
-        return max(_TREE_BRANCHES if grows_trees else _DEFAULT_BRANCHES, leaves + 1)
+        return max(TREE_BRANCHES if grows_trees else DEFAULT_MAX_BRANCHES, leaves + 1)
 
     @cached_property
     def _named(self) -> tuple[tuple[str, ...], ...]:

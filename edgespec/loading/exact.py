@@ -16,6 +16,17 @@ from typing import Any, TypeAlias
 
 from edgespec.errors import EdgespecError
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
+from edgespec.loading.constants import (
+    COMPARED_REPEATS,
+    COMPARED_SECONDS,
+    COMPARED_WIDTHS,
+    EQUALLY_FAST,
+    HEAD_COST,
+    MAX_PADDING_LOSS,
+    MIN_EXACT_SPEED,
+    REPEATING_RATE,
+    TEXT_RATE,
+)
 from edgespec.loading.pair_loading import load_target
 from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.curve import CostCurve, measure_costs
@@ -23,29 +34,12 @@ from edgespec.methods.costs.target_costs import TargetCosts, settings_key
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import Exactness
 from edgespec.store.acceptance_history import measured_acceptance_rate
+from edgespec.store.constants import ASSUMED_SIZE_RATIO, HEAD_RATE
 from edgespec.store.speedup_estimate import estimate_acceptance_rate
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
 from edgespec.system.facts import Facts
 
 __all__ = ["DraftingForecast", "LoadedTarget", "forecast_drafting", "load_exact_target"]
-
-# `auto` accepts passes that agree bit for bit if their expected speed is at least this share of the speed of
-# unrestricted passes.
-_MIN_SPEED = 0.97
-# `auto` pads plain decoding to wider passes only if they take at most this much longer.
-_MAX_PADDING_LOSS = 0.03
-# Pass widths whose durations are compared. The longest draft of `--method auto` has 16 tokens.
-_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 17)
-_MEASURING_SECONDS = 1.5
-# Typical acceptance rates of drafts from earlier text: the average over all kinds of text, and the rate in
-# repetitive texts. Both are estimates.
-_TEXT_RATE, _REPEATING_RATE = 0.5, 0.9
-# Typical acceptance rate of a head or a low-bit copy, and cost of a head per drafted token, in
-# single-token passes.
-_HEAD_RATE, _HEAD_COST = 0.62, 0.05
-# Configurations whose expected speeds differ by less than this share count as equally fast. Of these, the one
-# that is fastest in repetitive texts is chosen.
-_EQUALLY_FAST = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +79,11 @@ def forecast_drafting(pair: ModelPair) -> DraftingForecast:
             target, draft = (each.file_format.read_info(each.path) for each in (pair.target, pair.draft))
             ratio = draft.parameters / max(target.parameters, 1)
         except EdgespecError:
-            ratio = 0.1
+            ratio = ASSUMED_SIZE_RATIO
         return DraftingForecast(estimate_acceptance_rate(ratio) if rate is None else rate, min(ratio, 1.0))
     if pair.heads:
-        return DraftingForecast(_HEAD_RATE, _HEAD_COST)
-    return DraftingForecast(_TEXT_RATE, 0.0)
+        return DraftingForecast(HEAD_RATE, HEAD_COST)
+    return DraftingForecast(TEXT_RATE, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +245,7 @@ class _ExactLoading:
             # A busy machine can make the trial so slow that it tests narrow passes only.
             return _Choice(classes[0], True, 1.0, _machine_is_busy()), loaded
         forecast = forecast_drafting(self.pair)
-        free = forecast.speed(curve, _WIDTHS), _repeating(curve, _WIDTHS)
+        free = forecast.speed(curve, COMPARED_WIDTHS), _repeating(curve, COMPARED_WIDTHS)
         choices = self._speeds(forecast, classes, curve, repack=True)
         if not choices:
             return _Choice(None, True, None), loaded
@@ -268,7 +262,7 @@ class _ExactLoading:
             speed = min(speed, repeating / free[1])
         is_disturbed = _machine_is_busy()
         # Speeds distorted by other programs do not justify giving up identical replies.
-        is_fast = speed >= _MIN_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
+        is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
             # `bits` pads plain decoding, or gives up drafting.
             bits_speed = max(
@@ -293,7 +287,11 @@ class _ExactLoading:
 
     def _measure(self, model: LanguageModel) -> Callable[[int], float]:
         curve: CostCurve = measure_costs(
-            model, _WIDTHS, repeats=7, budget_seconds=_MEASURING_SECONDS, progress=self.progress
+            model,
+            COMPARED_WIDTHS,
+            repeats=COMPARED_REPEATS,
+            budget_seconds=COMPARED_SECONDS,
+            progress=self.progress,
         )
         model.truncate(0)
         return lambda width: curve.v(width) * curve.target_step_seconds
@@ -311,7 +309,7 @@ class _ExactLoading:
         for found in classes:
             padding_loss = seconds(found.widths[0]) / seconds(1) - 1.0
             can_exit = found.is_contiguous or not self.exits_early
-            if self.requested == "bits" or (can_exit and padding_loss <= _MAX_PADDING_LOSS):
+            if self.requested == "bits" or (can_exit and padding_loss <= MAX_PADDING_LOSS):
                 typical = forecast.speed(seconds, found.widths)
                 speeds.append((typical, _repeating(seconds, found.widths), found, repack))
         return speeds
@@ -333,12 +331,12 @@ def _machine_is_busy() -> bool:
 
 
 def _repeating(seconds: Callable[[int], float], widths: Sequence[int]) -> float:
-    return DraftingForecast(_REPEATING_RATE, 0.0).speed(seconds, widths)
+    return DraftingForecast(REPEATING_RATE, 0.0).speed(seconds, widths)
 
 
 def _best(choices: Sequence[tuple[float, float, WidthClass, bool]]) -> tuple[float, float, WidthClass, bool]:
     fastest = max(typical for typical, *_ in choices)
-    equal = [choice for choice in choices if choice[0] >= (1.0 - _EQUALLY_FAST) * fastest]
+    equal = [choice for choice in choices if choice[0] >= (1.0 - EQUALLY_FAST) * fastest]
     return max(equal, key=lambda choice: choice[1])
 
 

@@ -13,7 +13,7 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.planning import PlanRequest
 from edgespec.loading.worker_options import for_workers
 from edgespec.memory import Preference, available_bytes
-from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
+from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter
 from edgespec.options.default_model import default_model

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.errors import BackendMissingError, EdgespecError, MemoryBudgetError
+from edgespec.loading.constants import MEASURING_BYTES
 from edgespec.loading.planning import budget_for
 from edgespec.loading.speed_prediction import (
     SpeedPrediction,
@@ -44,9 +45,6 @@ __all__ = [
 ]
 
 ModelPlace = Literal["embedded", "hub", "ollama", "lmstudio", "catalogue", "search"]
-
-# Maximum memory in bytes for measuring the speed of this machine.
-_MEASURING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +174,9 @@ def measure_speed(progress: Progress | None = None) -> str:
         EdgespecError: A temporary file cannot be written.
         MemoryBudgetError: Less than 1 GiB of memory is free.
     """
-    if (free_bytes := available_bytes()) < _MEASURING_BYTES:
+    if (free_bytes := available_bytes()) < MEASURING_BYTES:
         raise MemoryBudgetError(
-            f"measuring the speed of this machine needs {format_bytes(_MEASURING_BYTES)} of memory, but only"
+            f"measuring the speed of this machine needs {format_bytes(MEASURING_BYTES)} of memory, but only"
             f" {format_bytes(free_bytes)} is free",
             "close other programs",
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.errors import OptionError
+from edgespec.loading.constants import FOREIGN_CONTEXT_TOKENS, TOKEN_RATIO
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, options_in_pair
 from edgespec.methods.base import Drafter
@@ -23,11 +24,6 @@ from edgespec.model.model_facts import ModelFacts
 from edgespec.store.reference import Resolved
 
 __all__ = ["LoadedDraft", "load_draft", "load_target"]
-
-# Minimum initial context size, in tokens, of a draft model whose vocabulary differs from the target's.
-_FOREIGN_CONTEXT_TOKENS = 8192
-# Maximum number of draft model tokens per target token, if the models have different vocabularies.
-_TOKEN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +118,12 @@ def _adapted_to_target(
         # grow.
         model.resize(max_tokens)
     elif compared.translation is not None:
-        model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
+        model.resize(max(initial_tokens, min(max_tokens, FOREIGN_CONTEXT_TOKENS)))
     if drafting.arguments["learn"]:
         _check_trainable(pair.draft, model.facts, pair.target, compared.translation is None, window)
     notices = [pair.why_draft, compared.explanation]
     if window:
-        ratio = 1 if compared.translation is None else _TOKEN_RATIO
+        ratio = 1 if compared.translation is None else TOKEN_RATIO
         model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
         notices.append(
             f"{name} reads only {window.description} of a longer text, because its context is smaller than"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgespec.errors import CancelledError, EdgespecError, ModelFileError, OptionError, about_option
+from edgespec.loading.constants import DRAFT_ROWS
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.heads import FindHead, find_heads, without_heads
 from edgespec.model.base import LoadOptions, Progress
@@ -35,8 +36,6 @@ __all__ = [
 
 _Result = TypeVar("_Result")
 FindModel = Callable[[str], Resolved]
-# Maximum number of tokens per forward pass for which a draft model computes logits.
-_DRAFT_ROWS = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +341,7 @@ def draft_load_options(
         options.for_draft(),
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
-        max_logit_rows=_DRAFT_ROWS if adapts else None,
+        max_logit_rows=DRAFT_ROWS if adapts else None,
     )
 
 

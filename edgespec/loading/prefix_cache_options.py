@@ -24,11 +24,6 @@ from edgespec.system.files import file_state
 
 __all__ = ["create_prefix_cache", "file_states"]
 
-# Assume that prefill is this many times faster per token than decoding, until a prefill has been timed.
-_PREFILL_SPEEDUP = 4.0
-# Assumed memory bandwidth during decoding, in bytes per second.
-_ASSUMED_BYTES_PER_SECOND = 1e10
-
 
 def file_states(target: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
     """Return the state of each file of a model and its adapters, to detect later changes.
@@ -75,13 +70,12 @@ def create_prefix_cache(
             disk = PrefixCacheDisk(identity, disk_bytes)
         else:
             notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
-    prefill_seconds = target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
     return PrefixCache(
         target,
         plan.prefix_cache_bytes,
         disk,
         heads=heads,
-        reuse_costs=ReuseCosts(prefill_seconds),
+        reuse_costs=ReuseCosts(),
         max_copied_bytes=max_copy_bytes(plan.free_bytes("memory")),
         reserve_bytes=plan.budget.reserve_bytes,
         notice=notice,

@@ -6,6 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from edgespec.loading.constants import (
+    ACCEPTABLE_SPEED,
+    COMFORTABLE_SPEED,
+    MIN_BITS,
+    MIN_DRAFT_SPEEDUP,
+    MIN_QUANTISATION_GAIN,
+)
 from edgespec.loading.model_list import catalogue_models, installed_models
 from edgespec.loading.planning import budget_for
 from edgespec.loading.speed_prediction import (
@@ -26,14 +33,6 @@ __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
 
 Task = Literal["chat", "code"]
 
-# Comfortable and minimum acceptable speeds for reading along, in tokens per second.
-_COMFORTABLE_SPEED, _ACCEPTABLE_SPEED = 8.0, 4.0
-# Recommend a draft model only if its expected speed-up is at least this.
-_MIN_SPEEDUP = 1.05
-# Suggest another quantisation only if it is faster by at least this factor.
-_MIN_QUANTISATION_GAIN = 1.15
-# Do not suggest quantisations with fewer bits per weight than this.
-_MIN_BITS = 4.5
 # Part of the names of models that were trained to write programs.
 _CODE_NAME = "coder"
 
@@ -68,7 +67,7 @@ class Candidate:
     @property
     def uses_draft(self) -> bool:
         """Whether the draft model makes replies clearly faster."""
-        return bool(self.draft) and self.speed.speedup >= _MIN_SPEEDUP
+        return bool(self.draft) and self.speed.speedup >= MIN_DRAFT_SPEEDUP
 
     @property
     def command(self) -> str:
@@ -160,14 +159,14 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
     models, draft = entry.file_format.benchmark_models, recommended_draft(entry)
     if draft is None or models is None:
         return ""
-    best, most = "", speed.fastest_tokens_per_second * _MIN_QUANTISATION_GAIN
+    best, most = "", speed.fastest_tokens_per_second * MIN_QUANTISATION_GAIN
     draft_weights, ratio = catalogue_weights(draft), draft.parameters / entry.parameters
     own_types = catalogue_weights(entry).bytes_of
     for name, bits in models.types.items():
         if name in own_types:
             continue
         other = predict_speed(machine, catalogue_weights(entry, name), draft_weights, ratio)
-        if bits >= _MIN_BITS and other.fastest_tokens_per_second > most:
+        if bits >= MIN_BITS and other.fastest_tokens_per_second > most:
             best, most = name, other.fastest_tokens_per_second
     return best
 
@@ -175,7 +174,7 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
 def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
     """Return the largest model that is comfortably, or at least acceptably, fast, or else the fastest one."""
     suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
-    for least in (_COMFORTABLE_SPEED, _ACCEPTABLE_SPEED):
+    for least in (COMFORTABLE_SPEED, ACCEPTABLE_SPEED):
         fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]
         if fast:
             return max(fast, key=lambda each: (each.parameters, each.is_installed))

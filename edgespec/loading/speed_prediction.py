@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from edgespec.loading.constants import PREDICTED_PROMPT_TOKENS, TYPICAL_LAYERS
 from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.machine_speed import MachineSpeed, saved_machine_speed
 from edgespec.model.pass_weights import PassWeights
@@ -20,11 +21,6 @@ __all__ = [
     "predict_speed",
     "recommended_draft",
 ]
-
-# Prompt length in tokens for predicting the time to the first token.
-_PROMPT_TOKENS = 1000
-# Approximate layer counts: (maximum number of parameters, layers) pairs.
-_LAYERS = ((7e8, 26), (2e9, 26), (5e9, 32), (1e10, 34), (2e10, 44), (4e10, 62), (float("inf"), 80))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def predict_speed(
     return SpeedPrediction(
         tokens_per_second=1.0 / step,
         pass_costs={width: speed.v(target, width) for width in (2, 4, 8)},
-        prompt_seconds=speed.prompt_seconds(target, _PROMPT_TOKENS),
+        prompt_seconds=speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS),
         speedup=max(1.0, speedup),
         is_disturbed=speed.is_disturbed,
     )
@@ -164,5 +160,5 @@ def catalogue_weights(entry: ModelEntry, type_name: str = "") -> PassWeights:
         size_bytes = entry.active_fraction * entry.parameters * models.types[type_name] / 8
     elif models:
         mixture = models.mixtures.get(entry.quantisation, mixture)
-    layers = next(count for most, count in _LAYERS if entry.parameters <= most)
+    layers = next(count for most, count in TYPICAL_LAYERS if entry.parameters <= most)
     return PassWeights({name: round(share * size_bytes) for name, share in mixture.items()}, layers)

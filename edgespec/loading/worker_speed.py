@@ -9,6 +9,7 @@ from typing import Any
 
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.link import LinkSpeed
+from edgespec.loading.constants import OUTPUT_ROWS
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
 from edgespec.model.memory_estimate import MachineShare
@@ -19,9 +20,6 @@ from edgespec.store.reference import Resolved
 __all__ = ["SpreadPrediction", "output_is_faster_on_worker", "predict_spread", "saved_speed_json"]
 
 _HERE = "this machine"
-# Rows of logits per pass when deciding where the output layer is, which are those of a draft of four tokens.
-# This is a heuristic, because the draft length changes with the text.
-_OUTPUT_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ def _saves_time(
 ) -> bool:
     """Return whether a worker computes the output layer faster, including the time to send logits back."""
     weights = PassWeights({output.type_name: output.size_bytes}, 0)
-    sending = _OUTPUT_ROWS * output.row_growth_bytes / bytes_per_second
+    sending = OUTPUT_ROWS * output.row_growth_bytes / bytes_per_second
     return there.pass_seconds(weights) + sending < here.pass_seconds(weights)
 
 

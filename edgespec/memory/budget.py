@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from edgespec.errors import MemoryBudgetError
+from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, PLANNING_BYTES, RESERVE_SHARE
 from edgespec.memory.limits import Limit, process_limits
 from edgespec.model.registry import process_bytes
 from edgespec.system.files import format_bytes
@@ -19,7 +20,6 @@ if sys.platform != "win32":
     import resource
 
 __all__ = [
-    "DEFAULT_RESERVE_BYTES",
     "Budget",
     "available_bytes",
     "check_room_to_plan",
@@ -27,12 +27,6 @@ __all__ = [
     "peak_bytes",
     "resident_bytes",
 ]
-
-# By default, leave 5 % of the free memory to other programs, but at most this many bytes.
-DEFAULT_RESERVE_BYTES = 512 * 2**20
-_RESERVE_SHARE = 0.05
-# Free memory in bytes that llama.cpp needs to read a model's metadata. With less, it aborts the process.
-_PLANNING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,7 @@ def find_budget(
     """
 
     def reserve(free_bytes: int) -> int:
-        default = min(int(free_bytes * _RESERVE_SHARE), DEFAULT_RESERVE_BYTES)
+        default = min(int(free_bytes * RESERVE_SHARE), DEFAULT_RESERVE_BYTES)
         return default if reserve_bytes is None else reserve_bytes
 
     def usable(limit: Limit) -> tuple[int, str]:
@@ -105,9 +99,9 @@ def check_room_to_plan() -> None:
         MemoryBudgetError: There is not enough memory.
     """
     least = min(process_limits(), key=lambda limit: limit.free_bytes)
-    if least.free_bytes < _PLANNING_BYTES:
+    if least.free_bytes < PLANNING_BYTES:
         raise MemoryBudgetError(
-            f"planning needs {format_bytes(_PLANNING_BYTES)} of memory, but {least.what} leaves"
+            f"planning needs {format_bytes(PLANNING_BYTES)} of memory, but {least.what} leaves"
             f" {format_bytes(least.free_bytes)}",
             "close other programs, or raise the limit",
         )

@@ -7,18 +7,12 @@ from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.memory.constants import MIN_DRAFT_TOKENS, MIN_ROOM_TOKENS
 from edgespec.memory.plan import MemoryPlan
 from edgespec.model.base import LanguageModel
 from edgespec.model.memory_check import round_up_to_block
 
-__all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
-
-# Initial context size in tokens. A heuristic: most chats fit and never need a resize.
-INITIAL_CONTEXT_TOKENS = 2048
-# Grow the context when it has room for fewer tokens than this, which is enough for any verify pass.
-MIN_ROOM_TOKENS = 256
-# Reduce the draft model's context to this size in tokens when the target needs memory.
-_MIN_DRAFT_TOKENS = 256
+__all__ = ["ResizableContext", "has_room_to_resize"]
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
@@ -163,7 +157,7 @@ class ResizableContext:
         before = draft.facts.kv_bytes
         draft.truncate(0)
         with suppress(MemoryBudgetError):
-            draft.resize(_MIN_DRAFT_TOKENS)
+            draft.resize(MIN_DRAFT_TOKENS)
         if freed := draft.facts.kv_bytes < before:
             self.notice = (
                 f"the draft model {draft.facts.name} is disabled, because the context needs its memory"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.memory.constants import MIN_CONTEXT_TOKENS, SAVING_WINDOW_TOKENS, SHORT_CONTEXT_TOKENS
 from edgespec.memory.plan import Decision, MemoryPlan
 from edgespec.model.memory_check import BLOCK_TOKENS
 
@@ -32,10 +33,6 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` stands for `context_tokens`."""
 
-# Context sizes in tokens to fall back to if memory is low: one for a chat of a few turns and, as a last
-# resort, one for a short question. Heuristics.
-_SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
-_WINDOW_TOKENS = 1024
 # The load options to restore, in this order, while there is memory left.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
@@ -156,8 +153,8 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
     """Return the options that can be reduced, with their reduced values, in the order to try them."""
-    short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
-    shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
+    short = replace(start, context_tokens=min(start.context_tokens, SHORT_CONTEXT_TOKENS))
+    shortest = replace(start, context_tokens=min(start.context_tokens, MIN_CONTEXT_TOKENS))
     # Drop heads last, because they need the least memory.
     no_drafter: list[_Step] = [
         ("draft", replace(start, draft=False)),
@@ -171,7 +168,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),
         ("kv_type", replace(start, kv_type="q8_0")),
-        ("draft_window", replace(start, draft_window=_WINDOW_TOKENS)),
+        ("draft_window", replace(start, draft_window=SAVING_WINDOW_TOKENS)),
         ("kv_type", replace(start, kv_type="q4_0")),
     ]
     now = layers + 1 if start.gpu_layers is None else min(start.gpu_layers, layers + 1)

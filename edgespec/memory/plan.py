@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
+from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES
 from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "create_items", "shared_items"]
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
-# Memory to add to a plan for what it does not model, such as fragmentation: a fraction of the models' memory
-# and a minimum in bytes. Heuristics.
-_HEADROOM_SHARE, _MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 
 _NAMES: dict[ModelMemoryKind, str] = {
     "weights": "weights",
@@ -156,7 +154,7 @@ def shared_items(models_bytes: int, process_bytes: int, headroom_bytes: int | No
         headroom_bytes: The headroom, or None for 5 % of `models_bytes` but at least 64 MiB.
     """
     if headroom_bytes is None:
-        headroom_bytes = max(_MIN_HEADROOM_BYTES, int(models_bytes * _HEADROOM_SHARE))
+        headroom_bytes = max(MIN_HEADROOM_BYTES, int(models_bytes * HEADROOM_SHARE))
     return (
         Item("Python", "Python and its libraries", "process", process_bytes),
         Item("free", "headroom", "headroom", headroom_bytes),

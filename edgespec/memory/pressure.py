@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter as now
 
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
+from edgespec.memory.budget import available_bytes
+from edgespec.memory.constants import CHECK_SECONDS, DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import SegmentStore
 from edgespec.system.files import format_bytes
 from edgespec.system.heap import release_free_memory
 
 __all__ = ["MemoryPressure"]
-
-# Minimum seconds between checks of the free memory during a reply.
-_CHECK_SECONDS = 1.0
 
 
 class MemoryPressure:
@@ -90,7 +88,7 @@ class MemoryPressure:
         store, clock = self._store, now()
         if store is None or clock < self._next_check:
             return
-        self._next_check = clock + _CHECK_SECONDS
+        self._next_check = clock + CHECK_SECONDS
         if store.memory_bytes and self.is_low:
             self._report("of cached prefixes", store.reclaim(write=False))
             self.notice = " · ".join(filter(None, (self.notice, *self._unreported)))

@@ -12,6 +12,7 @@ from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.scoring import score
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError, EdgespecError
+from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import HeadState, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
@@ -20,14 +21,6 @@ from edgespec.model.base_model import scaled_progress
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["TargetCache", "read_prompt"]
-
-# If KV cells depend on how a prompt is split into passes, prompts are read in passes of this many tokens.
-# Only the last pass over whole blocks, and the pass over the tokens after them, can be shorter.
-_READ_TOKENS = 256
-# Tokens per pass that reads a reply in idle time. A new request waits for at most one such pass.
-_IDLE_READ_TOKENS = 64
-# Maximum number of tokens per pass that scores a prompt. Limits the memory for logits.
-_SCORED_TOKENS = 64
 
 
 class TargetCache:
@@ -128,7 +121,7 @@ class TargetCache:
         tokens = self._tokens
         end = self._reusable(len(tokens))
         self._truncate_to_reusable()
-        step = max(_IDLE_READ_TOKENS, self._target.facts.capabilities.reuse_block_tokens)
+        step = max(IDLE_READ_TOKENS, self._target.facts.capabilities.reuse_block_tokens)
         with suppress(EdgespecError):
             while (begin := self._target.length) < end and should_continue():
                 self._target.prefill(tokens[begin : min(begin + step, end)])
@@ -280,7 +273,7 @@ def _scoring_width(capabilities: Capabilities) -> int:
     Passes wider than one token are used only if they are bit-exact. On SmolLM2, others changed
     log-probabilities by up to 0.5.
     """
-    limit = min(capabilities.max_width, _SCORED_TOKENS) if capabilities.exact and capabilities.rollback else 1
+    limit = min(capabilities.max_width, SCORED_TOKENS) if capabilities.exact and capabilities.rollback else 1
     return max((width for width in capabilities.pass_widths if width <= limit), default=limit)
 
 
@@ -315,7 +308,7 @@ def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | 
     stops = [end]
     if block > 1:
         whole = end - end % block
-        stops = [*range(begin + _READ_TOKENS, whole, _READ_TOKENS), *([whole] if whole > begin else []), end]
+        stops = [*range(begin + READ_TOKENS, whole, READ_TOKENS), *([whole] if whole > begin else []), end]
     for stop in dict.fromkeys(stops):
         start = target.length
         if start < stop:

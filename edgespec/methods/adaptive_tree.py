@@ -15,21 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.methods.constants import (
+    ASSUMED_DRAFT_PASS_COST,
+    DRAFT_PROB_EDGES,
+    DRAFT_PROB_PRIOR,
+    MAX_LOOKAHEAD_LEVELS,
+    MAX_TREE_WIDTH,
+    PRIOR_WEIGHT,
+    STEEP_COST,
+    TYPICAL_PRIOR,
+    WEIGHT_AFTER_PAUSE,
+)
 from edgespec.methods.costs.curve import CostFunction, assumed_cost
 from edgespec.methods.costs.pass_limits import PassLimits
 from edgespec.methods.running_stats import AcceptanceCounts, RunningMean
 from edgespec.methods.tree_growth import Children, DraftProbs, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
-
-# Maximum number of tree levels to plan ahead. Estimates for deeper levels are too uncertain.
-_MAX_LOOKAHEAD_LEVELS = 4
-_MAX_WIDTH = 64
-# If a two-token pass takes at least 1.9 times as long as a single-token pass, `force_draft` drafts two tokens
-# instead of one.
-_STEEP_COST = 1.9
-# Assumed duration of a draft model pass if it is unknown, relative to a single-token target pass.
-_ASSUMED_DRAFT_PASS_COST = 0.2
 
 
 class AdaptiveTreeGrowth(TreeGrowth):
@@ -63,11 +65,11 @@ class AdaptiveTreeGrowth(TreeGrowth):
         limits = limits or PassLimits()
         self.siblings = siblings if limits.max_branches > 1 else 1
         self.drafts_chains = self.siblings == 1
-        self._max_width = min(limits.max_width, _MAX_WIDTH)
+        self._max_width = min(limits.max_width, MAX_TREE_WIDTH)
         self._max_branches, self._max_passes = limits.max_branches, limits.max_draft_passes
         self._v = v
         self._acceptance = _ChildAcceptance(self.siblings)
-        self._initial_pass_cost = initial_pass_cost or _ASSUMED_DRAFT_PASS_COST
+        self._initial_pass_cost = initial_pass_cost or ASSUMED_DRAFT_PASS_COST
         self._clock = clock
         self._draft_pass_seconds, self._target_step_seconds = RunningMean(), RunningMean()
         self._is_forced = False
@@ -115,7 +117,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         if this_round.is_forced:
             this_round.width += 1
             path_prob = path_probs[0] * self._acceptance.prob(0, draft_probs(0)[0])
-            return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= _STEEP_COST else 1))]
+            return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= STEEP_COST else 1))]
         candidates = [
             (path_prob * self._acceptance.prob(rank, draft_prob), node, rank)
             for node, path_prob in enumerate(path_probs)
@@ -167,7 +169,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         if len(candidates) == 1:
             return self._best_chain(float(candidates[0]), width, expected_tokens)
         best_speed, best = 0.0, (0, 0, np.zeros(0, np.int64))
-        for levels in range(min(this_round.draft_length - this_round.passes, _MAX_LOOKAHEAD_LEVELS) + 1):
+        for levels in range(min(this_round.draft_length - this_round.passes, MAX_LOOKAHEAD_LEVELS) + 1):
             descendants = self._acceptance.typical_prob ** np.arange(levels + 1)
             grid = (candidates[:, None] * descendants).ravel()
             order = np.argsort(-grid, kind="stable")[: self._max_width - width]
@@ -230,18 +232,7 @@ class _ChildAcceptance:
     Initially, the draft model's probabilities are assumed to be correct.
     """
 
-    # Draft probabilities that separate the ranges in which acceptance is counted.
-    _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-    # Assumed acceptance probability for each range of draft probabilities, before any tokens have been
-    # counted.
-    _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
-    # The assumed acceptance probabilities count as much as this number of drafted tokens.
-    _PRIOR_WEIGHT = 4.0
-    # When drafting resumes after a pause, acceptance counts are scaled down to at most this many drafted
-    # tokens.
-    _WEIGHT_AFTER_PAUSE = 2.0
-    # Assumed acceptance probability of the draft model's most likely next token.
-    _TYPICAL_PRIOR = 0.7
+    _PRIOR = np.array(DRAFT_PROB_PRIOR)
 
     def __init__(self, ranks: int) -> None:
         nothing = np.zeros((ranks, len(self._PRIOR)))
@@ -249,20 +240,20 @@ class _ChildAcceptance:
         self._by_rank = AcceptanceCounts(nothing[:, 0], nothing[:, 0])
 
     def prob(self, rank: int, draft_prob: float) -> float:
-        category = rank, bisect_right(self._EDGES, draft_prob)
-        accepted = self._by_prob.accepted[category] + self._PRIOR_WEIGHT * self._PRIOR[category[1]]
-        return float(accepted / (self._by_prob.drafted[category] + self._PRIOR_WEIGHT))
+        category = rank, bisect_right(DRAFT_PROB_EDGES, draft_prob)
+        accepted = self._by_prob.accepted[category] + PRIOR_WEIGHT * self._PRIOR[category[1]]
+        return float(accepted / (self._by_prob.drafted[category] + PRIOR_WEIGHT))
 
     @property
     def typical_prob(self) -> float:
-        accepted = float(self._by_rank.accepted.max()) + self._PRIOR_WEIGHT * self._TYPICAL_PRIOR
-        return accepted / (float(self._by_rank.drafted.max()) + self._PRIOR_WEIGHT)
+        accepted = float(self._by_rank.accepted.max()) + PRIOR_WEIGHT * TYPICAL_PRIOR
+        return accepted / (float(self._by_rank.drafted.max()) + PRIOR_WEIGHT)
 
     def record(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         for rank in range(len(self._by_rank.accepted)):
             self._by_rank.record((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
-            self._by_prob.record((rank, bisect_right(self._EDGES, float(prob))), rank == accepted)
+            self._by_prob.record((rank, bisect_right(DRAFT_PROB_EDGES, float(prob))), rank == accepted)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         return {"seen": self._by_prob.saved(), "any": self._by_rank.saved()}
@@ -272,8 +263,8 @@ class _ChildAcceptance:
         self._by_rank.restore(saved["any"])
 
     def limit_weight(self) -> None:
-        self._by_prob.limit_weight(self._WEIGHT_AFTER_PAUSE)
-        self._by_rank.limit_weight(self._WEIGHT_AFTER_PAUSE)
+        self._by_prob.limit_weight(WEIGHT_AFTER_PAUSE)
+        self._by_rank.limit_weight(WEIGHT_AFTER_PAUSE)
 
     def decay(self) -> None:
         self._by_prob.decay()

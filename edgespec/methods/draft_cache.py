@@ -9,16 +9,10 @@ import numpy as np
 from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import Candidates
+from edgespec.methods.constants import SINK_TOKENS, TOP_TOKENS
 from edgespec.model.base import LanguageModel, Progress
 
 __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
-
-# Number of tokens at the beginning of a sequence that are always kept, because attention concentrates on
-# them. StreamingLLM (arXiv 2309.17453) calls them "attention sinks".
-_SINK_TOKENS = 4
-# Draft probabilities are computed only for this many of the most likely tokens, because sorting the whole
-# vocabulary is slow.
-_TOP_TOKENS = 64
 
 
 class DraftCache:
@@ -78,9 +72,9 @@ class DraftCache:
         """
         if max_tokens is None or max_tokens >= self.full_pending_tokens:
             self._set_visible(self._tokens)
-        if max_tokens is not None and self.pending_tokens > max(max_tokens, _SINK_TOKENS):
-            end_tokens = max(max_tokens - _SINK_TOKENS, 0) + 1
-            self._set_visible([*self._tokens[:_SINK_TOKENS], *self._tokens[-end_tokens:]])
+        if max_tokens is not None and self.pending_tokens > max(max_tokens, SINK_TOKENS):
+            end_tokens = max(max_tokens - SINK_TOKENS, 0) + 1
+            self._set_visible([*self._tokens[:SINK_TOKENS], *self._tokens[-end_tokens:]])
         if 1 < self.lag_tokens <= self.model.free_tokens:
             tokens = self.visible_tokens[self.model.length : -1]
             self.model.prefill(replace_unknown_ids(self.model, tokens), progress)
@@ -103,7 +97,7 @@ def top_probs(logits: Logits, row: int) -> Candidates:
     Returns:
         Token ids in ascending order, and their renormalised probabilities (float64), which sum to 1.
     """
-    tokens, values = logits.top(row, _TOP_TOKENS)
+    tokens, values = logits.top(row, TOP_TOKENS)
     weights = np.exp(values - values.max())
     return tokens, weights / weights.sum()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AcceptanceCounts", "RunningMean"]
+from edgespec.methods.constants import (
+    ACCEPTANCE_DECAY,
+    LONG_ACCEPTANCE_DECAY,
+    MAX_RESTORED_COUNT,
+    MEAN_VALUES,
+)
 
-_MEAN_VALUES = 10
-# A mean restored from an earlier run counts as at most this many values, so that new values soon outweigh it.
-_MAX_RESTORED_COUNT = 5
+__all__ = ["AcceptanceCounts", "RunningMean"]
 
 
 class RunningMean:
@@ -27,7 +30,7 @@ class RunningMean:
     def add(self, value: float) -> None:
         """Add a value. The first ten values have equal weight, and each later one has a weight of 1/10."""
         self.count += 1
-        self.value += (value - self.value) / min(self.count, _MEAN_VALUES)
+        self.value += (value - self.value) / min(self.count, MEAN_VALUES)
 
     def saved(self) -> NDArray[np.float64]:
         """Return the mean and the number of values as a float64 array [2], to save for a later run."""
@@ -38,7 +41,7 @@ class RunningMean:
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
             raise ValueError(f"a saved running mean must consist of a finite mean and a count, not {saved}")
         value, count = map(float, saved)
-        self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
+        self.value, self.count = value, min(int(count), MAX_RESTORED_COUNT)
 
 
 class AcceptanceCounts:
@@ -55,22 +58,16 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Each new token multiplies the earlier counts by this factor. With 0.98, a token loses half of its weight
-    # after 34 further tokens.
-    DECAY = 0.98
-    # Like `DECAY`, but for the long-term acceptance rates.
-    _LONG_DECAY = 0.998
-
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:
         self._prior = accepted, drafted
         self.accepted, self.drafted = accepted.copy(), drafted.copy()
         self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
     def record(self, category: tuple[int, ...], accepted: bool) -> None:
-        self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
-        self.accepted[category] = self.accepted[category] * self.DECAY + accepted
-        self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
-        self._long_accepted[category] = self._long_accepted[category] * self._LONG_DECAY + accepted
+        self.drafted[category] = self.drafted[category] * ACCEPTANCE_DECAY + 1.0
+        self.accepted[category] = self.accepted[category] * ACCEPTANCE_DECAY + accepted
+        self._long_drafted[category] = self._long_drafted[category] * LONG_ACCEPTANCE_DECAY + 1.0
+        self._long_accepted[category] = self._long_accepted[category] * LONG_ACCEPTANCE_DECAY + accepted
 
     def long_term_rates(self, prior_weight: float) -> NDArray[np.float64]:
         """Return the long-term acceptance rate per category.
@@ -106,7 +103,7 @@ class AcceptanceCounts:
         accepted = self._long_accepted * self.drafted
         np.divide(accepted, self._long_drafted, out=self.accepted, where=self._long_drafted > 0.0)
 
-    def decay(self, weight: float = DECAY) -> None:
+    def decay(self, weight: float = ACCEPTANCE_DECAY) -> None:
         """Move all counts towards their initial values. A `weight` of 0.98 removes 2 % of the difference."""
         for counts, prior in zip((self.accepted, self.drafted), self._prior, strict=True):
             counts += (prior - counts) * (1.0 - weight)

@@ -12,18 +12,13 @@ from typing import TypeAlias
 
 from edgespec.errors import ModelFileError
 from edgespec.store.catalogue import ModelFormat
+from edgespec.store.constants import MAX_DRAFTED, MIN_DRAFTED, SAVE_EVERY_DRAFTED
 from edgespec.store.metadata_cache import files_fingerprint
 from edgespec.system.facts import Facts
 
 __all__ = ["AcceptanceRecorder", "LocalModel", "add_acceptance", "measured_acceptance_rate"]
 
 _KIND = "acceptance"
-# Minimum number of drafted tokens for a usable acceptance rate. At 200, its standard error is about 0.03.
-_MIN_DRAFTED = 200
-# Counts of drafted tokens are halved above this number, so that recent replies have more weight.
-_MAX_DRAFTED = 20_000
-# Save the acceptance counts to disk after this many drafted tokens.
-_SAVE_EVERY_DRAFTED = 2_000
 
 LocalModel: TypeAlias = tuple[Path, ModelFormat]
 
@@ -34,7 +29,7 @@ def measured_acceptance_rate(target: LocalModel, draft: LocalModel) -> float | N
         drafted, accepted = _counts(_key(target, draft))
     except ModelFileError:
         return None
-    return accepted / drafted if drafted >= _MIN_DRAFTED else None
+    return accepted / drafted if drafted >= MIN_DRAFTED else None
 
 
 def add_acceptance(target: LocalModel, draft: LocalModel, drafted: int, accepted: int) -> None:
@@ -46,7 +41,7 @@ def add_acceptance(target: LocalModel, draft: LocalModel, drafted: int, accepted
     key = _key(target, draft)
     before = _counts(key)
     drafted, accepted = before[0] + drafted, before[1] + accepted
-    if drafted > _MAX_DRAFTED:
+    if drafted > MAX_DRAFTED:
         drafted, accepted = drafted // 2, accepted // 2
     Facts().put(_KIND, {key: [drafted, accepted]})
 
@@ -73,7 +68,7 @@ class AcceptanceRecorder:
     def count(self, drafted: int, accepted: int) -> None:
         """Add the number of drafts in a reply, and how many had their first token accepted."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
-        if self._drafted >= _SAVE_EVERY_DRAFTED:
+        if self._drafted >= SAVE_EVERY_DRAFTED:
             self.save()
 
     def save(self) -> None:

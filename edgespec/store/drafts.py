@@ -18,6 +18,13 @@ from edgespec.model.registry import backend_of, same_backend
 from edgespec.store.acceptance_history import measured_acceptance_rate
 from edgespec.store.aliases import preferred_draft
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
+from edgespec.store.constants import (
+    AUTO_MIN_SHARED_FRACTION,
+    EQUAL_SPEEDUP_RATIO,
+    ESTIMATED_CONTEXT_TOKENS,
+    MAX_STEP_COST,
+    MIN_SHARED_FRACTION,
+)
 from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, model_info_or_none
 from edgespec.store.metadata_cache import model_info, shared_token_fraction
 from edgespec.store.reference import Resolved, resolve
@@ -27,18 +34,6 @@ from edgespec.system.files import format_bytes
 __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 DraftSource = Literal["catalogue", "tokens"]
-
-# Maximum size of a draft model relative to the target, in bytes read per token. A larger draft model would be
-# too slow.
-_MAX_STEP_COST = 0.5
-# Minimum fraction of the target's tokens that a draft model must also have.
-_MIN_SHARED_FRACTION = 0.5
-# Minimum fraction of the target's tokens that a draft model chosen by `--draft auto` must also have.
-_AUTO_MIN_SHARED_FRACTION = 0.9
-# Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this.
-_EQUAL_SPEEDUP_RATIO = 0.97
-# Context length in tokens for estimating the size of KV caches.
-_DEFAULT_CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +190,7 @@ def choose_draft(
 
 def _best(options: Sequence[DraftOption]) -> DraftOption:
     highest = max(option.speedup for option in options)
-    equal = [option for option in options if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
+    equal = [option for option in options if option.speedup >= EQUAL_SPEEDUP_RATIO * highest]
     return min(equal, key=lambda option: (option.rank, *_order(option)))
 
 
@@ -264,7 +259,7 @@ def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) 
         return False
     if option.shared_token_fraction is None:
         return option.source == "catalogue"
-    return option.shared_token_fraction >= _AUTO_MIN_SHARED_FRACTION and (
+    return option.shared_token_fraction >= AUTO_MIN_SHARED_FRACTION and (
         option.source == "catalogue"
         or (info is not None and info.architecture == option.architecture)
         or backend_of(option.format).knows_architecture(option.architecture)
@@ -272,7 +267,7 @@ def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) 
 
 
 def _context(info: ModelInfo, context_tokens: int | None = None) -> int:
-    return context_tokens or min(info.context_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)
+    return context_tokens or min(info.context_tokens or ESTIMATED_CONTEXT_TOKENS, ESTIMATED_CONTEXT_TOKENS)
 
 
 def _order(option: DraftOption) -> tuple[float, int, str]:
@@ -287,7 +282,7 @@ def _installed_option(target: Resolved, info: ModelInfo, model: InstalledModel) 
     shared_fraction = shared_token_fraction(
         (target.path, target.format, info.vocabulary), (model.path, model.format, model.info.vocabulary)
     )
-    if shared_fraction is None or shared_fraction < _MIN_SHARED_FRACTION or step_cost > _MAX_STEP_COST:
+    if shared_fraction is None or shared_fraction < MIN_SHARED_FRACTION or step_cost > MAX_STEP_COST:
         return None
     rate = measured_acceptance_rate((target.path, target.format), (model.path, model.format))
     size_ratio = min(1.0, model.info.parameters / max(1, info.parameters))

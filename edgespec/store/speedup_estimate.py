@@ -5,27 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["MIN_ESTIMABLE_BYTES", "estimate_acceptance_rate", "estimate_head_speedup", "estimate_speedup"]
+from edgespec.store.constants import (
+    COST_PER_ROW,
+    HEAD_RATE,
+    MAX_ASSUMED_RATE,
+    MAX_ESTIMATED_DRAFT_LENGTH,
+    MIN_ASSUMED_RATE,
+    RATE_AT_EQUAL_SIZE,
+    RATE_PER_DECADE,
+)
 
-# The estimates assume that the duration of a pass is proportional to the bytes of weights that it reads. If a
-# model reads fewer bytes than this, fixed costs dominate, and the estimates are too high. A CPU reads 64 MiB
-# in 1 to 3 ms, which `auto` considers too fast for drafting.
-MIN_ESTIMABLE_BYTES = 64 * 2**20
-# Assumed acceptance rate of a draft model as large as the target, and the decrease for each factor of 10 in
-# size. They serve only to rank models that have not run yet: a rate measured on this machine replaces them.
-_RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
-_MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Assumed acceptance rate of heads. AngelSlim's EAGLE-3 head for Qwen 3 8B reaches 1.99 tokens per pass of the
-# target with drafts of two tokens (its published benchmark), which is a rate of 0.62.
-_HEAD_RATE = 0.62
-# Cost of verifying one more token in the same pass, as a fraction of the cost of a single-token target pass.
-# Measured with F16 weights on a 2-core CPU.
-_COST_PER_ROW = 0.14
-_MAX_DRAFT_LENGTH = 8
+__all__ = ["estimate_acceptance_rate", "estimate_head_speedup", "estimate_speedup"]
 
 
 def _assumed_pass_cost(width: int) -> float:
-    return 1.0 + _COST_PER_ROW * (width - 1)
+    return 1.0 + COST_PER_ROW * (width - 1)
 
 
 def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1.0) -> float:
@@ -36,8 +30,8 @@ def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1
         shared_token_fraction: Fraction of the target's tokens that the draft model also has. It cannot
             propose the others.
     """
-    rate = _RATE_AT_EQUAL_SIZE + _RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
-    return min(max(rate, _MIN_RATE), _MAX_RATE) * shared_token_fraction
+    rate = RATE_AT_EQUAL_SIZE + RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
+    return min(max(rate, MIN_ASSUMED_RATE), MAX_ASSUMED_RATE) * shared_token_fraction
 
 
 def estimate_speedup(
@@ -61,7 +55,7 @@ def estimate_speedup(
     if acceptance_rate is None:
         acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)
     best, tokens = 0.0, 1.0
-    for length in range(1, _MAX_DRAFT_LENGTH + 1):
+    for length in range(1, MAX_ESTIMATED_DRAFT_LENGTH + 1):
         tokens += acceptance_rate**length
         best = max(best, tokens / (length * step_cost + pass_cost(length + 1)))
     return best
@@ -78,7 +72,7 @@ def estimate_head_speedup(step_cost: float, *, one_pass: bool) -> float:
         return estimate_speedup(
             0.0,
             0.0,
-            acceptance_rate=_HEAD_RATE,
+            acceptance_rate=HEAD_RATE,
             pass_cost=lambda width: step_cost + _assumed_pass_cost(width),
         )
-    return estimate_speedup(0.0, step_cost, acceptance_rate=_HEAD_RATE)
+    return estimate_speedup(0.0, step_cost, acceptance_rate=HEAD_RATE)

@@ -36,14 +36,14 @@ _CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 def test_replies_equal_plain_decoding_by_default(real_models: Path, name: str, branches: Any) -> None:
     draft, methods = _CASES[name]
     tokens = 16 if "mlx" in name else 48
-    options: dict[str, Any] = {"context": 1024, "threads": None if "mlx" in name else 1, "exit_layer": None}
-    if "layerskip" in methods:
-        options["exit_layer"] = 6
+    options: dict[str, Any] = {"context": 1024, "threads": None if "mlx" in name else 1}
     found = draft if draft == "none" else str(real_models / draft)
     if branches:
         methods = tuple(method for method in methods if method in ("model", "lookahead", "lowbit")) or (
             "suffix",
         )
+    if "layerskip" in methods:
+        options["exit_layer"] = 6
     with (
         always_draft(),
         edgespec.load(

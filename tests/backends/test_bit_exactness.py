@@ -14,12 +14,8 @@ from edgespec.backends.llamacpp.model import LlamaCppModel, load
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
-from edgespec.loading.bit_exactness import (
-    UNTESTED_BLOCK_TOKENS,
-    WidthClass,
-    find_width_classes,
-    restricted_to,
-)
+from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
+from edgespec.loading.constants import UNTESTED_BLOCK_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
 from edgespec.model.model_facts import Capabilities, ModelFacts
 from tests.tables import table

@@ -13,7 +13,8 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, plan_pair
 from edgespec.memory import Budget
-from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS, has_room_to_resize
+from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
+from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.model.base import LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 
@@ -169,7 +170,7 @@ def test_a_draft_with_another_vocabulary_grows_with_the_target(
 ) -> None:
     """The draft starts with a smaller context than the longest prompt, and replies stay the same."""
     monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", 256)
-    monkeypatch.setattr("edgespec.loading.pair_loading._FOREIGN_CONTEXT_TOKENS", 512)
+    monkeypatch.setattr("edgespec.loading.pair_loading.FOREIGN_CONTEXT_TOKENS", 512)
     for module in ("memory.context_resize", "decode.session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     target = write_llama(tmp_path / "target.gguf", words=words, template=None, context=LONG)

@@ -206,7 +206,7 @@ class TestMlx:
             OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
         ):
             edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
-        monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
+        monkeypatch.setattr(comparison, "MIN_TRANSLATED_FRACTION", 0.0)
         with pytest.raises(
             OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
         ):

@@ -16,6 +16,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
+from edgespec.methods.constants import MAX_NGRAMS_PER_TOKEN
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.lookahead.drafter import LookaheadDrafter, LookaheadWindow, NgramPool, choose_window
 from edgespec.model.model_facts import Capabilities
@@ -35,9 +36,7 @@ def columns(drafter: LookaheadDrafter) -> list[list[int]]:
 
 def pool_of(drafter: LookaheadDrafter) -> set[tuple[int, ...]]:
     return {
-        (token, *rest)
-        for token in range(VOCAB)
-        for rest in drafter._pool.after(token, NgramPool.MAX_PER_TOKEN)
+        (token, *rest) for token in range(VOCAB) for rest in drafter._pool.after(token, MAX_NGRAMS_PER_TOKEN)
     }
 
 
@@ -218,11 +217,11 @@ class TestWhetherItIsFaster:
 class TestNgramPool:
     def test_the_latest_ngrams_come_first_and_the_oldest_are_evicted(self) -> None:
         pool = NgramPool()
-        for last in range(NgramPool.MAX_PER_TOKEN + 4):
+        for last in range(MAX_NGRAMS_PER_TOKEN + 4):
             pool.add((7, 1, last))
         pool.add((7, 1, 5))
-        assert pool.after(7, 2) == [(1, 5), (1, NgramPool.MAX_PER_TOKEN + 3)]
-        assert len(pool.after(7, 99)) == NgramPool.MAX_PER_TOKEN
+        assert pool.after(7, 2) == [(1, 5), (1, MAX_NGRAMS_PER_TOKEN + 3)]
+        assert len(pool.after(7, 99)) == MAX_NGRAMS_PER_TOKEN
         assert pool.after(8, 3) == []
 
 

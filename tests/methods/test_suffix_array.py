@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.methods.suffix.suffix_array import MAX_SAMPLED_OCCURRENCES, SuffixArray, SuffixRange
-from edgespec.methods.suffix.tokens import MAX_CONTINUATION_TOKENS, SEPARATOR
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_SAMPLED_OCCURRENCES
+from edgespec.methods.suffix.suffix_array import SuffixArray, SuffixRange
+from edgespec.methods.suffix.tokens import SEPARATOR
 from tests.methods.exhaustive_search import Text, expected_matches, index_of, places, texts
 
 

@@ -198,7 +198,7 @@ def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.methods.model.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
+            patch.setattr("edgespec.methods.model.vocabularies.comparison.MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:

@@ -11,7 +11,13 @@ from time import perf_counter as now
 import numpy as np
 
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
+from edgespec.memory.budget import available_bytes
+from edgespec.memory.constants import (
+    DEFAULT_RESERVE_BYTES,
+    MAX_MERGED_TOKENS,
+    MAX_SEQUENCE_SHARE,
+    MIN_SEGMENT_TOKENS,
+)
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.head_state import HeadState
 from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
@@ -20,16 +26,6 @@ from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.model.base import LanguageModel
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
-
-# Do not split cached sequences into segments of fewer tokens than this, because each segment has a fixed
-# cost. A heuristic.
-_MIN_SEGMENT_TOKENS = 64
-# A segment of up to this many tokens is merged with the next one, so that a chat of many short turns does not
-# become many segments. A heuristic.
-_MAX_MERGED_TOKENS = 256
-# Maximum size of a cached sequence as a fraction of the cache's size limit. Copies can be slightly larger
-# than estimated.
-_MAX_SEQUENCE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +136,7 @@ class PrefixCache:
 
     def _is_worth_storing(self, lost_tokens: int, copied_tokens: int) -> bool:
         size_bytes = copied_tokens * self._bytes_per_token()
-        least_tokens = min(copied_tokens, _MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
+        least_tokens = min(copied_tokens, MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
         return (
             self.reuse_costs.saves_time(lost_tokens, size_bytes)
             and least_tokens * self._bytes_per_token() <= self._max_segment_bytes
@@ -158,7 +154,7 @@ class PrefixCache:
         if not (self._can_truncate and size_bytes):
             return None
         room_bytes = self.store.max_bytes + (disk.quota_bytes if disk else 0)
-        return int(_MAX_SEQUENCE_SHARE * room_bytes / size_bytes)
+        return int(MAX_SEQUENCE_SHARE * room_bytes / size_bytes)
 
     def _bytes_per_token(self) -> float:
         sizes = [(segment.size_bytes, len(segment.tokens)) for segment in self.store.tree]
@@ -180,13 +176,13 @@ class PrefixCache:
                 base
                 and base.children == replaced[-1:]
                 and not (base.is_branch_point or base.end <= shared)
-                and len(base.tokens) <= max(_MAX_MERGED_TOKENS, end - base.end)
+                and len(base.tokens) <= max(MAX_MERGED_TOKENS, end - base.end)
                 and self._segments_for(end - base.start) == 1
             ):
                 replaced.append(base)
                 base = base.parent
             start = base.end if base else 0
-            if start + _MIN_SEGMENT_TOKENS <= shared <= end - _MIN_SEGMENT_TOKENS:
+            if start + MIN_SEGMENT_TOKENS <= shared <= end - MIN_SEGMENT_TOKENS:
                 base = self._copy_segments(sequence[:shared], base)
                 if base:
                     base.is_branch_point = True
@@ -251,7 +247,7 @@ class PrefixCache:
             return 0
         _, shared = self.store.tree.longest_match(np.array(prompt[:-1], np.int32))
         lost = shared - cached
-        return shared if lost >= _MIN_SEGMENT_TOKENS and self._is_worth_storing(lost, shared) else 0
+        return shared if lost >= MIN_SEGMENT_TOKENS and self._is_worth_storing(lost, shared) else 0
 
     def add_branch_point(self, tokens: Sequence[int]) -> None:
         """Store the model's KV state of `tokens`, so that several prompts can continue from it."""
@@ -347,7 +343,7 @@ class PrefixCache:
 
     def _split(self, segment: Segment, at: int) -> None:
         """Split a segment where another sequence diverges. The model's cache must hold the whole segment."""
-        if segment.start + _MIN_SEGMENT_TOKENS > at or at > segment.end - _MIN_SEGMENT_TOKENS:
+        if segment.start + MIN_SEGMENT_TOKENS > at or at > segment.end - MIN_SEGMENT_TOKENS:
             return
         sequence, children = segment.sequence(), segment.children
         try:

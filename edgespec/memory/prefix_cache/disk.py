@@ -20,6 +20,7 @@ from zlib import crc32
 import numpy as np
 from filelock import FileLock, Timeout
 
+from edgespec.memory.constants import DISK_CACHE_SHARE, FRESH_FILE_SECONDS, MAX_DISK_CACHE_BYTES
 from edgespec.memory.prefix_cache.headers import block_checksums, encode_header, read_header
 from edgespec.memory.prefix_cache.segments import Tokens
 from edgespec.model.base import Snapshot
@@ -40,10 +41,6 @@ _SUFFIX = ".kept"
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
 # Name of a file whose modification time shows when all cached prefixes were last deleted.
 _CLEARED_MARK = "forgotten"
-# By default, cached prefixes take up to a tenth of the free disk space, and at most 4 GiB. Heuristics.
-_DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Files used within this many seconds count as about equally old when choosing which files to delete.
-_FRESH_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def default_disk_bytes(folder: Path | None = None) -> int:
         free = shutil.disk_usage(place).free + sum(_size(path) for path in _files(folder))
     except OSError:
         return 0
-    return min(_DEFAULT_MAX_BYTES, int(free * _DEFAULT_SHARE))
+    return min(MAX_DISK_CACHE_BYTES, int(free * DISK_CACHE_SHARE))
 
 
 class PrefixCacheDisk:
@@ -312,7 +309,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
         try:
             with _opened(path) as file:
                 header = read_header(file)
-            age = max(0.0, now - path.stat().st_mtime) + _FRESH_SECONDS
+            age = max(0.0, now - path.stat().st_mtime) + FRESH_FILE_SECONDS
             value[path] = header["seconds"] / (header["data_bytes"] + 1) / age
             starts[path] = header["start"]
             after[path] = header["after"]

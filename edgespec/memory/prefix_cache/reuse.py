@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from edgespec.memory.constants import (
+    COPY_BYTES_PER_SECOND,
+    MIN_CACHED_TOKENS,
+    MIN_TIMED_BYTES,
+    NEW_REUSE_WEIGHT,
+    PREFILL_SPEEDUP,
+)
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ReuseCosts", "reusable_tokens"]
-
-# The prefix cache ignores prefixes of fewer tokens than this, because prefilling them is fast. A heuristic.
-_MIN_TOKENS = 16
-# Do not time copies of fewer bytes than this, because most of their time is overhead.
-_MIN_TIMED_BYTES = 1 << 16
-# Assumed speed of copying a KV cache in bytes per second, until a copy has been timed.
-_COPY_BYTES_PER_SECOND = 2e9
-# Weight of the latest measurement in the moving averages of `ReuseCosts`. A heuristic.
-_NEW_WEIGHT = 0.3
 
 
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
@@ -30,27 +28,33 @@ class ReuseCosts:
     """Moving averages of the prefill time per token and the copy time per byte of KV state.
 
     Args:
-        prefill_seconds: Prefill time per token to assume until a prefill has been timed.
+        prefill_seconds: Assumed time per prefill token until `assume_target_step` is called or a prefill has
+            been timed. At 0, no copy saves time.
     """
 
-    def __init__(self, prefill_seconds: float) -> None:
+    def __init__(self, prefill_seconds: float = 0.0) -> None:
         self.prefill_seconds = prefill_seconds
         self._is_measured = False
-        self._copy_seconds = 1.0 / _COPY_BYTES_PER_SECOND
+        self._copy_seconds = 1.0 / COPY_BYTES_PER_SECOND
+
+    def assume_target_step(self, seconds: float) -> None:
+        """Estimate the prefill time from the duration of a single-token pass, until a prefill is timed."""
+        if not self._is_measured:
+            self.prefill_seconds = seconds / PREFILL_SPEEDUP
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record the time of a prefill of this many tokens. Short prefills are ignored."""
-        if tokens >= _MIN_TOKENS:
-            weight = _NEW_WEIGHT if self._is_measured else 1.0
+        if tokens >= MIN_CACHED_TOKENS:
+            weight = NEW_REUSE_WEIGHT if self._is_measured else 1.0
             self.prefill_seconds += weight * (seconds / tokens - self.prefill_seconds)
             self._is_measured = True
 
     def record_copy(self, size_bytes: int, seconds: float) -> None:
         """Record the time of copying this many bytes of KV state. Small copies are ignored."""
-        if size_bytes >= _MIN_TIMED_BYTES:
-            self._copy_seconds += _NEW_WEIGHT * (seconds / size_bytes - self._copy_seconds)
+        if size_bytes >= MIN_TIMED_BYTES:
+            self._copy_seconds += NEW_REUSE_WEIGHT * (seconds / size_bytes - self._copy_seconds)
 
     def saves_time(self, tokens: int, size_bytes: float) -> bool:
         """Return whether prefilling `tokens` takes longer than storing and restoring their KV state."""
         is_worth_it = tokens * self.prefill_seconds > 2.0 * size_bytes * self._copy_seconds
-        return tokens >= _MIN_TOKENS and is_worth_it
+        return tokens >= MIN_CACHED_TOKENS and is_worth_it

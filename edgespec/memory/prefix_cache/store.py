@@ -6,24 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
+from edgespec.memory.constants import (
+    COPIES_AT_ONCE,
+    DEFAULT_RESERVE_BYTES,
+    FRESH_SEGMENT_SECONDS,
+    MAX_PREFIX_CACHE_BYTES,
+    PREFIX_CACHE_KV_CACHES,
+    PREFIX_CACHE_SHARE,
+)
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.reuse import ReuseCosts
 from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_digest
 from edgespec.model.base import Snapshot
 
 __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
-
-# By default, the prefix cache uses up to a quarter of the memory that the loaded models leave free, at most 4
-# GiB. A heuristic.
-_DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
-# The default limit is also at most this many times the size of the target's KV cache. Otherwise, a server
-# with a small model would fill gigabytes with the prompts of thousands of requests. A heuristic.
-_DEFAULT_KV_CACHES = 8
-# Maximum memory needed to copy a KV cache, as a multiple of the size of the copy.
-_COPIES_AT_ONCE = 3
-# Segments used within this many seconds count as about equally old when choosing which segments to drop.
-_FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int, kv_bytes: int) -> int:
@@ -33,12 +29,16 @@ def default_memory_bytes(free_bytes: int, kv_bytes: int) -> int:
         free_bytes: The memory left free by the models.
         kv_bytes: The size of the target's KV cache, with a full context for every concurrent reply.
     """
-    return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)), _DEFAULT_KV_CACHES * kv_bytes)
+    return min(
+        MAX_PREFIX_CACHE_BYTES,
+        max(0, int(free_bytes * PREFIX_CACHE_SHARE)),
+        PREFIX_CACHE_KV_CACHES * kv_bytes,
+    )
 
 
 def max_copy_bytes(free_bytes: int) -> int:
     """Return the maximum size in bytes of a KV cache copy, given the memory left free by the models."""
-    return max(0, free_bytes) // _COPIES_AT_ONCE
+    return max(0, free_bytes) // COPIES_AT_ONCE
 
 
 class SegmentStore:
@@ -178,7 +178,7 @@ class SegmentStore:
 
         def own_value(segment: Segment) -> float:
             tokens_per_byte = len(segment.tokens) / (segment.size_bytes + 1)
-            return tokens_per_byte / (max(0.0, clock - segment.last_used) + _FRESH_SECONDS)
+            return tokens_per_byte / (max(0.0, clock - segment.last_used) + FRESH_SEGMENT_SECONDS)
 
         def eviction_order(segment: Segment) -> tuple[bool, float, int]:
             return not (write or segment.on_disk), segment.value(own_value), -segment.start

@@ -11,12 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.tree import TokenTree
+from edgespec.methods.auto.constants import (
+    LONG_TERM_PRIOR_WEIGHT,
+    LOOKUP_PRIOR,
+    MAX_PROB_SUM,
+    MODEL_PRIOR,
+    STREAKS,
+)
+from edgespec.methods.constants import PRIOR_WEIGHT, WEIGHT_AFTER_PAUSE
 from edgespec.methods.running_stats import AcceptanceCounts, RunningMean
 
-__all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
-
-# Upper limit on the total acceptance probability of a node's children.
-MAX_PROB_SUM = 0.98
+__all__ = ["AcceptanceStats"]
 
 
 class AcceptanceStats:
@@ -33,26 +38,12 @@ class AcceptanceStats:
         was_empty: Whether the last draft was empty.
     """
 
-    # Acceptance is counted separately after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a row.
-    _STREAKS = (1, 4, 16)
-    # Assumed acceptance probability of a node's first, second and later children in drafts from lookups. The
-    # rows apply after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a row.
-    _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
-    # Assumed acceptance probability of a node's first, second and later children in drafts from draft models.
-    # The first value is high, so that draft models are tried.
-    _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # Measurements outweigh the assumed acceptance probabilities after this many drafted tokens.
-    _PRIOR_WEIGHT = 4.0
-    # Like `_PRIOR_WEIGHT`, but for long-term rates. Higher, so that a few rejected tokens do not rule out a
-    # drafter.
-    _LONG_TERM_PRIOR_WEIGHT = 12.0
-    # After a long pause in drafting, all earlier results count only as much as this many drafted tokens.
-    _WEIGHT_AFTER_PAUSE = 2.0
+    _LOOKUP_PRIOR, _MODEL_PRIOR = np.array(LOOKUP_PRIOR), np.array(MODEL_PRIOR)
 
     def __init__(self, is_lookup: bool) -> None:
-        prior = (self._LOOKUP_PRIOR if is_lookup else self._MODEL_PRIOR)[:, None] * self._PRIOR_WEIGHT
+        prior = (self._LOOKUP_PRIOR if is_lookup else self._MODEL_PRIOR)[:, None] * PRIOR_WEIGHT
         accepted = np.repeat(prior, 2, axis=1)
-        self._counts = AcceptanceCounts(accepted, np.full(accepted.shape, self._PRIOR_WEIGHT))
+        self._counts = AcceptanceCounts(accepted, np.full(accepted.shape, PRIOR_WEIGHT))
         self._has_streaks = len(accepted) > 1
         self._streak = 0
         self.draft_seconds, self.levels, self.rows = RunningMean(), RunningMean(), RunningMean()
@@ -60,14 +51,12 @@ class AcceptanceStats:
 
     @property
     def _streak_class(self) -> int:
-        return bisect_right(self._STREAKS, self._streak) if self._has_streaks else 0
+        return bisect_right(STREAKS, self._streak) if self._has_streaks else 0
 
     def _probs(self, *, long_term: bool = False) -> NDArray[np.float64]:
         counts = self._counts
         probs = (
-            counts.long_term_rates(self._LONG_TERM_PRIOR_WEIGHT)
-            if long_term
-            else counts.accepted / counts.drafted
+            counts.long_term_rates(LONG_TERM_PRIOR_WEIGHT) if long_term else counts.accepted / counts.drafted
         )
         at_streak: NDArray[np.float64] = probs[self._streak_class]
         return at_streak
@@ -133,7 +122,7 @@ class AcceptanceStats:
 
     def limit_weight(self) -> None:
         """Reduce the weight of earlier results when a drafter resumes after a long pause."""
-        self._counts.limit_weight(self._WEIGHT_AFTER_PAUSE)
+        self._counts.limit_weight(WEIGHT_AFTER_PAUSE)
 
 
 def _categories(tree: TokenTree) -> list[tuple[int, int]]:

@@ -7,25 +7,19 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from edgespec.methods.auto.constants import (
+    MAX_PAUSE_ROUNDS,
+    MIN_GAIN,
+    MIN_PAUSE_ROUNDS,
+    NEGLIGIBLE_COST,
+    RETRY_COST_FACTOR,
+    RETRY_ROUNDS,
+    TRIAL_ROUNDS,
+)
 from edgespec.methods.auto.retry_schedule import RetrySchedule
 from edgespec.methods.running_stats import RunningMean
 
 __all__ = ["Backoff"]
-
-# Drafting pauses if its mean gain falls below this share of the duration of a single-token target pass.
-_MIN_GAIN = -0.01
-# Drafting never pauses if an unsuccessful search for a draft takes less than this share of the duration of a
-# single-token target pass.
-_NEGLIGIBLE_COST = 0.005
-# Number of drafts before drafting can be paused for the first time.
-_TRIAL_ROUNDS = 8
-# Number of drafts in each attempt to resume drafting after a pause.
-_RETRY_ROUNDS = 4
-# Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
-# unsuccessful attempt to resume drafting.
-_MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of resuming drafting, to make such attempts rarer.
-_RETRY_COST_FACTOR = 3
 
 
 class Backoff:
@@ -36,8 +30,8 @@ class Backoff:
 
     def __init__(self) -> None:
         self._gain, self._empty_cost = RunningMean(), RunningMean()
-        self._retries = RetrySchedule(_MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS)
-        self._trial_rounds = _TRIAL_ROUNDS
+        self._retries = RetrySchedule(MIN_PAUSE_ROUNDS, MAX_PAUSE_ROUNDS)
+        self._trial_rounds = TRIAL_ROUNDS
 
     @property
     def gain(self) -> float:
@@ -51,15 +45,15 @@ class Backoff:
 
     @property
     def _is_losing(self) -> bool:
-        return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
+        return self._gain.value < MIN_GAIN and self._empty_cost.value > NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
         """Return whether to draft now. While paused, drafting is retried only occasionally."""
         if not self.is_paused:
             return True
-        if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
+        if not self._retries.is_due(RETRY_COST_FACTOR * RETRY_ROUNDS * self._empty_cost.value):
             return False
-        self._trial_rounds, self._gain = _RETRY_ROUNDS, RunningMean()
+        self._trial_rounds, self._gain = RETRY_ROUNDS, RunningMean()
         return True
 
     def skip_rounds(self, rounds: int) -> None:
@@ -80,7 +74,7 @@ class Backoff:
         Args:
             cost: Time spent deciding whether to draft, relative to a single-token target pass.
         """
-        if cost > _NEGLIGIBLE_COST:
+        if cost > NEGLIGIBLE_COST:
             self.record_empty_draft(cost)
 
     def record_draft(self, gain: float) -> None:

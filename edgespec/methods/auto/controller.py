@@ -15,6 +15,13 @@ from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
 from edgespec.methods.auto.backoff import Backoff
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
+from edgespec.methods.auto.constants import (
+    MIN_COMPARED_TOKENS,
+    PAUSED_ROUNDS,
+    REMEASURE_TOKENS,
+    SAVE_INTERVAL_SECONDS,
+    TOKENS_PER_RETRY,
+)
 from edgespec.methods.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker
@@ -25,17 +32,7 @@ from edgespec.system.facts import Facts
 
 __all__ = ["AutoConfig", "AutoController"]
 
-# Maximum number of tokens between two measurements of the duration of a single-token target pass.
-_REMEASURE_TOKENS = 96
-# While drafting is paused, generate this many tokens before checking whether to resume drafting. The check
-# takes noticeable time on small models.
-_PAUSED_ROUNDS = 15
 _KIND = "drafting"  # The kind of facts that the statistics are.
-_SAVE_INTERVAL_SECONDS = 60.0
-# Report the drafters of a reply only if they saved time or drafted at least once per 16 tokens.
-_TOKENS_PER_RETRY = 16
-# Report no speed-up for replies shorter than this number of tokens, because it varies too much.
-_MIN_COMPARED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class AutoController(Drafter):
         self._count_replies, self._count_threads = count_replies, count_threads
         self._now = Conditions()
         self._tokens: list[int] = []
-        self._tokens_since_target_step = _REMEASURE_TOKENS
+        self._tokens_since_target_step = REMEASURE_TOKENS
         self._is_drafting = False
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
@@ -176,7 +173,7 @@ class AutoController(Drafter):
         return self._drafter.parts
 
     def begin(self, tokens: Sequence[int]) -> None:
-        if self._clock() - self._saved_at > _SAVE_INTERVAL_SECONDS:
+        if self._clock() - self._saved_at > SAVE_INTERVAL_SECONDS:
             self.save_statistics()
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
@@ -193,14 +190,14 @@ class AutoController(Drafter):
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         tree = TokenTree.chain(self._tokens[-1])
-        if self._backoff.is_paused and self._skipped_rounds < _PAUSED_ROUNDS:
+        if self._backoff.is_paused and self._skipped_rounds < PAUSED_ROUNDS:
             self._skipped_rounds += 1
             return tree
         self._backoff.skip_rounds(self._skipped_rounds)
         self._skipped_rounds = 0
         this_round = self._round = _Round(self._clock())
         self._follow_conditions()
-        must_measure = self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step
+        must_measure = self._tokens_since_target_step >= REMEASURE_TOKENS or self.costs.needs_target_step
         if not must_measure and self._backoff.may_draft():
             lookup_length, model_lengths = self._affordable_lengths(this_round, draft_length)
             self._unaffordable_rounds += draft_length > 0 and not any(model_lengths.values())
@@ -340,7 +337,7 @@ class AutoController(Drafter):
         step_seconds, loss_tracker = self.target_step_seconds, self.loss_tracker
         speed_up = loss_tracker.speed_up(step_seconds)
         shortest_loss = min(each.loss_seconds(1, each.level_seconds) for each in self._worst_cases.values())
-        drafts_often = loss_tracker.draft_rounds * _TOKENS_PER_RETRY >= loss_tracker.tokens
+        drafts_often = loss_tracker.draft_rounds * TOKENS_PER_RETRY >= loss_tracker.tokens
         status = DraftingStatus(
             name=self.name,
             is_drafting=self._is_drafting,
@@ -359,7 +356,7 @@ class AutoController(Drafter):
             step_seconds,
             loss_tracker.credit_seconds,
             loss_tracker.max_loss,
-            speed_up if loss_tracker.tokens >= _MIN_COMPARED_TOKENS else None,
+            speed_up if loss_tracker.tokens >= MIN_COMPARED_TOKENS else None,
             speed_up * self.costs.uncertainty,
             tuple(self._contributors) if loss_tracker.credit_seconds > 0.0 or drafts_often else (),
             status.reason,

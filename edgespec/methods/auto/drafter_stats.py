@@ -9,19 +9,12 @@ from numpy.typing import NDArray
 
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.acceptance_stats import AcceptanceStats
+from edgespec.methods.auto.constants import ASSUMED_PREFILL_COST, MEASURED_ROUNDS, PREFILL_ROUNDS
 from edgespec.methods.auto.retry_schedule import RetrySchedule
 from edgespec.methods.base import Drafter
 from edgespec.methods.running_stats import RunningMean
 
-__all__ = ["MEASURED_ROUNDS", "DrafterStats"]
-
-# Number of measurements needed to estimate a duration. The first measurements are often too high.
-MEASURED_ROUNDS = 2
-# Assumed time to prefill one token until it is measured, relative to a single-token target pass.
-_ASSUMED_PREFILL_COST = 0.03
-# Number of draft-and-verify rounds over which the cost of a prefill is spread when estimating whether
-# drafting saves time.
-_PREFILL_ROUNDS = 48
+__all__ = ["DrafterStats"]
 
 
 class DrafterStats:
@@ -87,12 +80,12 @@ class DrafterStats:
         acceptance = self.acceptance
         seconds = acceptance.draft_seconds.value if levels is None else levels * acceptance.level_seconds
         prefill_seconds = self.drafter.pending_tokens * self.prefill_token_seconds(target_step_seconds)
-        return (seconds + prefill_seconds / _PREFILL_ROUNDS) / target_step_seconds
+        return (seconds + prefill_seconds / PREFILL_ROUNDS) / target_step_seconds
 
     def prefill_token_seconds(self, target_step_seconds: float) -> float:
         if self._prefill_token_seconds.count:
             return self._prefill_token_seconds.value
-        return _ASSUMED_PREFILL_COST * target_step_seconds
+        return ASSUMED_PREFILL_COST * target_step_seconds
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         parts: dict[str, Mapping[str, NDArray[Any]]] = {

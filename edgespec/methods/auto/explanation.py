@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edgespec.methods.auto.constants import FAST_TARGET_SECONDS
 from edgespec.options.wording import CHAT, TERMS, Wording
 
 __all__ = ["ControllerReport", "DraftingStatus"]
-
-# If a single-token target pass takes less time than this, drafting costs more time than it can save.
-_FAST_TARGET_SECONDS = 0.003
 
 
 class ControllerReport(NamedTuple):
@@ -86,7 +84,7 @@ class DraftingStatus:
             return f"{drafting} saves time here"
         if not self.tokens:
             return measuring
-        if self.target_step_seconds < _FAST_TARGET_SECONDS and not self.is_faster:
+        if self.target_step_seconds < FAST_TARGET_SECONDS and not self.is_faster:
             return f"this model is so fast that {drafting} would cost more time than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:

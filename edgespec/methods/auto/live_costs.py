@@ -11,35 +11,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.methods.auto.constants import (
+    ASSUMED_PASS_RATIO,
+    ASSUMED_RATIO_OF_THREADS,
+    CONTEXT_BUCKETS,
+    DEVIATION_WEIGHT,
+    FIRST_DECAY,
+    FIRST_PASSES,
+    LINK_DECAY,
+    MAX_CHANGE,
+    MAX_DEVIATION,
+    MAX_REPLIES,
+    MAX_SAVED_RATIO,
+    MIN_TARGET_STEPS,
+    SETTLED_PASSES,
+    TARGET_STEP_WEIGHT,
+    VERIFY_DECAY,
+    WIDE_PASS_WEIGHT,
+    WORST_PASS_STEP_DECAY,
+)
 from edgespec.methods.costs.curve import CostCurve
 
 __all__ = ["Conditions", "LiveCosts"]
 
-# Boundaries, in tokens, between the ranges of context lengths. Costs are tracked separately for each range.
-# Passes take longer as the context grows.
-_CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Costs are tracked separately for each number of concurrent replies up to this one. Higher numbers share one
-# set of costs.
-_MAX_REPLIES = 8
-# Number of single-token target passes to measure before trusting the costs for a new number of concurrent
-# replies or CPU threads.
-_MIN_TARGET_STEPS = 3
-# New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
-_SETTLED_PASSES = 20
-# Assumed worst-case duration of a verify pass, relative to its expected duration: after the number of
-# concurrent replies has changed, and after the number of CPU threads has changed.
-_ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
-# Factors that lower the worst-case ratio after each single-token pass and after each verify pass, to forget
-# outliers.
-_TARGET_STEP_DECAY, _VERIFY_DECAY = 0.995, 0.97
-# Replaces `_TARGET_STEP_DECAY` if layers are on workers. Passes there are often delayed for reasons that have
-# nothing to do with drafting, and one such pass must not end drafting for a whole reply.
-_LINK_DECAY = 0.97
-# `_FIRST_DECAY` replaces `_VERIFY_DECAY` in the first `_FIRST_PASSES` verify passes, so that measurements
-# soon replace the assumed ratio.
-_FIRST_DECAY, _FIRST_PASSES = 0.8, 4
-# Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
-_MAX_LOG_RATIO = math.log(1000.0)
+_MAX_LOG_SAVED_RATIO = math.log(MAX_SAVED_RATIO)
 
 
 class Conditions(NamedTuple):
@@ -69,8 +64,8 @@ class _Bucket:
     target_step_seconds: float
     log_ratios: dict[int, float] = field(default_factory=dict)
     common_log_ratio: float = 0.0
-    target_steps: int = _MIN_TARGET_STEPS
-    wide_passes: int = _SETTLED_PASSES
+    target_steps: int = MIN_TARGET_STEPS
+    wide_passes: int = SETTLED_PASSES
     worst_ratio: float = 1.0
 
     def record_ratio(self, ratio: float, width: int, target_step_decay: float) -> None:
@@ -78,7 +73,7 @@ class _Bucket:
         if width == 1:
             self.worst_ratio = max(self.worst_ratio * target_step_decay, 1.0)
             return
-        decay = _FIRST_DECAY if self.wide_passes <= _FIRST_PASSES else _VERIFY_DECAY
+        decay = FIRST_DECAY if self.wide_passes <= FIRST_PASSES else VERIFY_DECAY
         self.worst_ratio = max(self.worst_ratio * decay, ratio, 1.0)
 
     def copy(self) -> _Bucket:
@@ -104,17 +99,7 @@ class LiveCosts:
         last_width: Width of the target's last pass, including padding. 0 after a prompt.
     """
 
-    # Weight of the newest single-token pass in the estimated duration of a target step.
-    _TARGET_STEP_RATE = 0.25
-    # Weight of the newest measurement in the moving average of the cost of multi-token passes.
-    _WIDE_PASS_RATE = 0.15
-    # Logarithm of the largest change, as a factor, that a single pass can make to an estimate.
-    _MAX_LOG_CHANGE = math.log(4.0)
-    # The machine's speed may have changed if multi-token passes deviate from their estimated durations by
-    # more than a factor of 1.25.
-    _MAX_LOG_DEVIATION = math.log(1.25)
-    # Weight of the newest pass in the moving average of the ratio of actual to estimated durations.
-    _DEVIATION_RATE = 0.3
+    _MAX_LOG_CHANGE, _MAX_LOG_DEVIATION = math.log(MAX_CHANGE), math.log(MAX_DEVIATION)
 
     def __init__(self, curve: CostCurve, threads: int = 0, *, shares_passes: bool = False) -> None:
         self.curve = curve
@@ -142,7 +127,7 @@ class LiveCosts:
 
     def set_context_tokens(self, context_tokens: int) -> None:
         """Switch to the pass durations for a context length, in tokens."""
-        self._select(bisect_right(_CONTEXT_BUCKETS, context_tokens), self._key[1])
+        self._select(bisect_right(CONTEXT_BUCKETS, context_tokens), self._key[1])
 
     @property
     def conditions(self) -> Conditions:
@@ -150,7 +135,7 @@ class LiveCosts:
 
     def set_conditions(self, conditions: Conditions) -> None:
         """Switch to the costs for a different number of concurrent replies or CPU threads."""
-        replies = max(1, min(conditions.replies, _MAX_REPLIES))
+        replies = max(1, min(conditions.replies, MAX_REPLIES))
         self._select(self._key[0], conditions._replace(replies=replies))
 
     def _select(self, context_bucket: int, conditions: Conditions) -> None:
@@ -170,9 +155,7 @@ class LiveCosts:
             if nearest[1] != conditions:
                 same_replies = nearest[1].replies == replies
                 bucket.worst_ratio = (
-                    max(bucket.worst_ratio, _ASSUMED_RATIO_OF_THREADS)
-                    if same_replies
-                    else _ASSUMED_PASS_RATIO
+                    max(bucket.worst_ratio, ASSUMED_RATIO_OF_THREADS) if same_replies else ASSUMED_PASS_RATIO
                 )
                 bucket.target_steps = bucket.wide_passes = 0
                 if self._shares_passes:
@@ -230,7 +213,7 @@ class LiveCosts:
     @property
     def needs_target_step(self) -> bool:
         """Whether the next pass should have a single token, to measure the machine's speed."""
-        return self._bucket.target_steps < _MIN_TARGET_STEPS or self._is_deviating
+        return self._bucket.target_steps < MIN_TARGET_STEPS or self._is_deviating
 
     @property
     def _is_deviating(self) -> bool:
@@ -250,7 +233,7 @@ class LiveCosts:
         ratio = seconds / self.pass_seconds(mean_width)
         self._record(mean_width, seconds)
         self.last_width = self.curve.padded(width)
-        decay = _LINK_DECAY if self.curve.change_seconds else _TARGET_STEP_DECAY
+        decay = LINK_DECAY if self.curve.change_seconds else WORST_PASS_STEP_DECAY
         self._bucket.record_ratio(ratio, width, decay)
         if width == 1 < mean_width:
             # Other replies drafted tokens in this pass. Count it as a target step anyway, because there may
@@ -273,19 +256,19 @@ class LiveCosts:
             bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
             bucket.common_log_ratio = self._at_last_target_step.common_log_ratio
         else:
-            rate = max(self._TARGET_STEP_RATE, 1.0 / (bucket.target_steps + 1))
+            rate = max(TARGET_STEP_WEIGHT, 1.0 / (bucket.target_steps + 1))
             bucket.target_step_seconds *= math.exp(rate * change)
         self._deviation, bucket.target_steps = 0.0, bucket.target_steps + 1
         self._at_last_target_step = bucket.copy()
 
     def _record_wide_pass(self, width: int, change: float) -> None:
         bucket = self._bucket
-        rate = max(self._WIDE_PASS_RATE, _MIN_TARGET_STEPS / (bucket.wide_passes + _MIN_TARGET_STEPS))
+        rate = max(WIDE_PASS_WEIGHT, MIN_TARGET_STEPS / (bucket.wide_passes + MIN_TARGET_STEPS))
         log_ratio = bucket.log_ratios.get(width, bucket.common_log_ratio)
         bucket.log_ratios[width] = log_ratio + rate * change
         bucket.common_log_ratio += 0.5 * rate * (log_ratio + change - bucket.common_log_ratio)
         bucket.wide_passes += 1
-        self._deviation += self._DEVIATION_RATE * (change - self._deviation)
+        self._deviation += DEVIATION_WEIGHT * (change - self._deviation)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return the measured costs as named arrays, to save for a later run.
@@ -312,13 +295,15 @@ class LiveCosts:
             return
         buckets = {}
         for context, steps, common in saved["found"].reshape(-1, 3).tolist():
-            is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
-            if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
+            is_known = 0 <= context <= len(CONTEXT_BUCKETS)
+            if not (
+                is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_SAVED_RATIO
+            ):
                 raise ValueError(f"invalid saved costs of forward passes: {steps}, {common}")
             seconds = steps * self.curve.target_step_seconds
             buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
         for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
-            if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
+            if not (abs(log_ratio) < _MAX_LOG_SAVED_RATIO and 1 < width < math.inf):
                 raise ValueError(f"invalid saved cost of a {width}-token forward pass: {log_ratio}")
             buckets[int(context)].log_ratios[int(width)] = log_ratio
         self._buckets.clear()

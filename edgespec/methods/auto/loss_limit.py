@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LossLimits", "LossTracker"]
+from edgespec.methods.auto.constants import EXPLORATION_RATE, MAX_LOSS_RATE, MAX_LOSS_STEPS
 
-# Maximum time for trying drafters that do not seem to help, as a share of a reply's plain decoding time.
-_EXPLORATION_RATE = 0.01
+__all__ = ["LossLimits", "LossTracker"]
 
 
 class LossLimits(NamedTuple):
@@ -22,8 +21,8 @@ class LossLimits(NamedTuple):
         steps: Additional time, as a number of single-token target passes.
     """
 
-    rate: float = 0.02
-    steps: float = 2.0
+    rate: float = MAX_LOSS_RATE
+    steps: float = MAX_LOSS_STEPS
 
 
 class LossTracker:
@@ -85,7 +84,7 @@ class LossTracker:
 
         This budget grows with the reply, so short replies spend little on exploration.
         """
-        limit_steps = (self.limits.rate + _EXPLORATION_RATE) * self.tokens
+        limit_steps = (self.limits.rate + EXPLORATION_RATE) * self.tokens
         return self.credit_seconds + limit_steps * target_step_seconds
 
     def speed_up(self, target_step_seconds: float) -> float:

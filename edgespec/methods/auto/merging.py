@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.methods.auto.acceptance_stats import MAX_PROB_SUM
+from edgespec.methods.auto.constants import MAX_PROB_SUM
 from edgespec.methods.costs.curve import CostFunction
 from edgespec.methods.costs.pass_limits import PassLimits
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import inf
 
-from edgespec.methods.auto.drafter_stats import MEASURED_ROUNDS, DrafterStats
+from edgespec.methods.auto.constants import (
+    CHALLENGE_ROUNDS,
+    COMPARED_DRAFT_LENGTHS,
+    MAX_TOKENS_AT_RISK,
+    MEASURED_ROUNDS,
+    MIN_INTERIM_GAIN,
+    MIN_PREFILL_TOKENS,
+    PREFILL_SHARE,
+)
+from edgespec.methods.auto.drafter_stats import DrafterStats
 from edgespec.methods.auto.expected_gain import RoundEstimate
 from edgespec.methods.costs.curve import CostFunction
 from edgespec.methods.costs.pass_limits import PassLimits
 from edgespec.methods.running_stats import RunningMean
 
 __all__ = ["ModelSelector"]
-
-# Prefilling draft models may use at most this share of the time that `--max-loss` allows.
-_PREFILL_SHARE = 0.5
-# Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
-_MIN_PREFILL_TOKENS = 32
-# Draft lengths to compare for drafters that choose their own length.
-_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Retry unsuccessful drafters only while the other drafters are expected to get at most this many tokens
-# accepted per pass.
-_MAX_TOKENS_AT_RISK = 0.5
-# Number of rounds for which a draft model runs instead of a better one, to measure it. A heuristic.
-_CHALLENGE_ROUNDS = 4
-# While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
-# this. Smaller measured gains are often noise. A heuristic.
-_MIN_INTERIM_GAIN = 1.15
 
 
 class ModelSelector:
@@ -92,7 +86,7 @@ class ModelSelector:
             gain = self._expected_gain(stats, levels[stats])
             # A better drafter is waiting until the loss limit allows its prefill. In the meantime, run this
             # drafter only if it is likely to save enough time for that prefill.
-            if is_waiting and gain < _MIN_INTERIM_GAIN:
+            if is_waiting and gain < MIN_INTERIM_GAIN:
                 return None
             is_challenger = stats is self._challenger
             if self._prefill(stats) if is_challenger else self._prepare(stats, levels[stats], gain):
@@ -116,7 +110,7 @@ class ModelSelector:
             self._challenger = None
             for stats in ranked[1:] if 1.0 < best_gain < inf else ():
                 if self._should_challenge(stats, gains[stats] / best_gain):
-                    self._challenger, self._challenge_rounds = stats, _CHALLENGE_ROUNDS
+                    self._challenger, self._challenge_rounds = stats, CHALLENGE_ROUNDS
                     break
         if self._challenger in gains:
             self._challenger.drafter.force_draft()
@@ -144,13 +138,13 @@ class ModelSelector:
         step, rows = self._target_step_seconds.value, round(stats.acceptance.rows.value)
         cost = max(1.0 - relative_gain, 0.0) * (self.draft_cost(stats) + self._v(1 + rows))
         cost = (
-            _CHALLENGE_ROUNDS * cost + self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
+            CHALLENGE_ROUNDS * cost + self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
         )
         has_time = cost * step <= self._exploration_seconds()
         return stats.retries.is_affordable(cost if has_time else inf)
 
     def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
-        if sum(self._estimate.reach_probs) > _MAX_TOKENS_AT_RISK:
+        if sum(self._estimate.reach_probs) > MAX_TOKENS_AT_RISK:
             return False
         chooses_length = stats.drafter.chooses_length
         levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
@@ -186,10 +180,10 @@ class ModelSelector:
             return all_pending
         # This is infinite if a prefill costs almost nothing, so compare it before converting it to an
         # integer.
-        affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
+        affordable = PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
         if affordable >= all_pending:
             return all_pending
-        return min(pending, int(affordable)) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
+        return min(pending, int(affordable)) if affordable >= min(pending, MIN_PREFILL_TOKENS) else 0
 
     @property
     def planned_prefill_seconds(self) -> dict[str, float]:
@@ -235,7 +229,7 @@ class ModelSelector:
                 self._v,
                 self._limits,
             )
-            for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
+            for levels in (COMPARED_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
         return speed / estimate.speed(self._v)

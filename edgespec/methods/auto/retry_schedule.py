@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RetrySchedule"]
+from edgespec.methods.auto.constants import MAX_RETRY_INTERVAL, MIN_RETRY_INTERVAL, RARE_FACTOR, RETRY_SHARE
 
-# Maximum share of the decoding time to spend on retrying drafters that save no time.
-_RETRY_SHARE = 0.0075
-_RARE_FACTOR = 8
+__all__ = ["RetrySchedule"]
 
 
 class RetrySchedule:
@@ -23,14 +21,16 @@ class RetrySchedule:
         max_interval: Maximum number of rounds between retries, reached after many failures.
     """
 
-    def __init__(self, min_interval: int = 4, max_interval: int = 128) -> None:
+    def __init__(
+        self, min_interval: int = MIN_RETRY_INTERVAL, max_interval: int = MAX_RETRY_INTERVAL
+    ) -> None:
         self._min_interval, self._max_interval = min_interval, max_interval
         self._interval = self._waited = min_interval
 
     @property
     def is_rare(self) -> bool:
         """Whether retries are rare because several in a row saved no time."""
-        return self._interval >= _RARE_FACTOR * self._min_interval
+        return self._interval >= RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:
         """Count a round, and return whether to retry the drafter in it.
@@ -39,7 +39,7 @@ class RetrySchedule:
             cost: Expected duration of a retry, relative to a single-token target pass.
         """
         self._waited += 1
-        if self._waited < min(self._interval, max(self._min_interval, cost / _RETRY_SHARE)):
+        if self._waited < min(self._interval, max(self._min_interval, cost / RETRY_SHARE)):
             return False
         self._interval, self._waited = min(2 * self._interval, self._max_interval), 0
         return True
@@ -52,7 +52,7 @@ class RetrySchedule:
         all.
         """
         self._waited += 1
-        if self._waited < max(self._min_interval, cost / _RETRY_SHARE):
+        if self._waited < max(self._min_interval, cost / RETRY_SHARE):
             return False
         self._waited = 0
         return True

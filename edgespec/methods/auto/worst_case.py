@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from edgespec.methods.auto.constants import (
+    ASSUMED_LEVEL_COST,
+    DRAFT_ROUND_DECAY,
+    FIRST_ROUNDS,
+    FIRST_ROUNDS_SHARE,
+    MAX_LEVEL_COST_RATIO,
+    MAX_LEVEL_PASSES,
+    WORST_DRAFT_STEP_DECAY,
+)
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
-
-# Assumed time to draft one token if the draft model has not been measured, relative to a single-token target
-# pass.
-_ASSUMED_LEVEL_COST = 0.3
-# Worst-case time to draft one token, relative to a pass of the draft model. It includes sampling the token.
-_MAX_LEVEL_PASSES = 1.5
-# Factors that lower the worst-case time to draft a token after each draft and after each single-token pass,
-# to forget outliers.
-_DRAFT_ROUND_DECAY, _TARGET_STEP_DECAY = 0.97, 0.995
-# Each of the first two drafts of a reply may lose at most half of the time that `--max-loss` allows.
-_FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# Do not shorten a draft if shortening raises its cost per token by more than this factor.
-_MAX_LEVEL_COST_RATIO = 1.25
 
 
 class WorstCaseCosts:
@@ -33,9 +29,9 @@ class WorstCaseCosts:
     """
 
     def __init__(self, costs: LiveCosts, pass_seconds: float = 0.0) -> None:
-        self._assumed_level_cost = _ASSUMED_LEVEL_COST
+        self._assumed_level_cost = ASSUMED_LEVEL_COST
         if pass_seconds:
-            self._assumed_level_cost = _MAX_LEVEL_PASSES * pass_seconds / costs.target_step_seconds
+            self._assumed_level_cost = MAX_LEVEL_PASSES * pass_seconds / costs.target_step_seconds
         self.level_seconds = self._assumed_level_cost * costs.target_step_seconds
         self._costs = costs
         self._mean_level_seconds = RunningMean()
@@ -82,25 +78,25 @@ class WorstCaseCosts:
         """
         level = self.level_seconds
         longest = self.affordable_length(draft_length, allowance_seconds, level)
-        if longest and draft_rounds < _FIRST_ROUNDS:
-            shorter = self.affordable_length(longest, _FIRST_ROUNDS_SHARE * allowance_seconds, level)
+        if longest and draft_rounds < FIRST_ROUNDS:
+            shorter = self.affordable_length(longest, FIRST_ROUNDS_SHARE * allowance_seconds, level)
             longest_loss = self.loss_seconds(longest, level)
             if shorter and (
-                self.loss_seconds(shorter, level) * longest <= _MAX_LEVEL_COST_RATIO * longest_loss * shorter
+                self.loss_seconds(shorter, level) * longest <= MAX_LEVEL_COST_RATIO * longest_loss * shorter
             ):
                 return shorter
         return longest
 
     def record_target_step(self) -> None:
         """Decay the worst-case time to draft a token slightly, so that outliers are forgotten."""
-        self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
+        self._set_level_seconds(self.level_seconds * WORST_DRAFT_STEP_DECAY)
 
     def record_draft(self, levels: int, seconds: float) -> None:
         """Record how long drafting took. `levels` is 0 if nothing was drafted."""
         level_seconds = seconds / max(1, levels)
         if levels:
             self._mean_level_seconds.add(level_seconds)
-        self._set_level_seconds(max(self.level_seconds * _DRAFT_ROUND_DECAY, level_seconds))
+        self._set_level_seconds(max(self.level_seconds * DRAFT_ROUND_DECAY, level_seconds))
 
     def _set_level_seconds(self, worst_seconds: float) -> None:
         mean = self._mean_level_seconds

@@ -18,35 +18,31 @@ import numpy as np
 
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
+from edgespec.methods.costs.constants import (
+    ASSUMED_COST_PER_TOKEN,
+    BUDGET_SECONDS,
+    CHANGE_REPEATS,
+    MAX_EXCESS,
+    MAX_REQUIRED_PADDED_WIDTH,
+    MEASURED_WIDTHS,
+    MIN_BUDGET_STEPS,
+    REPEATS,
+    REQUIRED_WIDTHS,
+)
 from edgespec.model.base import LanguageModel, Progress
 
-__all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
+__all__ = ["CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
 
 # A function v(m) that returns the duration of an m-token pass, relative to a single-token pass.
 CostFunction: TypeAlias = Callable[[int], float]
-
-# Pass widths to measure. Small widths are spaced more closely, because backends use different kernels for
-# them.
-MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# Pass widths to measure even if the time budget is spent.
-_REQUIRED_WIDTHS = (1, 2, 4, 8)
-_MAX_REQUIRED_PADDED_WIDTH = 9
-# Further measurements of `CostCurve.change_seconds`. A value that is much too high makes drafting seem too
-# expensive for as long as the model is loaded.
-_CHANGE_REPEATS = 20
-# Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
-_MIN_BUDGET_STEPS = 12
-# Maximum duration of a pass, as a multiple of a wider pass's duration. Some kernels are slower at a few
-# widths, but by less than this. A heuristic.
-_MAX_EXCESS = 3.0
 
 
 def assumed_cost(width: int) -> float:
     """Estimate the duration of a pass of `width` tokens, relative to a single-token pass.
 
-    Each additional token adds 5 %.
+    Used if only single-token passes were measured.
     """
-    return 1.0 + 0.05 * (width - 1)
+    return 1.0 + ASSUMED_COST_PER_TOKEN * (width - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,8 @@ class CostCurve:
 def measure_costs(
     model: LanguageModel,
     widths: Sequence[int] = MEASURED_WIDTHS,
-    repeats: int = 5,
-    budget_seconds: float = 2.0,
+    repeats: int = REPEATS,
+    budget_seconds: float = BUDGET_SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
     """Measure the durations of verify passes over different numbers of tokens.
@@ -154,16 +150,14 @@ def measure_costs(
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     if widths and able.pass_widths:
         widths = able.pass_widths
-    required = [
-        width for width in able.pass_widths if width <= _MAX_REQUIRED_PADDED_WIDTH
-    ] or _REQUIRED_WIDTHS
+    required = [width for width in able.pass_widths if width <= MAX_REQUIRED_PADDED_WIDTH] or REQUIRED_WIDTHS
     changes = able.has_slow_width_changes
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
     # Do not count the very first pass, which may have to load weights from disk.
     cold = pass_seconds(1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, pass_seconds(1)]}
-    budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
+    budget = max(budget_seconds, MIN_BUDGET_STEPS * seconds[1][-1])
     for width in sorted(chosen, key=lambda width: width not in required):
         if width not in required and now() - started > budget / 2:
             break
@@ -180,7 +174,7 @@ def measure_costs(
             durations.append(pass_seconds(width))
             if changes and width == 1:
                 steady.append(pass_seconds(1))
-    for _ in range(_CHANGE_REPEATS if len(timed) > 1 and changes else 0):
+    for _ in range(CHANGE_REPEATS if len(timed) > 1 and changes else 0):
         if now() - started > budget:
             break
         pass_seconds(timed[1][0])
@@ -189,9 +183,7 @@ def measure_costs(
     medians = [median(durations[1:] or durations) for _, durations in timed]
     # Cap the duration of a narrow pass that took much longer than a wider one: another program must have
     # slowed it down.
-    plausible = [
-        min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))
-    ]
+    plausible = [min(medians[i], *(MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))]
     measured = tuple(width for width, _ in timed)
     if not changes:
         return CostCurve(measured, tuple(plausible), able.pass_widths)

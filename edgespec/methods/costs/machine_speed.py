@@ -21,6 +21,14 @@ from time import perf_counter as now
 from typing import Any
 
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError
+from edgespec.methods.costs.constants import (
+    BENCHMARK_BYTES,
+    BENCHMARK_PROMPT_TOKENS,
+    MACHINE_REPEATS,
+    MACHINE_ROUNDS,
+    MACHINE_WIDTHS,
+    TYPE_SECONDS,
+)
 from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.pass_weights import PassWeights
@@ -38,20 +46,10 @@ __all__ = [
     "saved_machine_speed",
 ]
 
-_MEASURED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-# Approximate size of the weights of each benchmark model. Like those of real models, they do not fit into the
-# caches of most processors.
-_BENCHMARK_BYTES = 192 * 2**20
-_PROMPT_TOKENS = 32
-# All types are measured this many times in turn, because other activity can slow a machine for a few seconds.
-# The shortest durations count.
-_ROUNDS = 2
 _KEPT = (
     "This measurement was not saved, because other programs were busy. The saved one was made when this"
     " machine was quiet."
 )
-# Time budget for measuring the passes of one quantisation type once.
-_TYPE_SECONDS = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +165,12 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
         layer_seconds = small.target_step_seconds / weights.layers
         measured: dict[str, list[TypeSpeed]] = {name: [] for name in models.types}
         busy_cores = []
-        for done, name in enumerate(_ROUNDS * tuple(models.types)):
-            if progress and not progress(f"measuring {name} weights", done / (_ROUNDS * len(measured))):
+        for done, name in enumerate(MACHINE_ROUNDS * tuple(models.types)):
+            if progress and not progress(
+                f"measuring {name} weights", done / (MACHINE_ROUNDS * len(measured))
+            ):
                 raise CancelledError("the measurement of this machine was cancelled")
-            curve, weights, prompt_seconds = _measure(form, models, path, name, _BENCHMARK_BYTES)
+            curve, weights, prompt_seconds = _measure(form, models, path, name, BENCHMARK_BYTES)
             busy_cores.append(CPU_LOAD.busy_cores())
             size_bytes, fixed = weights.total_bytes, weights.layers * layer_seconds
             seconds = tuple((each - fixed) / size_bytes for each in curve.seconds)
@@ -194,7 +194,7 @@ def _temporary_folder() -> Iterator[Path]:
         raise EdgespecError(
             f"the speed of this machine cannot be measured, because {parent} is full or not writable:"
             f" {error_reason(error)}",
-            f"free {format_bytes(2 * _BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
+            f"free {format_bytes(2 * BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
         ) from error
 
 
@@ -217,10 +217,10 @@ def _measure(
         # loaded model can still read it.
         with suppress(OSError):
             path.unlink()
-        curve = measure_costs(model, _MEASURED_WIDTHS, repeats=3, budget_seconds=_TYPE_SECONDS)
+        curve = measure_costs(model, MACHINE_WIDTHS, repeats=MACHINE_REPEATS, budget_seconds=TYPE_SECONDS)
         began = now()
-        model.prefill([0] * _PROMPT_TOKENS)
-        return curve, weights, (now() - began) / _PROMPT_TOKENS
+        model.prefill([0] * BENCHMARK_PROMPT_TOKENS)
+        return curve, weights, (now() - began) / BENCHMARK_PROMPT_TOKENS
     finally:
         model.close()
 

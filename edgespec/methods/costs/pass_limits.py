@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgespec.methods.constants import DEFAULT_MAX_BRANCHES, DEFAULT_MAX_WIDTH
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["PassLimits"]
@@ -20,8 +21,8 @@ class PassLimits:
             further passes.
     """
 
-    max_width: int = 64
-    max_branches: int = 8
+    max_width: int = DEFAULT_MAX_WIDTH
+    max_branches: int = DEFAULT_MAX_BRANCHES
     max_draft_passes: int = 1 << 20
 
     @property

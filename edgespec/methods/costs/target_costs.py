@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from edgespec.methods.costs.constants import BUDGET_SECONDS, MAX_STEP_RATIO, REPEATS
 from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.methods.costs.machine_speed import machine_identity
 from edgespec.methods.costs.thread_search import use_fastest_threads
@@ -13,9 +14,6 @@ from edgespec.store.saved_arrays import models_fingerprint
 from edgespec.system.facts import Facts
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts", "settings_key"]
-
-# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor.
-_MAX_STEP_RATIO = 2.0
 
 
 class FreeCosts:
@@ -88,12 +86,12 @@ class TargetCosts:
             self._model.truncate(0)
         if saved and step:
             ratio = step.target_step_seconds / saved.target_step_seconds
-            if 1 / _MAX_STEP_RATIO < ratio < _MAX_STEP_RATIO:
+            if 1 / MAX_STEP_RATIO < ratio < MAX_STEP_RATIO:
                 return saved
         return self.remeasure(progress) if self._is_measuring or step is None else step
 
     def remeasure(
-        self, progress: Progress | None = None, repeats: int = 5, budget_seconds: float = 2.0
+        self, progress: Progress | None = None, repeats: int = REPEATS, budget_seconds: float = BUDGET_SECONDS
     ) -> CostCurve:
         """Measure the durations of passes of different widths and save them as a cost curve.
 

@@ -12,6 +12,13 @@ from time import perf_counter as now
 from typing import Any
 
 from edgespec.errors import CancelledError
+from edgespec.methods.costs.constants import (
+    MAX_THREAD_SLOWDOWN,
+    MIN_THREAD_GAIN,
+    THREAD_BUDGET_SECONDS,
+    THREAD_ROUNDS,
+    THREAD_SHARES,
+)
 from edgespec.methods.costs.curve import measure_costs
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.store.saved_arrays import models_fingerprint
@@ -20,25 +27,13 @@ from edgespec.system.facts import Facts
 
 __all__ = ["fastest_threads", "thread_counts", "use_fastest_threads"]
 
-# Thread counts to compare, relative to the number of physical cores. For example, half of the cores of
-# many laptops are slow, and few cores can use all of the memory bandwidth.
-_SHARES = (1.0, 0.75, 0.5, 0.34)
-_ROUNDS = 3
-# After the first round, measure a number of threads again only if it is at most this much slower than the
-# fastest one.
-_MAX_SLOWDOWN = 1.25
-# Seconds after which no new round of measurements starts.
-_BUDGET_SECONDS = 2.0
-# Prefer the number of physical cores unless another number is faster by this factor.
-_MIN_GAIN = 1.05
-
 
 def thread_counts(cores: int, logical_cores: int) -> tuple[int, ...]:
     """Return the thread counts to compare, starting with the number of physical cores.
 
     A single thread is left out, because some attention kernels round differently with it.
     """
-    counts = dict.fromkeys([cores, logical_cores, *(round(share * cores) for share in _SHARES)])
+    counts = dict.fromkeys([cores, logical_cores, *(round(share * cores) for share in THREAD_SHARES)])
     return tuple(count for count in counts if count > 1)
 
 
@@ -50,7 +45,7 @@ def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
         cores: Number of physical cores.
     """
     best = min(seconds, key=lambda count: seconds[count])
-    return best if seconds[best] * _MIN_GAIN < seconds[cores] else cores
+    return best if seconds[best] * MIN_THREAD_GAIN < seconds[cores] else cores
 
 
 def use_fastest_threads(
@@ -97,13 +92,13 @@ def _measure(model: LanguageModel, counts: tuple[int, ...]) -> dict[int, float]:
     model.truncate(0)
     found: dict[int, list[float]] = {count: [] for count in counts}
     started, remaining = now(), list(counts)
-    for _ in range(_ROUNDS):
+    for _ in range(THREAD_ROUNDS):
         for count in remaining:
             model.set_max_threads(count)
             found[count].append(measure_costs(model, (), repeats=0).target_step_seconds)
         fastest = min(median(each) for each in found.values())
-        remaining = [count for count in remaining if median(found[count]) <= _MAX_SLOWDOWN * fastest]
-        if now() - started > _BUDGET_SECONDS:
+        remaining = [count for count in remaining if median(found[count]) <= MAX_THREAD_SLOWDOWN * fastest]
+        if now() - started > THREAD_BUDGET_SECONDS:
             break
     return {count: median(each) for count, each in found.items()}
 

@@ -8,11 +8,9 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.base import Drafter
+from edgespec.methods.constants import MAX_FORCED_TOKENS
 
-__all__ = ["MAX_FORCED_TOKENS", "GrammarDrafter"]
-
-# Maximum number of successive tokens to draft because a constraint determines them. Chosen, not measured.
-MAX_FORCED_TOKENS = 16
+__all__ = ["GrammarDrafter"]
 
 
 class GrammarDrafter(Drafter):

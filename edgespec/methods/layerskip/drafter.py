@@ -9,6 +9,7 @@ import numpy as np
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.methods.base import Drafter
+from edgespec.methods.constants import AGREEMENT_TOKENS
 from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.layerskip.exit_table import exit_table
 from edgespec.methods.model.making import draft_with
@@ -17,8 +18,6 @@ from edgespec.model.self_draft_methods import EarlyExit
 from edgespec.store.prepared.prepared_files import read_prepared
 
 __all__ = ["greedy_reply", "make", "preparation"]
-
-_MAX_REPLY_TOKENS = 96
 
 
 def preparation(context: DrafterContext) -> str:
@@ -87,7 +86,7 @@ def greedy_reply(model: LanguageModel, prompt: Sequence[int]) -> list[int]:
     reply: list[int] = []
     token = prompt[-1]
     all_tokens = np.arange(model.facts.vocab_size)
-    while len(reply) < _MAX_REPLY_TOKENS and model.free_tokens:
+    while len(reply) < AGREEMENT_TOKENS and model.free_tokens:
         token = int(model.verify(TokenTree.chain(token)).at(0, all_tokens).argmax())
         model.commit(())
         reply.append(token)

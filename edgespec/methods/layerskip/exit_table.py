@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edgespec.engine.draft_length import best_draft_length
+from edgespec.methods.constants import MAX_EXIT_DRAFT_LENGTH, MIN_TRAINED_AGREEMENT
 from edgespec.methods.costs.curve import CostFunction, assumed_cost
 
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
-_MAX_DRAFT_LENGTH = 12
 # Measure the cost of verify passes with these numbers of tokens.
-EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# A model was probably trained for early exit if its lower layers predict the same token as the full model at
-# least this often. A heuristic.
-_MIN_TRAINED_AGREEMENT = 0.6
+EXIT_WIDTHS = range(1, MAX_EXIT_DRAFT_LENGTH + 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +45,7 @@ class Exit:
         """Why early exit is not faster than plain decoding, for the user, or an empty string."""
         if self.is_faster:
             return ""
-        reason = (
-            "does not benefit from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
-        )
+        reason = "does not benefit from" if self.agreement >= MIN_TRAINED_AGREEMENT else "was not trained for"
         return f"{reason} early exit, so it would not be faster here ({self.speed_up:.2f}x)"
 
     def to_json(self) -> dict[str, float]:
@@ -117,6 +112,6 @@ def exit_table(
             # The verify pass reuses the lower layers' results for all tokens but the last drafted one.
             return length * draft_cost + lower_cost + (1 - lower_cost) * v(length + 1)
 
-        length, speed_up = best_draft_length(agreement, cost, _MAX_DRAFT_LENGTH)
+        length, speed_up = best_draft_length(agreement, cost, MAX_EXIT_DRAFT_LENGTH)
         exits.append(Exit(layer, agreement, draft_cost, length, speed_up))
     return ExitTable(tuple(exits), len(layer_bytes))

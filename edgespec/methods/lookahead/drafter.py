@@ -22,18 +22,18 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
+from edgespec.methods.constants import (
+    LOOKAHEAD_DRAFT_LENGTH,
+    LOOKAHEAD_PASSES_PER_HIT,
+    LOOKAHEAD_PROMPT_TOKENS,
+    LOOKAHEAD_RECENT_TOKENS,
+    LOOKAHEAD_TOKEN_PROBABILITY,
+    MAX_NGRAMS_PER_TOKEN,
+)
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
-
-_INITIAL_DRAFT_LENGTH = 16
-# Initial guesses for future tokens are sampled from this many recent tokens.
-_RECENT_TOKENS = 512
-# Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
-_PROMPT_TOKENS = 1 << 14
-# Typical probability that a drafted token is accepted, and typical number of verify passes per useful draft.
-_TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 
 class LookaheadWindow(NamedTuple):
@@ -77,8 +77,8 @@ class LookaheadWindow(NamedTuple):
     def expected_tokens(self) -> float:
         """Typical number of accepted tokens per pass, as modelled in section 4 of arXiv 2402.02057."""
         tries = min(self.candidates, self.columns or 1)
-        right = sum(1 - (1 - _TOKEN_PROBABILITY**i) ** tries for i in range(1, self.ngram_tokens))
-        return right / _PASSES_PER_HIT
+        right = sum(1 - (1 - LOOKAHEAD_TOKEN_PROBABILITY**i) ** tries for i in range(1, self.ngram_tokens))
+        return right / LOOKAHEAD_PASSES_PER_HIT
 
     def fits(self, capabilities: Capabilities) -> bool:
         """Return whether a target with these capabilities can verify draft trees of this size."""
@@ -108,8 +108,6 @@ def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: in
 class NgramPool:
     """Stores the most recent n-grams that begin with each token (arXiv 2402.02057, section 3.2)."""
 
-    MAX_PER_TOKEN = 16
-
     def __init__(self) -> None:
         # Maps the first token of n-grams to the tokens after it, oldest n-gram first.
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
@@ -119,7 +117,7 @@ class NgramPool:
         continuations = self._continuations.setdefault(ngram[0], {})
         continuations.pop(ngram[1:], None)
         continuations[ngram[1:]] = None
-        if len(continuations) > self.MAX_PER_TOKEN:
+        if len(continuations) > MAX_NGRAMS_PER_TOKEN:
             del continuations[next(iter(continuations))]
 
     def after(self, token: int, count: int) -> list[tuple[int, ...]]:
@@ -177,14 +175,14 @@ class LookaheadDrafter(Drafter):
             )
         self._forced = window is not None
         self._smallest = (_TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS)[0]
-        self._draft_length = _INITIAL_DRAFT_LENGTH
+        self._draft_length = LOOKAHEAD_DRAFT_LENGTH
         self._window = window or choose_window(self._curve, capabilities, self._draft_length)
         self._clear()
 
     def _clear(self) -> None:
         self._pool = NgramPool()
         self._columns: list[_Column] = []
-        self._recent: deque[int] = deque(maxlen=_RECENT_TOKENS)
+        self._recent: deque[int] = deque(maxlen=LOOKAHEAD_RECENT_TOKENS)
         self._random = random.Random(0)
 
     def note(self) -> str:
@@ -211,7 +209,7 @@ class LookaheadDrafter(Drafter):
     def begin(self, tokens: Sequence[int]) -> None:
         self._clear()
         self._draft_length = 0
-        self._add_tokens(tokens[-_PROMPT_TOKENS:])
+        self._add_tokens(tokens[-LOOKAHEAD_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         # Keep the lookahead window when the draft length shrinks near the end of a reply.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
+from edgespec.methods.constants import MAX_COPY_SHARE
 from edgespec.store.prepared.prepared_files import (
     PreparedModel,
     absolute_path,
@@ -28,15 +29,11 @@ __all__ = [
 ]
 
 COPY_FILE = "copy.gguf"
-# A forward pass of the copy must read less than this fraction of the model's bytes. Otherwise, drafting costs
-# more than it saves even if every drafted token is accepted: each extra token in a verify pass costs about
-# 0.14 single-token passes (see `store/speedup_estimate.py`).
-_MAX_SHARE = 0.86
 
 
 def can_save_time(copy_bytes: int, source_bytes: int) -> bool:
     """Return whether drafting with a copy can save time, given the weight bytes that both models read."""
-    return copy_bytes < _MAX_SHARE * source_bytes
+    return copy_bytes < MAX_COPY_SHARE * source_bytes
 
 
 def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | None:

@@ -18,8 +18,8 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft, check_rollback
+from edgespec.methods.constants import MAX_FORCED_TOKENS, WARM_UP_TOKENS
 from edgespec.methods.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
-from edgespec.methods.grammar.drafter import MAX_FORCED_TOKENS
 from edgespec.methods.tree_growth import FixedShape, TreeGrowth
 from edgespec.model.base import LanguageModel
 from edgespec.model.base_model import SelfDraftView
@@ -27,7 +27,6 @@ from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ModelDrafter"]
 
-_WARM_UP_TOKENS = 16
 _NO_PROBS: NDArray[np.float64] = np.zeros(0)
 
 
@@ -113,8 +112,8 @@ class ModelDrafter(Drafter):
     def warm_up(self) -> None:
         if self._model.length:
             return
-        tokens = [0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1)
-        # Keep only the second measurement, because a backend's first pass is slow.
+        tokens = [0] * min(WARM_UP_TOKENS, self._model.free_tokens - 1)
+        # Keep only the second measurement, because a backend's first passes are slow.
         for _ in range(2):
             started = perf_counter()
             self._model.prefill(tokens)

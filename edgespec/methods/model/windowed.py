@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, OptionError
+from edgespec.methods.constants import SINK_TOKENS, WINDOW_TOKENS, WINDOW_TREE_TOKENS
 from edgespec.methods.wrapped_model import WrappedModel, wrapped_capabilities
 from edgespec.model.base import LanguageModel, Progress
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
-
-# Number of tokens in the draft model's context that are reserved for draft trees.
-_MAX_TREE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +31,8 @@ class AttentionWindow:
         window_tokens: Minimum number of tokens to keep from the end of the sequence.
     """
 
-    sink_tokens: int = 4
-    window_tokens: int = 1024
+    sink_tokens: int = SINK_TOKENS
+    window_tokens: int = WINDOW_TOKENS
 
     @property
     def slack_tokens(self) -> int:
@@ -44,7 +42,7 @@ class AttentionWindow:
     @property
     def context_tokens(self) -> int:
         """Context size, in tokens, for loading the draft model."""
-        return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
+        return self.sink_tokens + self.window_tokens + self.slack_tokens + WINDOW_TREE_TOKENS
 
     @property
     def description(self) -> str:
@@ -60,7 +58,7 @@ class AttentionWindow:
 
 
 def choose_draft_window(
-    context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
+    context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = SINK_TOKENS
 ) -> AttentionWindow | None:
     """Choose the attention window for a draft model.
 

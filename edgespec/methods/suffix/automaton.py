@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from sys import getsizeof
 
-from edgespec.methods.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS
+from edgespec.methods.suffix.tokens import SEPARATOR
 
 __all__ = ["StateContinuation", "SuffixAutomaton"]
 

@@ -11,11 +11,12 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.base import Drafter, DrafterMemory
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, OTHER_CHATS_TOKENS
 from edgespec.methods.suffix import scoring
 from edgespec.methods.suffix.automaton import SuffixAutomaton
 from edgespec.methods.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow_draft
 from edgespec.methods.suffix.suffix_array import SuffixArray, SuffixRange
-from edgespec.methods.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
+from edgespec.methods.suffix.tokens import SEPARATOR
 
 __all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
 
@@ -23,8 +24,6 @@ _Rows: TypeAlias = tuple[list[list[int]], int]
 
 _DEFAULT_CONFIG = SuffixConfig()
 _MAX_CACHED_DRAFTS = 1 << 11
-# Number of recent tokens from other chats to search.
-_OTHER_CHATS_TOKENS = 1 << 13
 
 
 class ReplyRecorder(Protocol):
@@ -79,7 +78,7 @@ class SuffixDrafter(Drafter):
         self._recorder: ReplyRecorder | None = None
         self._indexed: IndexedSource | None = None
         self._chat = SuffixAutomaton(config.min_probability)
-        self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
+        self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=OTHER_CHATS_TOKENS)
         # The automaton state and the length in tokens of the longest suffix of the current chat that also
         # occurs in another chat.
         self._other_match = 0, 0

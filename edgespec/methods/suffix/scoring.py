@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from edgespec.engine.tree import TreeBuilder
-from edgespec.methods.suffix.tokens import MAX_CONTINUATION_TOKENS
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, SUFFIX_LENGTH_FACTOR, SUFFIX_MIN_PROBABILITY
 
 __all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_draft", "merge_drafts"]
 
@@ -36,10 +36,10 @@ class SuffixConfig:
         is_end: Returns whether a token ends the reply. A draft never continues past such a token.
     """
 
-    length_factor: float = 1.0
+    length_factor: float = SUFFIX_LENGTH_FACTOR
     length_offset: float = 0.0
-    min_probability: float = 0.1
-    max_tokens: int = 32
+    min_probability: float = SUFFIX_MIN_PROBABILITY
+    max_tokens: int = MAX_CONTINUATION_TOKENS
     can_branch: bool = True
     is_end: Callable[[int], bool] = lambda _: False
 

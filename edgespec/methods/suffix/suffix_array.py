@@ -9,15 +9,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.methods.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR, TokenArray
+from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, MAX_SAMPLED_OCCURRENCES
+from edgespec.methods.suffix.tokens import SEPARATOR, TokenArray
 
 __all__ = ["SuffixArray", "SuffixRange"]
 
 # A range of suffix array entries: (first entry, entry after the last).
 SuffixRange: TypeAlias = tuple[int, int]
 
-# Maximum number of occurrences of a match to look at. If there are more, an evenly spaced sample is used.
-MAX_SAMPLED_OCCURRENCES = 64
 # Store tokens as big-endian integers, so that comparing their bytes compares the tokens.
 _TOKEN = np.dtype(">i4")
 

@@ -99,7 +99,7 @@ def test_a_copy_that_cannot_save_time_is_not_used_automatically(
     small = tmp_path / "small.gguf"
     quantise(source, small, "Q4_1")
     with monkeypatch.context() as earlier:
-        earlier.setattr("edgespec.methods.lowbit.copies._MAX_SHARE", 1.0)
+        earlier.setattr("edgespec.methods.lowbit.copies.MAX_COPY_SHARE", 1.0)
         made = prepare_lowbit(small, "Q4_0")
     assert find_lowbit(small) == made
     assert find_useful_lowbit(small) is None

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from edgespec import Runtime
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.errors import BackendError
+from edgespec.memory.constants import PREFILL_SPEEDUP
 from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.model.base import LanguageModel, Progress, Snapshot
@@ -346,6 +347,25 @@ def test_prefixes_are_cached_only_if_reuse_saves_time() -> None:
     assert not costs.saves_time(100, 1e6)
     costs.record_copy(1 << 30, 0.01)
     assert costs.saves_time(100, 1e5)
+
+
+def test_a_timed_prefill_outweighs_the_measured_target_step() -> None:
+    costs = ReuseCosts()
+    assert not costs.saves_time(100, 0)
+    costs.assume_target_step(4e-3)
+    assert costs.prefill_seconds == pytest.approx(1e-3)
+    costs.record_prefill(100, 1e-2)
+    costs.assume_target_step(4e-3)
+    assert costs.prefill_seconds == pytest.approx(1e-4)
+
+
+def test_a_session_estimates_prefill_from_its_measured_target_step() -> None:
+    with keeping(table(1)) as runtime:
+        cache = runtime._session.prefix_cache
+        assert cache is not None
+        step_seconds = runtime._session.target_step_seconds
+        assert step_seconds > 0
+        assert cache.reuse_costs.prefill_seconds == pytest.approx(step_seconds / PREFILL_SPEEDUP)
 
 
 def test_the_default_size_limit_depends_on_free_memory() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.acceptance_stats import AcceptanceStats
+from edgespec.methods.constants import ACCEPTANCE_DECAY
 from edgespec.methods.running_stats import AcceptanceCounts
 
 CHAIN = TokenTree.chain(9, [1, 2, 3])
@@ -21,8 +22,8 @@ class TestAcceptanceCounts:
         tally = AcceptanceCounts(np.array([2.0, 1.0]), np.array([4.0, 4.0]))
         for hit in hits:
             tally.record((0,), hit)
-        weights = AcceptanceCounts.DECAY ** np.arange(len(hits))[::-1]
-        first = AcceptanceCounts.DECAY ** len(hits)
+        weights = ACCEPTANCE_DECAY ** np.arange(len(hits))[::-1]
+        first = ACCEPTANCE_DECAY ** len(hits)
         assert tally.drafted[0] == pytest.approx(weights.sum() + 4.0 * first)
         assert tally.accepted[0] == pytest.approx(weights[np.array(hits, bool)].sum() + 2.0 * first)
         assert (tally.accepted[1], tally.drafted[1]) == (1.0, 4.0)

@@ -66,8 +66,8 @@ def test_larger_models_are_slower(smaller: int, more: int, layers: int, width: i
 
 def small_form(monkeypatch: pytest.MonkeyPatch) -> FileFormat:
     """The GGUF format with two quantisation types and models of one layer."""
-    monkeypatch.setattr(machine_speed, "_BENCHMARK_BYTES", 1)
-    monkeypatch.setattr(machine_speed, "_TYPE_SECONDS", 0.05)
+    monkeypatch.setattr(machine_speed, "BENCHMARK_BYTES", 1)
+    monkeypatch.setattr(machine_speed, "TYPE_SECONDS", 0.05)
     gguf = format_of("gguf")
     assert gguf.benchmark_models is not None
     return replace(

@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgespec.errors import VocabularyMismatchError
+from edgespec.methods.constants import MIN_GOOD_FRACTION, MIN_TRANSLATED_FRACTION
 from edgespec.methods.model.vocabularies.translation import TokenTranslation
 from edgespec.model.base import MAX_VOCAB_PADDING, Vocabulary
 
 __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 
-# Minimum fraction of the target's tokens that the draft model must share for token ids to be translated.
-# Otherwise, the draft model's text is tokenized again for the target.
-_MIN_TRANSLATED_FRACTION = 0.5
-# Warn the user if the draft model has less than this fraction of the target's tokens, because then fewer
-# drafted tokens are accepted.
-_MIN_GOOD_FRACTION = 0.9
 
 MappingKind = Literal["same", "translated", "retokenised"]
 
@@ -42,7 +37,7 @@ class VocabularyComparison:
         """How to use the draft model's tokens: with the same ids, with translated ids, or by retokenizing."""
         if self.translation is None:
             return "same"
-        return "translated" if self.shared_fraction >= _MIN_TRANSLATED_FRACTION else "retokenised"
+        return "translated" if self.shared_fraction >= MIN_TRANSLATED_FRACTION else "retokenised"
 
     @property
     def explanation(self) -> str:
@@ -54,7 +49,7 @@ class VocabularyComparison:
         fewer = "ewer of its tokens will be accepted than with a draft model from the same family"
         if self.mapping == "retokenised":
             return f"{self.draft_name} has only {share}. Its text is tokenized again, and f{fewer}"
-        warning = f". F{fewer}" if self.shared_fraction < _MIN_GOOD_FRACTION else ""
+        warning = f". F{fewer}" if self.shared_fraction < MIN_GOOD_FRACTION else ""
         return f"{self.draft_name} has {share}, under other ids, and drafts only those{warning}"
 
 
