@@ -154,7 +154,7 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 
 def _spread(spread: SpreadPrediction) -> list[str]:
-    """Return sentences about the speed of a model on several machines."""
+    """Describe the speed of a model on several machines in sentences."""
     lines = [f"Sending the weights takes at least {rate(spread.send_seconds)} s, unless workers cached them."]
     if spread.tokens_per_second is not None:
         speed = rate(spread.tokens_per_second)

@@ -315,7 +315,7 @@ def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 def _draft_lines(
     options: Sequence[DraftOption], choice: DraftChoice, *, is_too_small: bool
 ) -> list[tuple[str, str]]:
-    """Return the lines about possible draft models and the one that `--draft auto` would use."""
+    """Format the possible draft models, and mark the one that `--draft auto` would use."""
     lines = []
     for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"

@@ -45,7 +45,7 @@ _UNREACHABLE_SECONDS = 60
 _TCP_RXT_CONNDROPTIME = 0x80
 # Seconds between the heartbeats (spaces) that a waiting client receives.
 _BEAT_SECONDS = 1.0
-# Seconds between checks whether the server was closed.
+# Seconds between checks that the server is still open.
 _POLL_SECONDS = 0.2
 # Main memory in bytes that a worker does not offer by default.
 _RESERVE_BYTES = 512 * 2**20

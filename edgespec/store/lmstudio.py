@@ -1,4 +1,4 @@
-"""Find models in LM Studio, which stores them as publisher/repository/file, without modifying them."""
+"""Find the models of LM Studio, which stores them as publisher/repository/file. Modifies none of them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _has_terminal() -> bool:
 
 
 def is_input_open() -> bool:
-    """Return whether stdin is still open: a terminal, or the pipe from the browser of `serve --chat`."""
+    """Return whether stdin is still open. In `serve --chat`, it is a pipe held open by the browser's tab."""
     if _has_terminal() or sys.__stdin__ is None or sys.platform == "win32":
         return _has_terminal()
     poll = select.poll()

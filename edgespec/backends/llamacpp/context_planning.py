@@ -172,7 +172,7 @@ def work_bytes(lower: Any, options: LoadOptions) -> int:
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
-    """Return load options for a split model's lower and upper layers, which differ only in `batch_tokens`."""
+    """Return the load options of a split model's lower and upper layers. Only `batch_tokens` differs."""
     below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
     return replace(options, batch_tokens=below), replace(options, batch_tokens=above)
 

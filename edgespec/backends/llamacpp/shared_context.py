@@ -40,7 +40,7 @@ def why_not_shared(weights: Any) -> str:
     if has_state(weights):
         return "it has recurrent layers"
     if longrope_switch_tokens(weights):
-        # llama.cpp chooses the LongRoPE factors by the size of the whole context, not of a reply's share.
+        # llama.cpp chooses the LongRoPE factors by the size of the context that concurrent replies share.
         return "it uses LongRoPE"
     return ""
 

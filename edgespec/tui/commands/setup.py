@@ -54,7 +54,7 @@ def _model(context: Context) -> Result:
 
 
 def chosen_model(runtime: Runtime, reference: str) -> Result:
-    """Return what to do when the user has chosen a model: switch to it, or download it first.
+    """Return the command's result for a chosen model: switch to it, or download it first.
 
     Raises:
         OptionError: There is no such model, or its file is unreadable.

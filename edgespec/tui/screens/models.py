@@ -204,7 +204,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     def _with_plan(self, model: AvailableModel) -> AvailableModel:
-        """Return `model`, updated with the draft model of its plan and whether the plan fits in memory."""
+        """Return `model` with its planned draft model, and whether both fit in memory."""
         preview = self._plans.get(model.reference)
         if preview is None:
             return model
