@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.noise import Noise, Stream, gumbel
 from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature, apply_chain, max_logit
+from edgespec.engine.quick_choice import choose_from_row, choose_token, split_filters
 
-__all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
-
-
-class Noise(NamedTuple):
-    """Seed and position that determine the Gumbel noise for sampling one token. See `noise.gumbel`."""
-
-    seed: int
-    position: int
+__all__ = ["HostLogits", "Logits", "best_on_host", "candidates"]
 
 
 class Logits(Protocol):
@@ -83,8 +79,13 @@ def best_on_host(
 ) -> tuple[list[int], float]:
     """Find the best tokens of a row on the host in double precision, as `Logits.best` describes."""
     found, peak = candidates(logits, row, processors, 0 if noise else count)
-    if not np.isfinite(peak):
+    if not math.isfinite(peak):
         return [], peak
+    if noise and count == 1:
+        before, filters = split_filters(processors)
+        found, processors = apply_chain(before, found), processors[len(before) :]
+        if filters and (token := choose_token(found, filters, noise)) is not None:
+            return [token], peak
     tokens, scores = apply_chain(processors, found)
     if max_logit(scores) == -np.inf:
         return [], peak
@@ -159,24 +160,35 @@ class HostLogits:
     def best(
         self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        if count == 1 and noise is None and not processors:
-            token = int(self.rows[row].argmax())
-            return [token], float(self.rows[row][token])
+        if count == 1:
+            logits = self.rows[row]
+            if noise is None and not processors:
+                token = int(logits.argmax())
+                return [token], float(logits[token])
+            if noise:
+                before, filters = split_filters(processors)
+                if filters and not before and not filters.top_k:
+                    chosen = choose_from_row(logits, partial(self.top, row), filters, noise)
+                    if chosen:
+                        return [chosen[0]], chosen[1]
         return best_on_host(self, row, count, processors, noise)
 
     def top(self, row: int, count: int) -> Candidates:
         logits = self.rows[row]
-        blocks = len(logits) // self._BLOCK
         if not 0 < count < len(logits):
             return np.arange(len(logits)), logits.astype(np.float64)
-        if blocks <= count:
-            return self._from(logits, np.partition(logits, -count)[-count])
-        peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
-        return self._from(logits, np.partition(peaks, -count)[-count])
+        peaks = self._peaks(logits)
+        if len(peaks) <= count:
+            return self._at_least(logits, np.partition(logits, -count)[-count], None)
+        return self._at_least(logits, np.partition(peaks, -count)[-count], peaks)
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
+        peaks = self._peaks(logits)
+        rest = logits[len(peaks) * self._BLOCK :]
+        peak = np.maximum(peaks.max(initial=-np.inf), rest.max(initial=-np.inf))
+        floor = np.nextafter(np.float32(float(peak) - margin), np.float32(-np.inf))
+        return self._at_least(logits, floor, peaks)
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:
         return (
@@ -189,7 +201,30 @@ class HostLogits:
         values: NDArray[np.float64] = self.rows[row][tokens].astype(np.float64)
         return values
 
-    @staticmethod
-    def _from(logits: NDArray[np.float32], floor: np.float32) -> Candidates:
-        ids = np.flatnonzero(logits >= floor)
+    def _peaks(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the largest logit of each group of `_BLOCK` tokens whose ids are a fixed distance apart."""
+        groups = len(logits) // self._BLOCK
+        if not groups:
+            return logits[:0]
+        peaks: NDArray[np.float32] = logits[: groups * self._BLOCK].reshape(self._BLOCK, groups).max(axis=0)
+        return peaks
+
+    def _at_least(
+        self, logits: NDArray[np.float32], floor: np.float32, peaks: NDArray[np.float32] | None
+    ) -> Candidates:
+        """Return all logits of at least `floor`. If the peaks are given, search only the groups above it."""
+        if peaks is not None:
+            groups = len(peaks)
+            # A group whose peak is NaN may contain logits above the floor.
+            (hit,) = (~(peaks < floor)).nonzero()
+            if len(hit) <= groups // 8:
+                found = logits[: groups * self._BLOCK].reshape(self._BLOCK, groups).take(hit, axis=1).ravel()
+                (at,) = (found >= floor).nonzero()
+                step, group = np.divmod(at, len(hit))
+                ids, values = step * groups + hit[group], found[at].astype(np.float64)
+                if groups * self._BLOCK == len(logits):
+                    return ids, values
+                rest_ids, rest = self._at_least(logits[groups * self._BLOCK :], floor, None)
+                return np.concatenate([ids, rest_ids + groups * self._BLOCK]), np.concatenate([values, rest])
+        (ids,) = (logits >= floor).nonzero()
         return ids, logits[ids].astype(np.float64)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from edgespec.engine.distribution import Distribution
-from edgespec.engine.logits import Logits, Noise, candidates
-from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.logits import Logits, candidates
+from edgespec.engine.noise import Noise, Stream, gumbel
 from edgespec.engine.processors import Candidates, LogitsProcessor, apply_chain, build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BackendError
