@@ -6,21 +6,24 @@
     scripts/bench_host.py --against ../edgespec-before --repeats 9      # compare with another checkout
 
 The real decoding loop runs with models whose passes take no time, because their logits are prepared: a few
-dozen plausible tokens fall off like a power of their rank, some rows steeply and others slowly, above a long
-tail with a normal distribution. The rows take up 8 MB at 262,144 tokens, so like the logits that a model has
-just computed, they are in the processor's cache but not next to the core. The target and the draft model have
-the same logits.
+dozen plausible tokens, whose probabilities fall like a power of their rank, steeply in some rows and slowly
+in others, above a long tail of normally distributed logits. The rows take up 8 MB at 262,144 tokens, so that
+the shared cache holds them, but not the core's own. The target and the draft model have the same logits.
 
 Each row of the table is one vocabulary and one setting. Times are milliseconds of processor time of the
 decoding thread, which is pinned to one core: other programs hardly change them, and time spent waiting for
 MLX's thread does not count. Each is the median of the repeats, with the lowest and highest in brackets.
 
-- pass: a pass of plain decoding, and its phases. `find` is the search for the candidates in the row of
-  logits, `noise` the Gumbel noise, `accept` the rest of sampling: penalties, filters and the choice of the
-  token, `loop` everything else.
+- pass: a pass of plain decoding.
+- cold pass: the same after 64 MB of other data went through the caches, as the weights of a real model do.
+  The logits, edgespec's code and its data are then fetched from memory, which takes longer than to compute.
+- find, noise, accept, loop: the phases of a pass, as medians. `find` is the search for candidates in the row
+  of logits, `noise` computes the Gumbel noise, `accept` is the rest of sampling (penalties, filters and the
+  choice of the token), and `loop` is everything else, including the measurement of the phases.
 - drafted token: drafting with a draft model in chains of 4, all of which are accepted, per drafted token.
-- extra row: a pass over 8 tokens compared with one over a single token, per additional row. The draft comes
-  for free, and is accepted as a whole (8 tokens are sampled) or rejected at its first token (1 is sampled).
+- row, accepted and rejected: a pass over 8 tokens compared with one over a single token, per additional row.
+  The draft takes no time. It is accepted as a whole, so that 8 tokens are sampled, or rejected at its first
+  token, so that one is.
 
 With MLX, the search and the noise run on the device, so `accept` is the time to launch them.
 """
@@ -71,6 +74,8 @@ _WIDTH = 8
 _DRAFT_LENGTH = 4
 _PLAUSIBLE_TOKENS = 48
 _PROMPT = tuple(range(1, 33))
+_OTHER_DATA = np.ones(1 << 24, np.float32)
+_PHASES = ("find", "noise", "accept", "loop")
 # Where the engine computes noise. Another checkout may lack some of these functions.
 _NOISE = ("logits.gumbel", "quick_choice.gumbel", "quick_choice.tokens_with_noise_above")
 
@@ -92,7 +97,7 @@ class Clock:
     """Adds up the processor time of the phases of sampling. A phase does not include those inside it."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("find", "noise", "accept", "draft"), 0.0)
+        self.seconds = dict.fromkeys(("find", "noise", "accept", "draft", "model"), 0.0)
         self._inner = [0.0]
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +135,7 @@ class PreparedModel(BaseModel):
         self.vocabulary: Any = EndlessVocabulary()
         self._length = 0
         self.clock: Clock | None = None
+        self.other_data: NDArray[np.float32] | None = None
 
     @property
     def length(self) -> int:
@@ -139,11 +145,15 @@ class PreparedModel(BaseModel):
         self._length += len(tokens)
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
+        if self.clock and self.other_data is not None:
+            self.clock.timed("model", self.other_data.__iadd__)(1)
         start = (self._length + first) % _ROWS
         end = start + tree.width - first
         if self._device_rows is None:
             rows = self._host_rows[start:end]
-            return TimedLogits(rows, self.clock) if self.clock else HostLogits(rows)
+            if self.clock and self.other_data is None:
+                return TimedLogits(rows, self.clock)
+            return HostLogits(rows)
         from edgespec.backends.mlx.logits import DeviceLogits
 
         return DeviceLogits(self._device_rows[start:end], tree.depths[first:])
@@ -282,10 +292,14 @@ def measure(backend: str, vocab_size: int, params: SamplingParams, passes: int) 
     with _timed_noise(clock):
         timed = decoded("plain", clock)
     drafted = decoded("drafted", draft_clock)
+    model.other_data = _OTHER_DATA
+    cold_clock = Clock()
+    cold = run(model, params, None, 0, passes // 2, cold_clock)
     ms = {mode: 1e3 * each.seconds / each.passes for mode, each in runs.items()}
     phases = {name: 1e3 * clock.seconds[name] / timed.passes for name in ("find", "noise", "accept")}
     return {
         "pass": ms["plain"],
+        "cold pass": 1e3 * (cold.seconds - cold_clock.seconds["model"]) / cold.passes,
         **phases,
         "loop": 1e3 * timed.seconds / timed.passes - sum(phases.values()),
         "drafted token": 1e3 * draft_clock.seconds["draft"] / drafted.drafted,
@@ -329,14 +343,23 @@ def measure_in(checkout: Path, args: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def print_table(results: Sequence[dict[str, dict[str, float]]], title: str) -> None:
-    """Print the median of the repeats, and the lowest and highest, of each case and time."""
+    """Print the median of the repeats, and mostly the lowest and highest, of each case and time."""
     print(f"\n{title}: milliseconds, median of {len(results)} repeats [lowest, highest]")
     names = list(next(iter(results[0].values())))
-    print(f"{'':26}" + "".join(f"{name:>23}" for name in names))
+    print(f"{'':24}" + "".join(f"{name:>{_width(name)}}" for name in names))
     for case in results[0]:
-        values = [[each[case][name] for each in results] for name in names]
-        cells = [f"{statistics.median(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in values]
-        print(f"{case:26}" + "".join(f"{cell:>23}" for cell in cells))
+        line = f"{case:24}"
+        for name in names:
+            values = [each[case][name] for each in results]
+            cell = f"{statistics.median(values):.3f}"
+            if name not in _PHASES:
+                cell += f" [{min(values):.3f}, {max(values):.3f}]"
+            line += f"{cell:>{_width(name)}}"
+        print(line)
+
+
+def _width(name: str) -> int:
+    return 8 if name in _PHASES else 23
 
 
 def print_ratios(
@@ -344,14 +367,15 @@ def print_ratios(
 ) -> None:
     """Print the time of this checkout divided by that of the other one, paired by repeat."""
     print("\nthis checkout / other checkout: median of the pairs [lowest, highest]")
-    names = ("pass", "drafted token", "row, accepted")
-    print(f"{'':26}" + "".join(f"{name:>23}" for name in names))
+    names = ("pass", "cold pass", "drafted token", "row, accepted")
+    print(f"{'':24}" + "".join(f"{name:>20}" for name in names))
     for case in before[0]:
-        cells = []
+        line = f"{case:24}"
         for name in names:
             pairs = [a[case][name] / b[case][name] for b, a in zip(before, after, strict=True)]
-            cells.append(f"{statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}]")
-        print(f"{case:26}" + "".join(f"{cell:>23}" for cell in cells))
+            cell = f"{statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}]"
+            line += f"{cell:>20}"
+        print(line)
 
 
 def main() -> None:
@@ -372,15 +396,16 @@ def main() -> None:
     if args.once:
         print(json.dumps(measure_all(args)))
         return
-    this = Path(__file__).resolve().parent.parent
-    checkouts = [args.against.resolve(), this] if args.against else [this]
-    results: dict[Path, list[dict[str, dict[str, float]]]] = {checkout: [] for checkout in checkouts}
+    checkouts = {"this checkout": Path(__file__).resolve().parent.parent}
+    if args.against:
+        checkouts = {"other checkout": args.against.resolve(), **checkouts}
+    results: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in checkouts}
     for repeat in range(args.repeats):
         # Alternate which checkout runs first, so that changes in the machine's speed affect both equally.
-        for checkout in checkouts[:: -1 if repeat % 2 else 1]:
-            results[checkout].append(measure_in(checkout, args))
-    for checkout in checkouts:
-        print_table(results[checkout], "this checkout" if checkout == this else "other checkout")
+        for name in sorted(checkouts, reverse=repeat % 2 == 1):
+            results[name].append(measure_in(checkouts[name], args))
+    for name, measured in results.items():
+        print_table(measured, name)
     if args.against:
         print_ratios(*results.values())
     if args.json:

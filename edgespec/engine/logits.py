@@ -17,6 +17,9 @@ from edgespec.engine.quick_choice import choose_from_row, choose_token, split_fi
 __all__ = ["HostLogits", "Logits", "best_on_host", "candidates"]
 
 
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
 class Logits(Protocol):
     """The logits of one model pass, with one row per token. Valid until the model's next pass.
 
@@ -78,13 +81,20 @@ def best_on_host(
     logits: Logits, row: int, count: int, processors: Sequence[LogitsProcessor], noise: Noise | None
 ) -> tuple[list[int], float]:
     """Find the best tokens of a row on the host in double precision, as `Logits.best` describes."""
+    filters = None
+    if noise and count == 1:
+        before, filters = split_filters(processors)
+        if filters and not before and not filters.top_k and isinstance(logits, HostLogits):
+            chosen = choose_from_row(logits.rows[row], partial(logits.top, row), filters, noise)
+            if chosen:
+                return [chosen[0]], chosen[1]
     found, peak = candidates(logits, row, processors, 0 if noise else count)
     if not math.isfinite(peak):
         return [], peak
-    if noise and count == 1:
-        before, filters = split_filters(processors)
+    if noise and filters:
         found, processors = apply_chain(before, found), processors[len(before) :]
-        if filters and (token := choose_token(found, filters, noise)) is not None:
+        token = choose_token(found, filters, noise)
+        if token is not None:
             return [token], peak
     tokens, scores = apply_chain(processors, found)
     if max_logit(scores) == -np.inf:
@@ -111,7 +121,7 @@ def candidates(
     Returns:
         The candidates, which can include tokens that the processors will drop, and the row's largest logit.
     """
-    touched, scale = np.zeros(0, np.int64), 1.0
+    touched, scale = _NO_TOKENS, 1.0
     for processor in processors:
         limit, margin = processor.max_candidates(), processor.max_margin()
         if limit is not None:
@@ -126,14 +136,18 @@ def candidates(
         if more is None:
             count = 0
             break
-        touched = np.union1d(touched, more) if len(touched) else more
+        if len(more):
+            touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
     # Fetch additional tokens, because the logits processors can make some of the best tokens less likely.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
-        rest = ~np.isin(tokens, touched, assume_unique=True)
+        if not np.all(touched[1:] > touched[:-1]):
+            touched = np.unique(touched)
+        at = np.minimum(touched.searchsorted(tokens), len(touched) - 1)
+        rest = touched[at] != tokens
         tokens = np.concatenate([tokens[rest], touched])
         values = np.concatenate([values[rest], logits.at(row, touched)])
         order = np.argsort(tokens)
@@ -146,7 +160,11 @@ class HostLogits:
 
     __slots__ = ("other_tokens", "overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
-    _BLOCK = 64
+    # Tokens per group of `_peaks`. The row is read once to find the peaks of all groups, and again only in
+    # the groups whose peak is large enough.
+    _GROUP = 64
+    # In smaller vocabularies, reading the whole row twice takes no longer.
+    _MIN_VOCABULARY = 1 << 15
 
     def __init__(self, rows: NDArray[np.float32], other_tokens: int = 0) -> None:
         self.rows = rows
@@ -160,17 +178,9 @@ class HostLogits:
     def best(
         self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        if count == 1:
-            logits = self.rows[row]
-            if noise is None and not processors:
-                token = int(logits.argmax())
-                return [token], float(logits[token])
-            if noise:
-                before, filters = split_filters(processors)
-                if filters and not before and not filters.top_k:
-                    chosen = choose_from_row(logits, partial(self.top, row), filters, noise)
-                    if chosen:
-                        return [chosen[0]], chosen[1]
+        if count == 1 and noise is None and not processors:
+            token = int(self.rows[row].argmax())
+            return [token], float(self.rows[row][token])
         return best_on_host(self, row, count, processors, noise)
 
     def top(self, row: int, count: int) -> Candidates:
@@ -184,9 +194,12 @@ class HostLogits:
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        peaks = self._peaks(logits)
-        rest = logits[len(peaks) * self._BLOCK :]
-        peak = np.maximum(peaks.max(initial=-np.inf), rest.max(initial=-np.inf))
+        peaks = self._peaks(logits) if len(logits) >= self._MIN_VOCABULARY else None
+        if peaks is None:
+            peak = logits.max()
+        else:
+            rest = logits[len(peaks) * self._GROUP :]
+            peak = np.maximum(peaks.max(), rest.max(initial=-np.inf))
         floor = np.nextafter(np.float32(float(peak) - margin), np.float32(-np.inf))
         return self._at_least(logits, floor, peaks)
 
@@ -202,29 +215,28 @@ class HostLogits:
         return values
 
     def _peaks(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the largest logit of each group of `_BLOCK` tokens whose ids are a fixed distance apart."""
-        groups = len(logits) // self._BLOCK
+        """Return the largest logit of each group of `_GROUP` tokens whose ids are a fixed distance apart."""
+        groups = len(logits) // self._GROUP
         if not groups:
             return logits[:0]
-        peaks: NDArray[np.float32] = logits[: groups * self._BLOCK].reshape(self._BLOCK, groups).max(axis=0)
+        peaks: NDArray[np.float32] = logits[: groups * self._GROUP].reshape(self._GROUP, groups).max(axis=0)
         return peaks
 
     def _at_least(
         self, logits: NDArray[np.float32], floor: np.float32, peaks: NDArray[np.float32] | None
     ) -> Candidates:
-        """Return all logits of at least `floor`. If the peaks are given, search only the groups above it."""
-        if peaks is not None:
+        """Return all logits of at least `floor`. The peaks, if given, can make this quicker."""
+        if peaks is not None and len(logits) >= self._MIN_VOCABULARY:
             groups = len(peaks)
+            grouped = logits[: groups * self._GROUP].reshape(self._GROUP, groups)
             # A group whose peak is NaN may contain logits above the floor.
             (hit,) = (~(peaks < floor)).nonzero()
             if len(hit) <= groups // 8:
-                found = logits[: groups * self._BLOCK].reshape(self._BLOCK, groups).take(hit, axis=1).ravel()
-                (at,) = (found >= floor).nonzero()
-                step, group = np.divmod(at, len(hit))
-                ids, values = step * groups + hit[group], found[at].astype(np.float64)
-                if groups * self._BLOCK == len(logits):
-                    return ids, values
-                rest_ids, rest = self._at_least(logits[groups * self._BLOCK :], floor, None)
-                return np.concatenate([ids, rest_ids + groups * self._BLOCK]), np.concatenate([values, rest])
+                step, group = (grouped.take(hit, axis=1) >= floor).nonzero()
+                ids = step * groups + hit[group]
+                if grouped.size < len(logits):
+                    (rest,) = (logits[grouped.size :] >= floor).nonzero()
+                    ids = np.concatenate([ids, rest + grouped.size])
+                return ids, logits[ids].astype(np.float64)
         (ids,) = (logits >= floor).nonzero()
         return ids, logits[ids].astype(np.float64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ _U_GOLDEN, _U_M1, _U_M2 = np.uint64(_GOLDEN), np.uint64(_M1), np.uint64(_M2)
 _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
 # Up to this many tokens are hashed in Python, because NumPy takes longer to start its loops.
 _FEW_TOKENS = 8
-# Tokens per block when the noise of a whole vocabulary is searched. The block fits into a core's cache, and a
+# Tokens per block when the noise of a whole vocabulary is searched. A block fits into a core's cache, and a
 # power of two lets the token ids be computed by XOR.
 _BLOCK = 1 << 14
 
@@ -52,7 +53,12 @@ def _mix(word: int) -> int:
 
 def key(seed: int, stream: Stream, position: int) -> int:
     """Return a 64-bit hash of the seed, stream and position."""
-    return _mix(_mix(_mix(seed & _MASK) ^ int(stream)) ^ position)
+    return _mix(_stream_key(seed, stream) ^ position)
+
+
+@lru_cache(maxsize=64)
+def _stream_key(seed: int, stream: int) -> int:
+    return _mix(_mix(seed & _MASK) ^ stream)
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:

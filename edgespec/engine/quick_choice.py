@@ -10,6 +10,7 @@ functions return None, and the caller applies the filters.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,8 +42,9 @@ _SUM_TOLERANCE = 1e-9
 # The same for a sum in single precision, which includes the error of the exponential function for arguments
 # down to -104, below which it is 0.
 _FLOAT32_SUM_TOLERANCE = 3e-5
-# Logits per block when the probabilities of a row are added up, so that a block fits into a core's cache.
-_BLOCK = 1 << 15
+# Logits per block when the probabilities of a row are added up. A block fits into a core's cache, and its
+# memory is small enough for malloc to reuse it, instead of mapping new pages in every pass.
+_BLOCK = 1 << 14
 
 
 class Filters(NamedTuple):
@@ -54,7 +56,11 @@ class Filters(NamedTuple):
     min_p: float = 0.0
 
 
-_ORDER: tuple[type[LogitsProcessor], ...] = (Temperature, TopK, TopP, MinP)
+# The filters in the order of the chain, and the attribute that holds each one's setting.
+_SETTINGS: dict[type[LogitsProcessor], str] = {
+    Temperature: "temperature", TopK: "k", TopP: "mass", MinP: "share",
+}  # fmt: skip
+_OFF = (0.0, 0, 1.0, 0.0)
 
 
 def split_filters(
@@ -69,19 +75,14 @@ def split_filters(
     if Temperature not in kinds:
         return processors, None
     begin = kinds.index(Temperature)
-    if kinds[begin:] != [kind for kind in _ORDER if kind in kinds]:
+    if kinds[begin:] != [kind for kind in _SETTINGS if kind in kinds]:
         return processors, None
-    temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
-    for processor in processors[begin:]:
-        if isinstance(processor, Temperature):
-            temperature = processor.temperature
-        elif isinstance(processor, TopK):
-            top_k = processor.k
-        elif isinstance(processor, TopP):
-            top_p = processor.mass
-        elif isinstance(processor, MinP):
-            min_p = processor.share
-    return processors[:begin], Filters(temperature, top_k, top_p, min_p)
+    return processors[:begin], Filters(
+        *[
+            getattr(processors[kinds.index(kind)], name) if kind in kinds else off
+            for (kind, name), off in zip(_SETTINGS.items(), _OFF, strict=True)
+        ]
+    )
 
 
 def choose_token(found: Candidates, filters: Filters, noise: Noise) -> int | None:
@@ -143,52 +144,62 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
     if filters.top_k:
         # Include the first token that top-k discards.
         order = order[: filters.top_k + 1]
-    ranked = logits[order]
-    with np.errstate(over="ignore"):
-        log_probs = (ranked - ranked[0]) / filters.temperature
-    count = len(order)
+    scaled = _scaled(logits[order], filters.temperature)
+    log_probs = scaled.tolist()
+    count = len(log_probs)
     if 0 < filters.top_k < count:
         count = filters.top_k
         if not _are_apart(log_probs, count):
             return None
     if filters.top_p < 1:
-        size = _nucleus_size(log_probs, count, filters.top_p, total)
-        if size is None:
+        sums = np.exp(scaled[:count]).cumsum().tolist()
+        tolerance = _SUM_TOLERANCE if total is None else _FLOAT32_SUM_TOLERANCE
+        size = _nucleus_size(sums, filters.top_p, sums[-1] if total is None else total, tolerance)
+        if size is None or (size < count and not _are_apart(log_probs, size)):
             return None
         count = size
     if filters.min_p > 0:
         # These are exactly the numbers that the filter compares, and they descend.
         floor = math.log(filters.min_p)
-        while log_probs[count - 1] < floor:
-            count -= 1
-    if count == 1:
-        return int(tokens[order[0]])
+        count = bisect_left(log_probs, True, 0, count, key=lambda log_prob: log_prob < floor)
     ids = tokens[order[:count]]
-    scores = log_probs[:count] + gumbel(noise.seed, Stream.TOKEN, noise.position, ids)
-    best: int = ids[scores == scores.max()].min()
-    return int(best)
+    if count == 1:
+        return int(ids[0])
+    scores = (scaled[:count] + gumbel(noise.seed, Stream.TOKEN, noise.position, ids)).tolist()
+    best = max(scores)
+    return min(token for token, score in zip(ids.tolist(), scores, strict=True) if score == best)
 
 
-def _nucleus_size(log_probs: NDArray[np.float64], count: int, mass: float, total: float | None) -> int | None:
-    """Return how many of the first `count` tokens top-p keeps, or None if in doubt. See `_choose`."""
-    cumulative = np.exp(log_probs[:count]).cumsum()
-    tolerance = _FLOAT32_SUM_TOLERANCE
-    if total is None:
-        total, tolerance = float(cumulative[-1]), _SUM_TOLERANCE
-    slack, wanted = tolerance * total, mass * total
-    size = int(cumulative.searchsorted(wanted)) + 1
-    if not (size <= count and cumulative[size - 1] > wanted + slack):
+def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Return the log-probabilities, up to a constant, of descending logits."""
+    if (float(ranked[0]) - float(ranked[-1])) / temperature < math.inf:
+        return (ranked - ranked[0]) / temperature
+    # Entering this context takes as long as the rest if it is not in the processor's cache.
+    with np.errstate(over="ignore"):
+        return (ranked - ranked[0]) / temperature
+
+
+def _nucleus_size(sums: list[float], mass: float, total: float, tolerance: float) -> int | None:
+    """Return how many tokens top-p keeps, or None if in doubt.
+
+    Args:
+        sums: Cumulative weights of the most likely tokens.
+        mass: The setting of top-p, below 1.
+        total: Weight of all tokens.
+        tolerance: Largest relative error of `sums` and `total`.
+    """
+    wanted, slack = mass * total, tolerance * total
+    last = bisect_left(sums, wanted)
+    if last == len(sums) or not sums[last] > wanted + slack:
         return None
-    if size > 1 and not cumulative[size - 2] < wanted - slack:
+    if last and not sums[last - 1] < wanted - slack:
         return None
-    if size < count and not _are_apart(log_probs, size):
-        return None
-    return size
+    return last + 1
 
 
-def _are_apart(log_probs: NDArray[np.float64], size: int) -> bool:
+def _are_apart(log_probs: list[float], size: int) -> bool:
     """Return whether rounding cannot swap the last of the first `size` tokens with the first of the rest."""
-    return bool(log_probs[size] < log_probs[size - 1] - _SAME_LOG_PROB)
+    return log_probs[size] < log_probs[size - 1] - _SAME_LOG_PROB
 
 
 def _total_weight(row: NDArray[np.float32], peak: float, temperature: float) -> float:
