@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,11 +57,13 @@ class Filters(NamedTuple):
     min_p: float = 0.0
 
 
-# The filters in the order of the chain, and the attribute that holds each one's setting.
-_SETTINGS: dict[type[LogitsProcessor], str] = {
-    Temperature: "temperature", TopK: "k", TopP: "mass", MinP: "share",
-}  # fmt: skip
-_OFF = (0.0, 0, 1.0, 0.0)
+# The filters in the order of the chain, and the names of each one's setting: in `Filters`, and its own.
+_SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
+    Temperature: ("temperature", "temperature"),
+    TopK: ("top_k", "k"),
+    TopP: ("top_p", "mass"),
+    MinP: ("min_p", "share"),
+}
 
 
 def split_filters(
@@ -77,12 +80,11 @@ def split_filters(
     begin = kinds.index(Temperature)
     if kinds[begin:] != [kind for kind in _SETTINGS if kind in kinds]:
         return processors, None
-    return processors[:begin], Filters(
-        *[
-            getattr(processors[kinds.index(kind)], name) if kind in kinds else off
-            for (kind, name), off in zip(_SETTINGS.items(), _OFF, strict=True)
-        ]
-    )
+    settings: dict[str, Any] = {}
+    for kind, processor in zip(kinds[begin:], processors[begin:], strict=True):
+        name, own_name = _SETTINGS[kind]
+        settings[name] = getattr(processor, own_name)
+    return processors[:begin], Filters(**settings)
 
 
 def choose_token(found: Candidates, filters: Filters, noise: Noise) -> int | None:
@@ -157,6 +159,8 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
         size = _nucleus_size(sums, filters.top_p, sums[-1] if total is None else total, tolerance)
         if size is None or (size < count and not _are_apart(log_probs, size)):
             return None
+        if size == count and total is not None:
+            return None  # The first token that top-p discards is not among those found.
         count = size
     if filters.min_p > 0:
         # These are exactly the numbers that the filter compares, and they descend.
@@ -167,16 +171,17 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
         return int(ids[0])
     scores = (scaled[:count] + gumbel(noise.seed, Stream.TOKEN, noise.position, ids)).tolist()
     best = max(scores)
-    return min(token for token, score in zip(ids.tolist(), scores, strict=True) if score == best)
+    equal: list[int] = [token for token, score in zip(ids.tolist(), scores, strict=True) if score == best]
+    return min(equal)
 
 
 def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
     """Return the log-probabilities, up to a constant, of descending logits."""
-    if (float(ranked[0]) - float(ranked[-1])) / temperature < math.inf:
-        return (ranked - ranked[0]) / temperature
-    # Entering this context takes as long as the rest if it is not in the processor's cache.
-    with np.errstate(over="ignore"):
-        return (ranked - ranked[0]) / temperature
+    spread = (float(ranked[0]) - float(ranked[-1])) / temperature
+    # Entering `errstate` takes as long as the rest if its code is not in the processor's cache.
+    with np.errstate(over="ignore") if spread == math.inf else nullcontext():
+        log_probs: NDArray[np.float64] = (ranked - ranked[0]) / temperature
+    return log_probs
 
 
 def _nucleus_size(sums: list[float], mass: float, total: float, tolerance: float) -> int | None:
