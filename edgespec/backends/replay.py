@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.logits import Logits, Noise
+from edgespec.engine.logits import Logits
+from edgespec.engine.noise import Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError

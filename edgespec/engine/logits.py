@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.noise import Noise, Stream, gumbel
 from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature, apply_chain, max_logit
+from edgespec.engine.quick_choice import choose_from_row, choose_token, split_filters
 
-__all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
+__all__ = ["HostLogits", "Logits", "best_on_host", "candidates"]
 
 
-class Noise(NamedTuple):
-    """Seed and position that determine the Gumbel noise for sampling one token. See `noise.gumbel`."""
-
-    seed: int
-    position: int
+_NO_TOKENS = np.zeros(0, np.int64)
 
 
 class Logits(Protocol):
@@ -82,9 +81,21 @@ def best_on_host(
     logits: Logits, row: int, count: int, processors: Sequence[LogitsProcessor], noise: Noise | None
 ) -> tuple[list[int], float]:
     """Implement `Logits.best` on the host in double precision."""
+    filters = None
+    if noise and count == 1:
+        before, filters = split_filters(processors)
+        if filters and not before and not filters.top_k and isinstance(logits, HostLogits):
+            chosen = choose_from_row(logits.rows[row], partial(logits.top, row), filters, noise)
+            if chosen:
+                return [chosen[0]], chosen[1]
     found, peak = candidates(logits, row, processors, 0 if noise else count)
-    if not np.isfinite(peak):
+    if not math.isfinite(peak):
         return [], peak
+    if noise and filters:
+        found, processors = apply_chain(before, found), processors[len(before) :]
+        token = choose_token(found, filters, noise)
+        if token is not None:
+            return [token], peak
     tokens, scores = apply_chain(processors, found)
     if max_logit(scores) == -np.inf:
         return [], peak
@@ -110,7 +121,7 @@ def candidates(
     Returns:
         The candidates, which can include tokens that the processors will drop, and the row's largest logit.
     """
-    touched, scale = np.zeros(0, np.int64), 1.0
+    touched, scale = _NO_TOKENS, 1.0
     for processor in processors:
         limit, margin = processor.max_candidates(), processor.max_margin()
         if limit is not None:
@@ -125,14 +136,18 @@ def candidates(
         if more is None:
             count = 0
             break
-        touched = np.union1d(touched, more) if len(touched) else more
+        if len(more):
+            touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
     # Fetch extra tokens, because the logits processors can make some of the top tokens less likely.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
-        rest = ~np.isin(tokens, touched, assume_unique=True)
+        if not np.all(touched[1:] > touched[:-1]):
+            touched = np.unique(touched)
+        at = np.minimum(touched.searchsorted(tokens), len(touched) - 1)
+        rest = touched[at] != tokens
         tokens = np.concatenate([tokens[rest], touched])
         values = np.concatenate([values[rest], logits.at(row, touched)])
         order = np.argsort(tokens)
@@ -145,7 +160,11 @@ class HostLogits:
 
     __slots__ = ("other_tokens", "overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
-    _BLOCK = 64
+    # Tokens per group of `_peaks`. The row is read once to find the peaks of all groups, and again only in
+    # the groups whose peak is large enough.
+    _GROUP = 64
+    # In smaller vocabularies, reading the whole row twice takes no longer.
+    _MIN_VOCABULARY = 1 << 15
 
     def __init__(self, rows: NDArray[np.float32], other_tokens: int = 0) -> None:
         self.rows = rows
@@ -166,17 +185,23 @@ class HostLogits:
 
     def top(self, row: int, count: int) -> Candidates:
         logits = self.rows[row]
-        blocks = len(logits) // self._BLOCK
         if not 0 < count < len(logits):
             return np.arange(len(logits)), logits.astype(np.float64)
-        if blocks <= count:
-            return self._from(logits, np.partition(logits, -count)[-count])
-        peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
-        return self._from(logits, np.partition(peaks, -count)[-count])
+        peaks = self._peaks(logits)
+        if len(peaks) <= count:
+            return self._at_least(logits, np.partition(logits, -count)[-count], None)
+        return self._at_least(logits, np.partition(peaks, -count)[-count], peaks)
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
+        peaks = self._peaks(logits) if len(logits) >= self._MIN_VOCABULARY else None
+        if peaks is None:
+            peak = logits.max()
+        else:
+            rest = logits[len(peaks) * self._GROUP :]
+            peak = np.maximum(peaks.max(), rest.max(initial=-np.inf))
+        floor = np.nextafter(np.float32(float(peak) - margin), np.float32(-np.inf))
+        return self._at_least(logits, floor, peaks)
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:
         return (
@@ -189,7 +214,29 @@ class HostLogits:
         values: NDArray[np.float64] = self.rows[row][tokens].astype(np.float64)
         return values
 
-    @staticmethod
-    def _from(logits: NDArray[np.float32], floor: np.float32) -> Candidates:
-        ids = np.flatnonzero(logits >= floor)
+    def _peaks(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the largest logit of each group of `_GROUP` tokens whose ids are a fixed distance apart."""
+        groups = len(logits) // self._GROUP
+        if not groups:
+            return logits[:0]
+        peaks: NDArray[np.float32] = logits[: groups * self._GROUP].reshape(self._GROUP, groups).max(axis=0)
+        return peaks
+
+    def _at_least(
+        self, logits: NDArray[np.float32], floor: np.float32, peaks: NDArray[np.float32] | None
+    ) -> Candidates:
+        """Return all logits of at least `floor`. The peaks, if given, can make this quicker."""
+        if peaks is not None and len(logits) >= self._MIN_VOCABULARY:
+            groups = len(peaks)
+            grouped = logits[: groups * self._GROUP].reshape(self._GROUP, groups)
+            # A group whose peak is NaN may contain logits above the floor.
+            (hit,) = (~(peaks < floor)).nonzero()
+            if len(hit) <= groups // 8:
+                step, group = (grouped.take(hit, axis=1) >= floor).nonzero()
+                ids = step * groups + hit[group]
+                if grouped.size < len(logits):
+                    (rest,) = (logits[grouped.size :] >= floor).nonzero()
+                    ids = np.concatenate([ids, rest + grouped.size])
+                return ids, logits[ids].astype(np.float64)
+        (ids,) = (logits >= floor).nonzero()
         return ids, logits[ids].astype(np.float64)

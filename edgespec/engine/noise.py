@@ -6,18 +6,26 @@ SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number gen
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Stream", "gumbel", "key", "uniform"]
+__all__ = ["Noise", "Stream", "gumbel", "key", "tokens_with_noise_above", "uniform"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_GOLDEN, _U_M1, _U_M2 = np.uint64(_GOLDEN), np.uint64(_M1), np.uint64(_M2)
 _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
+# Up to this many tokens are hashed in Python, because NumPy takes longer to start its loops.
+_FEW_TOKENS = 8
+# Tokens per block when the noise of a whole vocabulary is searched. A block fits into a core's cache, and a
+# power of two lets the token ids be computed by XOR.
+_BLOCK = 1 << 14
 
 
 class Stream(IntEnum):
@@ -29,6 +37,13 @@ class Stream(IntEnum):
     RECOVER = 3
 
 
+class Noise(NamedTuple):
+    """Seed and position that determine the Gumbel noise for sampling one token. See `gumbel`."""
+
+    seed: int
+    position: int
+
+
 def _mix(word: int) -> int:
     word = (word + _GOLDEN) & _MASK
     word = ((word ^ (word >> 30)) * _M1) & _MASK
@@ -38,7 +53,12 @@ def _mix(word: int) -> int:
 
 def key(seed: int, stream: Stream, position: int) -> int:
     """Return a 64-bit hash of the seed, stream and position."""
-    return _mix(_mix(_mix(seed & _MASK) ^ int(stream)) ^ position)
+    return _mix(_stream_key(seed, stream) ^ position)
+
+
+@lru_cache(maxsize=64)
+def _stream_key(seed: int, stream: int) -> int:
+    return _mix(_mix(seed & _MASK) ^ stream)
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
@@ -52,14 +72,51 @@ def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) 
 
     The token with the largest log p + noise is a sample from p (the Gumbel-max trick).
     """
-    words = tokens.astype(np.uint64)
-    words ^= np.uint64(key(seed, stream, position))
-    words += _U_GOLDEN
-    words ^= words >> _U30
-    words *= _U_M1
-    words ^= words >> _U27
-    words *= _U_M2
-    words ^= words >> _U31
-    unit = ((words >> _U12).astype(np.float64) + 0.5) * 2.0**-52
-    noise: NDArray[np.float64] = -np.log(-np.log(unit))
+    common = key(seed, stream, position)
+    if tokens.size <= _FEW_TOKENS:
+        bits = np.array([_mix(common ^ token) >> 12 for token in tokens.tolist()], np.float64)
+    else:
+        words = tokens.astype(np.uint64)
+        words ^= np.uint64(common)
+        _mix_array(words)
+        words >>= _U12
+        bits = words.astype(np.float64)
+    bits += 0.5
+    bits *= 2.0**-52
+    noise: NDArray[np.float64] = -np.log(-np.log(bits))
     return noise
+
+
+def tokens_with_noise_above(
+    seed: int, stream: Stream, position: int, vocab_size: int, floor: float
+) -> NDArray[np.int64]:
+    """Return the ids of all tokens whose `gumbel` noise is at least `floor`, and perhaps a few more.
+
+    Only the hashes of the tokens are computed, because logarithms take longer. The ids (int64 [n]) ascend.
+    """
+    # The noise is at least `floor` if the uniform number is at least 1 - distance. Rounding errors are far
+    # smaller than the allowance.
+    distance = -math.expm1(-math.exp(-max(floor, -5.0)))
+    lowest = (1 << 52) - min(math.ceil(distance * (1 + 1e-9) * 2.0**52) + 2, 1 << 52)
+    limit = np.uint64(lowest << 12)
+    common = key(seed, stream, position)
+    ids = np.arange(min(_BLOCK, vocab_size), dtype=np.uint64)
+    words, scratch = np.empty_like(ids), np.empty_like(ids)
+    found = []
+    for start in range(0, vocab_size, _BLOCK):
+        size = min(_BLOCK, vocab_size - start)
+        block = words[:size]
+        np.bitwise_xor(ids[:size], np.uint64(common ^ start), out=block)
+        _mix_array(block, scratch[:size])
+        found.append(np.flatnonzero(block >= limit) + start)
+    return np.concatenate(found)
+
+
+def _mix_array(words: NDArray[np.uint64], scratch: NDArray[np.uint64] | None = None) -> None:
+    """Replace 64-bit words by their `_mix`. `scratch` is an array of the same size to compute in."""
+    words += _U_GOLDEN
+    words ^= np.right_shift(words, _U30, out=scratch)
+    words *= _U_M1
+    words ^= np.right_shift(words, _U27, out=scratch)
+    words *= _U_M2
+    words ^= np.right_shift(words, _U31, out=scratch)

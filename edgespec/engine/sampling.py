@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from edgespec.engine.distribution import Distribution
-from edgespec.engine.logits import Logits, Noise, candidates
-from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.logits import Logits, candidates
+from edgespec.engine.noise import Noise, Stream, gumbel
 from edgespec.engine.processors import Candidates, LogitsProcessor, apply_chain, build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BackendError
@@ -105,13 +106,13 @@ class Sampler:
 
     def _survivors(self, logits: Logits, row: int) -> Candidates:
         found, peak = candidates(logits, row, self._processors)
-        if np.isfinite(peak):
+        if math.isfinite(peak):
             found = apply_chain(self._processors, found)
         self._check(peak)
         return found
 
     def _check(self, peak: float) -> None:
-        if not np.isfinite(peak):
+        if not math.isfinite(peak):
             raise BackendError(
                 f"the model returned non-finite logits at position {self.position}",
                 "try --kv-type f16, or download the model again in case its file is damaged",

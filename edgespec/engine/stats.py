@@ -11,6 +11,7 @@ __all__ = ["Phase", "Round", "RoundTimer", "Stats"]
 
 Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 # Fields that `Stats.to_json` leaves out: an estimate that is already part of other fields, and the record of
 # all rounds, which grows with the reply and is read only by `verify`.
 _NOT_IN_JSON = frozenset({"target_step_seconds", "rounds"})
@@ -195,7 +196,7 @@ class RoundTimer:
 
     def start(self) -> None:
         """Reset all times and start timing a draft-and-verify round."""
-        self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self._seconds: dict[Phase, float] = dict.fromkeys(_PHASES, 0.0)
         self._lap_start = self._now()
 
     def lap(self, phase: Phase) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
-from edgespec.engine.logits import Noise
+from edgespec.engine.noise import Noise
 from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree

@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.engine.logits import HostLogits, Noise
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.noise import Noise
 from edgespec.engine.processors import (
     Candidates,
     LogitsProcessor,

@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter as now
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation
-from edgespec.engine.logits import HostLogits, Noise, best_on_host
-from edgespec.engine.noise import Stream, key
-from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temperature, TopK, TopP
+from edgespec.engine.logits import HostLogits, best_on_host
+from edgespec.engine.noise import Noise, Stream, key
+from edgespec.engine.processors import Candidates, LogitsProcessor
+from edgespec.engine.quick_choice import Filters, split_filters
 
 __all__ = ["DeviceLogits"]
 
@@ -28,36 +29,12 @@ _ABOVE_CANDIDATES = 64
 _OnBestStarted: TypeAlias = Callable[[mx.array, "DeviceLogits"], None]
 
 
-class _DeviceChain(NamedTuple):
-    """Settings of the logits processors that run on the device. Temperature 0 means greedy decoding."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
-    """Return the processors' settings if all of them can run on the device, or else None.
-
-    Subclasses of known processors run on the host, because they may behave differently.
-    """
-    kinds = [type(processor) for processor in processors]
-    in_order = [kind for kind in (Temperature, TopK, TopP, MinP) if kind in kinds]
-    if kinds != in_order or (Temperature in kinds) != bool(noise):
+def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> Filters | None:
+    """Return the processors' settings if all of them can run on the device, or None otherwise."""
+    others, filters = split_filters(processors)
+    if others or (filters is None) != (noise is None):
         return None
-    chain = _DeviceChain()
-    for processor in processors:
-        match processor:
-            case Temperature(temperature):
-                chain = chain._replace(temperature=temperature)
-            case TopK(k):
-                chain = chain._replace(top_k=k)
-            case TopP(mass):
-                chain = chain._replace(top_p=mass)
-            case MinP(share):
-                chain = chain._replace(min_p=share)
-    return chain
+    return filters or Filters()
 
 
 class DeviceLogits:
@@ -111,7 +88,7 @@ class DeviceLogits:
         return tokens[row][: kept[row]], peaks[row]
 
     def _fetch_best(
-        self, count: int, chain: _DeviceChain, seed: int, root: int, on_best_started: _OnBestStarted | None
+        self, count: int, chain: Filters, seed: int, root: int, on_best_started: _OnBestStarted | None
     ) -> tuple[Any, Any, Any]:
         rows = self._rows
         peaks = rows.max(axis=-1)
@@ -199,7 +176,7 @@ def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 def _drawn(
-    rows: mx.array, peaks: mx.array, keys: mx.array, count: int, chain: _DeviceChain
+    rows: mx.array, peaks: mx.array, keys: mx.array, count: int, chain: Filters
 ) -> tuple[mx.array, mx.array | None]:
     """Sample `count` tokens for each row, best first, with the Gumbel-max trick.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import takewhile
 from time import perf_counter
@@ -180,8 +179,11 @@ class ModelDrafter(Drafter):
         levels = self._growth.grow_level([tree.path_probs[node] for node in frontier], draft_probs)
         for i, (path_probs, expand_count) in enumerate(levels):
             node, row = frontier[i], rows[i]
-            with tree.sampling_after(node, sampler):
+            depth = tree.push_path(node, sampler)
+            try:
                 draws = acceptance.draw(sampler, logits, row, max(len(path_probs), self._growth.siblings))
+            finally:
+                sampler.pop(depth)
             tree.draws[node] = probs[i], [token for token, _ in draws]
             for rank, ((token, distribution), path_prob) in enumerate(zip(draws, path_probs, strict=False)):
                 child = tree.add(node, token, distribution, path_prob, rank < expand_count)
@@ -198,8 +200,11 @@ class ModelDrafter(Drafter):
         """Add the tokens that a constraint determines after `node`. Return the last added node, or `node`."""
         limit = min(tree.max_forced_tokens, tree.max_width - len(tree.model_tree))
         if limit > 0 and tree.can_expand(node):
-            with tree.sampling_after(node, sampler):
+            depth = tree.push_path(node, sampler)
+            try:
                 forced = sampler.forced_tokens(limit)
+            finally:
+                sampler.pop(depth)
             for token in forced:
                 node = tree.add_forced(node, token)
         return node
@@ -288,16 +293,12 @@ class _DraftTree:
         """Return whether a token may be sampled after a node without exceeding the maximum depth."""
         return self.drafted.depths[node] < self.max_depth
 
-    @contextmanager
-    def sampling_after(self, node: int, sampler: Sampler) -> Iterator[None]:
-        """Temporarily append the tokens of a drafted node and its ancestors to the sampler's history."""
+    def push_path(self, node: int, sampler: Sampler) -> int:
+        """Append the tokens of a drafted node and its ancestors to the sampler's history, and count them."""
         path = self.drafted.path(node)
         for each in path:
             sampler.push(self.drafted.tokens[each])
-        try:
-            yield
-        finally:
-            sampler.pop(len(path))
+        return len(path)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the path that the draft model commits when the target accepts `nodes`."""
@@ -309,6 +310,9 @@ class _DraftTree:
 
         A target that shares layers with the draft model can reuse the results for these nodes.
         """
-        order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
+        drafted = self.drafted.build(block)
+        order = sorted(range(drafted.width), key=lambda node: self.model_nodes[node] < 0)
+        if order != list(range(drafted.width)):
+            drafted = drafted.subtree(order)
         forced = frozenset(at for at, node in enumerate(order) if node in self.forced)
-        return ForcedDraft(self.drafted.build(block).subtree(order), forced)
+        return ForcedDraft(drafted, forced)

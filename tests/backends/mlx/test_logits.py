@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.logits import DeviceLogits, _device_chain
-from edgespec.engine.logits import HostLogits, Noise
-from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.noise import Noise, Stream, gumbel
 from edgespec.engine.processors import (
     Candidates,
     LogitsProcessor,

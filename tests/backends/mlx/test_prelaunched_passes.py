@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends import mlx
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
-from edgespec.engine.logits import Noise
 from edgespec.engine.loop import decode
+from edgespec.engine.noise import Noise
 from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams

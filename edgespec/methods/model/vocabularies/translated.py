@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.logits import Logits, Noise, best_on_host
+from edgespec.engine.logits import Logits, best_on_host
+from edgespec.engine.noise import Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.model.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation

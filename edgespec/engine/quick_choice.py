@@ -1,0 +1,245 @@
+"""Sample a token with the usual filters in few steps, with the same result as the filters themselves.
+
+`processors` defines which token a row of logits yields. Its filters take most of the time of sampling,
+because each of them starts a dozen NumPy loops over a few dozen tokens, or computes the probability of every
+token. This module sorts the candidates once instead, and computes noise only for those that can be chosen.
+Sums are taken in another order here, so their last bits differ. Wherever these could change the result, the
+functions return None, and the caller applies the filters.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engine.noise import Noise, Stream, gumbel, tokens_with_noise_above
+from edgespec.engine.processors import (
+    Candidates,
+    LogitsProcessor,
+    MinP,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+__all__ = ["Filters", "choose_from_row", "choose_token", "split_filters"]
+
+# More candidates than this are left to the filters, which then take no longer.
+_MAX_CANDIDATES = 4096
+# In smaller vocabularies, the filters are as quick as a search of the row.
+_MIN_VOCABULARY = 1 << 14
+# Numbers of most likely tokens among which to look for the nucleus, and for the token that beats the rest.
+_NUCLEUS_SIZES = (64, 1024)
+# Log-probabilities that differ by less may have the same probability.
+_SAME_LOG_PROB = 1e-12
+# Sums of up to a million probabilities in double precision differ by less, relative to their total.
+_SUM_TOLERANCE = 1e-9
+# The same for a sum in single precision, which includes the error of the exponential function for arguments
+# down to -104, below which it is 0.
+_FLOAT32_SUM_TOLERANCE = 3e-5
+# Logits per block when the probabilities of a row are added up. A block fits into a core's cache, and its
+# memory is small enough for malloc to reuse it, instead of mapping new pages in every pass.
+_BLOCK = 1 << 14
+
+
+class Filters(NamedTuple):
+    """Settings of the last steps of a sampling chain. Temperature 0 means greedy decoding."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+# The filters in the order of the chain, and the names of each one's setting: in `Filters`, and its own.
+_SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
+    Temperature: ("temperature", "temperature"),
+    TopK: ("top_k", "k"),
+    TopP: ("top_p", "mass"),
+    MinP: ("min_p", "share"),
+}
+
+
+def split_filters(
+    processors: Sequence[LogitsProcessor],
+) -> tuple[Sequence[LogitsProcessor], Filters | None]:
+    """Split a sampling chain into the processors before the temperature, and the temperature and filters.
+
+    The filters are None if the chain has no temperature, or if other processors follow it. Subclasses of the
+    known filters count as others, because they could behave differently.
+    """
+    kinds = [type(processor) for processor in processors]
+    if Temperature not in kinds:
+        return processors, None
+    begin = kinds.index(Temperature)
+    if kinds[begin:] != [kind for kind in _SETTINGS if kind in kinds]:
+        return processors, None
+    settings: dict[str, Any] = {}
+    for kind, processor in zip(kinds[begin:], processors[begin:], strict=True):
+        name, own_name = _SETTINGS[kind]
+        settings[name] = getattr(processor, own_name)
+    return processors[:begin], Filters(**settings)
+
+
+def choose_token(found: Candidates, filters: Filters, noise: Noise) -> int | None:
+    """Return the token that the filters and the noise choose among all candidates, or None if in doubt.
+
+    Args:
+        found: The candidates. Every token that the filters might keep is among them.
+        filters: The temperature, which is above 0, and the filters.
+        noise: The Gumbel noise to add to the log-probabilities.
+    """
+    if not 0 < len(found[0]) <= _MAX_CANDIDATES:
+        return None
+    return _choose(found, filters, noise, None)
+
+
+def choose_from_row(
+    row: NDArray[np.float32], top: Callable[[int], Candidates], filters: Filters, noise: Noise
+) -> tuple[int, float] | None:
+    """Return the token that the filters and the noise choose in a row, or None if in doubt.
+
+    Meant for settings without top-k, with which any token of the vocabulary might be chosen.
+
+    Args:
+        row: The logits of the whole vocabulary.
+        top: Function that returns at least the given number of most likely tokens, including ties.
+        filters: The temperature, which is above 0, and the filters.
+        noise: The Gumbel noise to add to the log-probabilities.
+
+    Returns:
+        The token, and the largest logit of the row.
+    """
+    if filters.top_k or len(row) < _MIN_VOCABULARY:
+        return None
+    peak = float(row.max())
+    token = None
+    if not math.isfinite(peak):
+        return None
+    if filters.top_p < 1:
+        total = _total_weight(row, peak, filters.temperature)
+        for size in _NUCLEUS_SIZES:
+            found = top(size)
+            if len(found[0]) <= _MAX_CANDIDATES:
+                token = _choose(found, filters, noise, total)
+            if token is not None:
+                break
+    elif not filters.min_p:
+        token = _choose_unfiltered(row, peak, top(_NUCLEUS_SIZES[0]), filters.temperature, noise)
+    return None if token is None else (token, peak)
+
+
+def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | None) -> int | None:
+    """Choose a token. `total` is the approximate weight of all tokens, if `found` does not hold them all."""
+    tokens, logits = found
+    # A stable sort puts the lowest id first among equal logits.
+    order = (-logits).argsort(kind="stable")
+    # NaN is sorted last. The filters report it.
+    if not math.isfinite(logits[order[0]]) or math.isnan(logits[order[-1]]):
+        return None
+    if filters.top_k:
+        # Include the first token that top-k discards.
+        order = order[: filters.top_k + 1]
+    scaled = _scaled(logits[order], filters.temperature)
+    log_probs = scaled.tolist()
+    count = len(log_probs)
+    if 0 < filters.top_k < count:
+        count = filters.top_k
+        if not _are_apart(log_probs, count):
+            return None
+    if filters.top_p < 1:
+        sums = np.exp(scaled[:count]).cumsum().tolist()
+        tolerance = _SUM_TOLERANCE if total is None else _FLOAT32_SUM_TOLERANCE
+        size = _nucleus_size(sums, filters.top_p, sums[-1] if total is None else total, tolerance)
+        if size is None or (size < count and not _are_apart(log_probs, size)):
+            return None
+        if size == count and total is not None:
+            return None  # The first token that top-p discards is not among those found.
+        count = size
+    if filters.min_p > 0:
+        # These are exactly the numbers that the filter compares, and they descend.
+        floor = math.log(filters.min_p)
+        count = bisect_left(log_probs, True, 0, count, key=lambda log_prob: log_prob < floor)
+    ids = tokens[order[:count]]
+    if count == 1:
+        return int(ids[0])
+    scores = (scaled[:count] + gumbel(noise.seed, Stream.TOKEN, noise.position, ids)).tolist()
+    best = max(scores)
+    equal: list[int] = [token for token, score in zip(ids.tolist(), scores, strict=True) if score == best]
+    return min(equal)
+
+
+def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Return the log-probabilities, up to a constant, of descending logits."""
+    spread = (float(ranked[0]) - float(ranked[-1])) / temperature
+    # Entering `errstate` takes as long as the rest if its code is not in the processor's cache.
+    with np.errstate(over="ignore") if spread == math.inf else nullcontext():
+        log_probs: NDArray[np.float64] = (ranked - ranked[0]) / temperature
+    return log_probs
+
+
+def _nucleus_size(sums: list[float], mass: float, total: float, tolerance: float) -> int | None:
+    """Return how many tokens top-p keeps, or None if in doubt.
+
+    Args:
+        sums: Cumulative weights of the most likely tokens.
+        mass: The setting of top-p, below 1.
+        total: Weight of all tokens.
+        tolerance: Largest relative error of `sums` and `total`.
+    """
+    wanted, slack = mass * total, tolerance * total
+    last = bisect_left(sums, wanted)
+    if last == len(sums) or not sums[last] > wanted + slack:
+        return None
+    if last and not sums[last - 1] < wanted - slack:
+        return None
+    return last + 1
+
+
+def _are_apart(log_probs: list[float], size: int) -> bool:
+    """Return whether rounding cannot swap the last of the first `size` tokens with the first of the rest."""
+    return log_probs[size] < log_probs[size - 1] - _SAME_LOG_PROB
+
+
+def _total_weight(row: NDArray[np.float32], peak: float, temperature: float) -> float:
+    """Return the sum of exp((logit - peak) / temperature), to within `_FLOAT32_SUM_TOLERANCE`.
+
+    The sum is NaN or infinite if single precision does not suffice.
+    """
+    scratch = np.empty(min(_BLOCK, len(row)), np.float32)
+    total = 0.0
+    with np.errstate(all="ignore"):
+        offset, scale = np.float32(peak), np.float32(1 / np.float64(temperature))
+        for start in range(0, len(row), _BLOCK):
+            block = scratch[: min(_BLOCK, len(row) - start)]
+            np.subtract(row[start : start + _BLOCK], offset, out=block)
+            block *= scale
+            total += float(np.exp(block, out=block).sum())
+    return total
+
+
+def _choose_unfiltered(
+    row: NDArray[np.float32], peak: float, found: Candidates, temperature: float, noise: Noise
+) -> int | None:
+    """Choose among all tokens, without computing the noise of tokens that cannot have the largest score."""
+
+    def scores(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        with np.errstate(over="ignore"):
+            log_probs = (row[tokens].astype(np.float64) - peak) / temperature
+        return log_probs + gumbel(noise.seed, Stream.TOKEN, noise.position, tokens)
+
+    likely, logits = found
+    # No other token has a larger logit than the least likely of these.
+    next_log_prob = (float(logits.min()) - peak) / temperature
+    floor = float(scores(likely).max()) - next_log_prob - _SUM_TOLERANCE
+    if not math.isfinite(floor):
+        return None
+    lucky = tokens_with_noise_above(noise.seed, Stream.TOKEN, noise.position, len(row), floor)
+    tokens = np.union1d(likely, lucky)
+    return int(tokens[scores(tokens).argmax()])
