@@ -270,7 +270,7 @@ class TestWhichChainsAreQuick:
             (Temperature(1.0), MinP(0.5), MinP(0.1)),
             (Temperature(1.0), Temperature(2.0)),
         ],
-        ids=str,
+        ids=lambda chain: " ".join(type(each).__name__ for each in chain),
     )
     def test_other_chains_are_left_to_their_processors(self, chain: tuple[LogitsProcessor, ...]) -> None:
         assert split_filters(chain) == (chain, None)
