@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
+from edgespec.api.requests import TokensPrompt
 from edgespec.api.runtime import Runtime
 from edgespec.constraints import ConstraintCompiler
 from edgespec.decode.reply import Reply
-from edgespec.decode.request import ReplySettings
+from edgespec.decode.request import ReplySettings, StreamArguments
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import LogitsProcessor
@@ -488,7 +489,8 @@ class _Verification:
         return self._settings(self.options | changes).params
 
     def _settings(self, options: Mapping[str, Any]) -> ReplySettings:
-        return ReplySettings.of(options, self.runtime.target, self.runtime.context_tokens)
+        """Return the settings of a reply with these options, including the model's own defaults."""
+        return self.runtime.checked_request(TokensPrompt((), ""), cast(StreamArguments, options)).settings
 
     def _options(self, prompt: Prompt) -> dict[str, Any]:
         return self.options | ({"schema": prompt.schema} if prompt.schema else {})

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -335,4 +336,16 @@ def test_the_demo_pair(acceptance: str, every: int) -> None:
             acceptance=acceptance,
             samples=30,
         )
+    assert report.faults == 0
+
+
+def test_replays_use_the_sampling_settings_of_the_model(smollm2: Path) -> None:
+    """SmolLM2 comes with its own top-p, which decides some of these tokens."""
+    with edgespec.load(str(smollm2), "none", context=512, threads=1) as runtime:
+        assert runtime.reply_defaults()["top_p"] == 0.9
+        prompts = [prompt for prompt in read_prompts() if prompt.name in ("howto-01", "multi-turn-01")]
+        report = verify(
+            runtime, prompts, methods=("suffix",), temperatures=(0.8,), draft_lengths=(4,), max_tokens=16
+        )
+    assert len(prompts) == 2
     assert report.faults == 0
