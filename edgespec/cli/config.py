@@ -28,7 +28,7 @@ from edgespec.cli.settings import (
 )
 from edgespec.errors import OptionError
 from edgespec.options.option_kinds import TokenBiases
-from edgespec.options.settings import setting_value
+from edgespec.options.settings import setting_value, unknown_setting
 from edgespec.options.settings_file import KeyPath, quoted, write_value
 from edgespec.system.files import cache_folder, config_folder, data_folder
 
@@ -296,7 +296,7 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
             f"{'.'.join(path)!r} is not a valid key; use a key such as chat.temperature", ctx
         )
     if path[-1] not in options:
-        raise click.UsageError(f"there is no setting {path[-1]!r}; {suggestion(path[-1], options)}", ctx)
+        raise click.UsageError("; ".join(unknown_setting(path[-1], options)), ctx)
     return options[path[-1]]
 
 

@@ -25,7 +25,7 @@ from edgespec.errors import (
     OptionError,
 )
 from edgespec.options.presets import preset_path, read_preset
-from edgespec.options.settings import SETTINGS, Option, setting_value, unread_options
+from edgespec.options.settings import SETTINGS, Option, setting_value, unknown_setting, unread_options
 from edgespec.options.settings_file import KeyPath, error_at, read_text
 from edgespec.system.files import config_folder
 from edgespec.system.spelling import nearest
@@ -259,8 +259,7 @@ def _from_file(
             place = config_folder() / ("tools.toml" if name == "tools" else "presets")
             refuse((name,), f"{name} are not settings", f"move the {name} to {place}")
         else:
-            known = COMMANDS if isinstance(given, dict) else SETTINGS
-            refuse((name,), f"there is no setting {name[:_MAX_NAME]!r}", suggestion(name, known))
+            refuse((name,), *unknown_setting(name, COMMANDS if isinstance(given, dict) else SETTINGS))
     return values
 
 

@@ -79,8 +79,8 @@ _PROMPTS_PER_CATEGORY = 2
 )
 @methods_option(
     help="Methods to check. Others, such as auto, are checked only if listed."
-    " [default: suffix, ngram and the methods of the loaded heads; with a draft model, also model and"
-    " model+suffix]"
+    " [default: methods that draft from the text, and those of the loaded heads; with a draft model, also"
+    " model and model+suffix]"
 )
 @prompts_option(
     help="JSON Lines file with a `prompt` or `messages` on each line. [default: 18 built-in prompts]"

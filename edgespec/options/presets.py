@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ConfigurationError, OptionError, shorten
-from edgespec.options.settings import SETTINGS, setting_value
+from edgespec.options.settings import SETTINGS, setting_value, unknown_setting
 from edgespec.options.settings_file import encoded, error_at, quoted, read_text
 from edgespec.system.files import config_folder, error_reason, write_advice, write_private_file
 from edgespec.system.spelling import nearest
@@ -80,11 +80,7 @@ def read_preset(name: str) -> Preset:
     for key, given in tomllib.loads(text).items():
         try:
             if key not in SETTINGS:
-                near = nearest(key, SETTINGS)
-                raise OptionError(
-                    f"there is no setting {key[:60]!r}",
-                    f"did you mean {' or '.join(near)}?" if near else "`edgespec config` shows all settings",
-                )
+                raise OptionError(*unknown_setting(key))
             settings[key] = setting_value(key, given)
         except OptionError as error:
             raise error_at(path, text, (key,), error.what, error.next_step) from error

@@ -34,9 +34,12 @@ __all__ = [
     "load_arguments_for_another_model",
     "options_table",
     "setting_value",
+    "unknown_setting",
     "unread_options",
 ]
 
+# Longest part of an unknown name that messages quote.
+_MAX_NAME = 60
 _REFERENCE = "a path, user/repo:quant or a name such as demo"
 # fmt: off
 MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
@@ -77,6 +80,25 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
                 f"unknown option {name!r}",
                 f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",
             )
+
+
+def unknown_setting(name: str, known: Iterable[str] | None = None) -> tuple[str, str]:
+    """Say why a setting cannot be set for all runs, and what to do.
+
+    Args:
+        name: The name that the user wrote.
+        known: The settings to suggest. Defaults to all of them.
+    """
+    option = {**LOAD_OPTIONS, **REPLY_OPTIONS}.get(name)
+    if option and option.per_run:
+        flag = f"--{name.replace('_', '-')}"
+        return (
+            f"{name} belongs to a single model or run, so it is not a setting",
+            f"use {flag} where you need it",
+        )
+    near = nearest(name, SETTINGS if known is None else known)
+    advice = f"did you mean {' or '.join(near)}?" if near else "`edgespec config` shows all settings"
+    return f"there is no setting {name[:_MAX_NAME]!r}", advice
 
 
 def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:

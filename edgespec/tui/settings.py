@@ -147,7 +147,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
         defaults = dict(runtime.reply_defaults())
     if name not in defaults:
         option = REPLY_OPTIONS[name]
-        return option.default_text or str(option.default)
+        return option.default_text or shown(option.default)
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":
         return f"up to {value}"

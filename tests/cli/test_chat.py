@@ -13,6 +13,7 @@ import edgespec.tui.plain_run
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
 from edgespec.options.load_options import LOAD_OPTIONS
+from edgespec.options.option_kinds import Flag
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.tui.ending import ChatEnd
 from tests.cli.conftest import Run, one_line_error
@@ -127,8 +128,9 @@ def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened, tmp_path
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "string"}', "utf-8")
     names = {name for name, option in REPLY_OPTIONS.items() if option.in_chat} - set(LOAD_OPTIONS)
-    values = dict.fromkeys(names, "1") | {"thinking": "on"}
-    given = (word for name in names for word in (f"--{name.replace('_', '-')}", values[name]))
+    flags = {name for name in names if isinstance(REPLY_OPTIONS[name].kind, Flag)}
+    values = {name: [] if name in flags else ["1"] for name in names} | {"thinking": ["on"]}
+    given = (word for name in names for word in (f"--{name.replace('_', '-')}", *values[name]))
     result = run("chat", "--schema", str(schema), *given)
     assert result.exit_code == 0, result.stderr
     assert set(opened.options["settings"]) == {"schema", *names}

@@ -108,6 +108,7 @@ def test_set_changes_a_value_and_keeps_comments(run: Run, file: Path) -> None:
         (["set", "temperature", "-1"], "temperature must be a number from 0 to 100, not -1.0; "),
         (["set", "system", "\udce9"], "cannot be encoded as UTF-8"),
         (["unset", "zzz"], "there is no setting 'zzz'"),
+        (["set", "min_tokens", "5"], "min_tokens belongs to a single model or run, so it is not a setting"),
         (["get", "zzz"], "there is no setting 'zzz'"),
         (["sett", "seed"], "did you mean 'set'?"),
     ],

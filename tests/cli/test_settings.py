@@ -132,6 +132,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
     [
         ('seed = 1\ntemprature = 1\n', "line 2: there is no setting 'temprature'; did you mean temperature?"),
         ("gpu-layers = 1", "line 1: there is no setting 'gpu-layers'; did you mean gpu_layers?"),
+        ("schema = 'a.json'", "line 1: schema belongs to a single model or run, so it is not a setting"),
         ("zzz = 1", "line 1: there is no setting 'zzz'; `edgespec config` shows all settings"),
         ("[chta]\nseed = 1", "line 1: there is no setting 'chta'; did you mean chat?"),
         ("[chat]\n\ntop_q = 1", "line 3: chat has no setting 'top_q'; did you mean top_k or top_p?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -14,7 +15,9 @@ import pytest
 
 import edgespec
 from edgespec import SamplingParams
+from edgespec.decode.request import ReplySettings
 from edgespec.errors import OptionError
+from edgespec.options.reply_options import CONSTRAINT_NAMES
 from edgespec.options.settings import (
     LOAD_OPTIONS,
     MODEL_OPTIONS,
@@ -54,6 +57,13 @@ def test_every_load_option_is_read() -> None:
     )
     unread = [name for name in LOAD_OPTIONS if f'["{name}"]' not in text]
     assert not unread, f"nothing outside the command line reads the load options {unread}"
+
+
+def test_every_reply_option_reaches_the_reply() -> None:
+    needed = REPLY_OPTIONS.keys() - {*SamplingParams.names()} - {*CONSTRAINT_NAMES}
+    fields = {each.name for each in dataclasses.fields(ReplySettings)}
+    extra = {"params", "constraint", "prompt_logprobs"}
+    assert fields == needed | extra, "give ReplySettings (decode/request.py) a field for each reply option"
 
 
 def test_every_field_of_sampling_params_is_an_option() -> None:
