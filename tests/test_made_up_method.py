@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,7 +141,11 @@ def test_what_the_record_rules_out_is_refused(
         edgespec.load("demo", "none", context=CONTEXT_TOKENS, method="lonely", **options)
 
 
-def test_the_command_line() -> None:
+def test_the_command_line(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompt = "Use the command `ls` to list the files in the folder, and to sort the list by size. "
+    prompts.write_text(json.dumps({"prompt": 3 * prompt}) + "\n")
+
     def run(*args: str) -> dict[str, Any]:
         options = ("--target", "demo", "--draft", "none", "--context", str(CONTEXT_TOKENS), "--json")
         result = CliRunner().invoke(program, [*args, *options])
@@ -149,8 +154,8 @@ def test_the_command_line() -> None:
         return value
 
     assert run("generate", PROMPT, "-n", "20", "--method", "parrot")["method"]["effective"] == "parrot"
-    options = ("--max-tokens", "8", "--temperatures", "0,1", "--draft-lengths", "4")
-    proof = run("verify", *options, "--methods", "parrot,parrot+suffix")
+    options = ("--max-tokens", "16", "--temperatures", "0,1", "--draft-lengths", "4")
+    proof = run("verify", "--prompts", str(prompts), *options, "--methods", "parrot,parrot+suffix")
     assert [method["faults"] for method in proof["methods"].values()] == [0, 0]
     bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "parrot")
     assert bench["replies"]
