@@ -98,12 +98,12 @@ def test_logits_have_the_same_bits_with_any_number(demo_target: Path, changing_t
         options = LoadOptions(context_tokens=512, exact=True, threads=threads)
         model = llamacpp.load(str(demo_target), "demo", options)
         assert isinstance(model, LlamaCppModel)
-        model.prefill(tokens[:300])
+        model.prefill(tokens[:270])
         found = []
-        for token in tokens[300:310]:
+        for token in tokens[270:276]:
             found.append(np.array(model.verify(TokenTree.chain(token)).at(0, np.arange(256))))
             model.commit(())
-        chain = model.verify(TokenTree.chain(tokens[310], tokens[311:315]))
+        chain = model.verify(TokenTree.chain(tokens[276], tokens[277:281]))
         found += [np.array(chain.at(row, np.arange(256))) for row in range(5)]
         rows[threads] = np.array(found)
         assert (model.threads in (1, 2, 3)) if threads is None else (model.threads == 2)
