@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -20,7 +20,6 @@ from edgespec import Reply, Runtime, SamplingParams
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
 from edgespec.losslessness import Prompt, read_prompts
-from edgespec.options.load_options import LoadArguments
 from edgespec.store.catalogue import models_folder
 from tests.near_ties import score_gap
 
@@ -88,7 +87,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     file = write_gguf(models_folder() / "demo-target-q8_0.gguf", folder / "demo.gguf")
     checkpoint = write_mlx(models_folder() / "demo-mlx", folder / "demo-mlx")
     # Nothing is drafted, so neither the costs nor the exactness of wider passes matter.
-    options: LoadArguments = {
+    options: dict[str, Any] = {
         "context": 512,
         "method": "none",
         "measure_costs": False,

@@ -20,13 +20,12 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, MissingDrafter
-from edgespec.options.load_options import LoadArguments
 from edgespec.options.methods import Method, MethodDocs, register, sources_text
 
 PROMPT = "How do I list files by size?"
 CONTEXT_TOKENS = 512
 # For models whose replies are not compared.
-QUICK: LoadArguments = {"measure_costs": False, "exactness": "off"}
+QUICK: dict[str, Any] = {"measure_costs": False, "exactness": "off"}
 
 
 class ParrotDrafter(Drafter):
