@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -86,10 +86,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("float32")
     file = write_gguf(models_folder() / "demo-target-q8_0.gguf", folder / "demo.gguf")
     checkpoint = write_mlx(models_folder() / "demo-mlx", folder / "demo-mlx")
+    # Nothing is drafted, so neither the costs nor the exactness of wider passes matter.
+    options: dict[str, Any] = {
+        "context": 512,
+        "method": "none",
+        "measure_costs": False,
+        "exactness": "off",
+    }
     with (
         # Flash attention on the CPU goes through half precision, whatever the cache holds.
-        edgespec.load(str(file), "none", context=512, kv_type="f32", flash_attention="off") as llama,
-        edgespec.load(str(checkpoint), "none", context=512) as mlx,
+        edgespec.load(str(file), "none", kv_type="f32", flash_attention="off", **options) as llama,
+        edgespec.load(str(checkpoint), "none", **options) as mlx,
     ):
         yield Pair(llama, mlx)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from edgespec.options.methods import Method, MethodDocs, register, sources_text
 
 PROMPT = "How do I list files by size?"
 CONTEXT_TOKENS = 512
+# For models whose replies are not compared.
+QUICK: dict[str, Any] = {"measure_costs": False, "exactness": "off"}
 
 
 class ParrotDrafter(Drafter):
@@ -95,13 +98,13 @@ def test_replies_equal_plain_decoding(method: str) -> None:
 
 
 def test_auto_uses_it_if_the_record_says_so(request: pytest.FixtureRequest) -> None:
-    with edgespec.load("demo", "none", context=CONTEXT_TOKENS) as runtime:
+    with edgespec.load("demo", "none", context=CONTEXT_TOKENS, **QUICK) as runtime:
         assert runtime.method.effective == "suffix"
         with pytest.raises(OptionError, match="parrot was not requested when the model was loaded"):
             runtime.generate(PROMPT, max_tokens=2, method="parrot")
     unregister = register(replace(PARROT, name="parrot2", auto="always", always_loaded=True))
     request.addfinalizer(unregister)
-    with edgespec.load("demo", "none", context=CONTEXT_TOKENS) as runtime:
+    with edgespec.load("demo", "none", context=CONTEXT_TOKENS, **QUICK) as runtime:
         assert runtime.method.effective == "parrot2+suffix"
         runtime.generate(PROMPT, max_tokens=20)
 
@@ -109,7 +112,7 @@ def test_auto_uses_it_if_the_record_says_so(request: pytest.FixtureRequest) -> N
 def test_it_says_why_it_cannot_draft() -> None:
     pytest.importorskip("mlx.core")
     with pytest.raises(OptionError) as caught:
-        edgespec.load("demo-mlx", "none", context=CONTEXT_TOKENS, method="parrot")
+        edgespec.load("demo-mlx", "none", context=CONTEXT_TOKENS, method="parrot", **QUICK)
     assert caught.value.what == "method 'parrot' cannot be used: parrots do not speak MLX"
     assert caught.value.next_step == "use demo"
 
@@ -137,7 +140,11 @@ def test_what_the_record_rules_out_is_refused(
         edgespec.load("demo", "none", context=CONTEXT_TOKENS, method="lonely", **options)
 
 
-def test_the_command_line() -> None:
+def test_the_command_line(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompt = "Use the command `ls` to list the files in the folder, and to sort the list by size. "
+    prompts.write_text(json.dumps({"prompt": 3 * prompt}) + "\n")
+
     def run(*args: str) -> dict[str, Any]:
         options = ("--target", "demo", "--draft", "none", "--context", str(CONTEXT_TOKENS), "--json")
         result = CliRunner().invoke(program, [*args, *options])
@@ -146,7 +153,8 @@ def test_the_command_line() -> None:
         return value
 
     assert run("generate", PROMPT, "-n", "20", "--method", "parrot")["method"]["effective"] == "parrot"
-    proof = run("verify", "--max-tokens", "8", "--methods", "parrot,parrot+suffix", "--temperatures", "0,1")
+    options = ("--max-tokens", "16", "--temperatures", "0,1", "--draft-lengths", "4")
+    proof = run("verify", "--prompts", str(prompts), *options, "--methods", "parrot,parrot+suffix")
     assert [method["faults"] for method in proof["methods"].values()] == [0, 0]
     bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "parrot")
     assert bench["replies"]

@@ -18,6 +18,7 @@ import edgespec
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.model.formats.mlx_files import WEIGHTS_INDEX, missing_files, readable_folder, weight_files
 from edgespec.model.formats.mlx_metadata import read_mlx_info
+from edgespec.options.load_options import LoadArguments
 from edgespec.store.catalogue import models_folder
 from edgespec.store.installed import find_installed
 from edgespec.store.reference import resolve
@@ -105,7 +106,14 @@ def reply() -> tuple[int, ...]:
 
 
 def tokens_of(folder: Path) -> tuple[int, ...]:
-    with edgespec.load(str(folder), None, context=256, measure_costs=False) as runtime:
+    options: LoadArguments = {
+        "context": 256,
+        "method": "none",
+        "measure_costs": False,
+        "exactness": "off",
+        "prefix_cache": "none",
+    }
+    with edgespec.load(str(folder), None, **options) as runtime:
         return tuple(runtime.reply([{"role": "user", "content": "Hi"}], max_tokens=6, seed=1).tokens)
 
 

@@ -28,6 +28,7 @@ from edgespec.system.facts import Facts
 from tests.backends.test_header_validation import altered
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+from tests.cases import first
 from tests.saved_facts import saved_facts
 
 _known = trial_load._known  # before `conftest.py` replaces it
@@ -70,12 +71,13 @@ def results() -> list[Any]:
 
 @pytest.mark.parametrize(
     ("write", "architecture", "reason"),
+    # A message while loading, a failed assertion while running, and a signal. The long tests try more.
     [
         (write_llama, "smallthinker", "n_expert must be > 0"),
-        (write_llama, "llada-moe", "n_expert must be > 0"),
         (write_llama, "paddleocr", r"ops.cpp:\d+: GGML_ASSERT\(sections"),
         (write_mamba, "olmo2", "SIGFPE"),
-        (write_mamba, "phimoe", "SIGFPE"),
+        pytest.param(write_llama, "llada-moe", "n_expert must be > 0", marks=pytest.mark.long),
+        pytest.param(write_mamba, "phimoe", "SIGFPE", marks=pytest.mark.long),
     ],
 )
 def test_a_changed_architecture_is_reported(
@@ -121,7 +123,8 @@ def test_a_crash_is_remembered(children: list[Any], tmp_path: Path) -> None:
     assert len(children) == 1
 
 
-@pytest.mark.parametrize("write", [write_llama, write_moe, write_mamba, write_jamba])
+# Jamba's layers have attention, recurrent states and experts.
+@pytest.mark.parametrize("write", first([write_llama, write_jamba, write_moe, write_mamba], 2))
 def test_good_files_are_tried_once(
     write: Callable[[Path], Path], children: list[Any], tmp_path: Path
 ) -> None:
@@ -182,9 +185,10 @@ def test_a_damaged_result_is_found_again(children: list[Any], tmp_path: Path) ->
     damaged: Any
     for damaged in ([], {"ran": 1}, {"ran": True, "failure": None, "refusal": ""}):
         Facts().put("trial", {str(trial_load._key(model)): damaged})
-        trial_load.check_loadable([model])
-        assert results() == [(True, "", "")]
-    assert len(children) == 4
+        assert trial_load._known(str(trial_load._key(model))) is None
+    trial_load.check_loadable([model])
+    assert results() == [(True, "", "")]
+    assert len(children) == 2
 
 
 def test_a_killed_trial_is_not_remembered(children: list[Any], tmp_path: Path) -> None:

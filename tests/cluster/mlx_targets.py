@@ -14,23 +14,30 @@ from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.libraries import MLX, Library, installed_mlx
 from edgespec.cluster.machines import parse_machines
 from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.options.load_options import LoadArguments
 from tests.cluster.conftest import Worker
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"
 
 
-def tokens(workers: str | None, *methods: str, split_mode: str = "layer") -> list[list[list[int]]]:
+def tokens(workers: str | None, *methods: str) -> list[list[list[int]]]:
+    """Load the demo model and return the replies of each method at two temperatures."""
+    draft, method = ("none", "none") if methods == ("none",) else ("auto", "model")
+    # Passes on workers are never tried, and plain decoding on this machine has only one width.
+    options: LoadArguments = {"workers": workers, "context": 1024, "method": method, "exactness": "off"}
+    with edgespec.load("demo-mlx", draft, **options) as runtime:
+        return replies_of(runtime, *methods)
+
+
+def replies_of(runtime: edgespec.Runtime, *methods: str) -> list[list[list[int]]]:
     """Return the replies of each method at two temperatures."""
-    with edgespec.load(
-        "demo-mlx", workers=workers, split_mode=split_mode, context=1024, method="model"
-    ) as runtime:
-        replies = [
-            [
-                runtime.generate(PROMPT, max_tokens=24, seed=3, temperature=each, method=method)
-                for each in (0.0, 0.8)
-            ]
-            for method in methods
+    replies = [
+        [
+            runtime.generate(PROMPT, max_tokens=24, seed=3, temperature=each, method=method)
+            for each in (0.0, 0.8)
         ]
+        for method in methods
+    ]
     for method, both in zip(methods, replies, strict=True):
         accepted = sum(reply.stats.accepted_tokens for reply in both)
         assert accepted or method in ("none", "auto")

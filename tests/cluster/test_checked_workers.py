@@ -24,7 +24,7 @@ def test_the_command_reports_each_worker(workers: tuple[Worker, Worker]) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"127.0.0.1:{server.getsockname()[1]}"
     done = run("doctor", "--workers", f"{workers[0].address},{closed}", "--json")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     reachable, unreachable = json.loads(done.stdout)["workers"]
     assert reachable["reachable"]
     assert reachable["error"] is None
@@ -34,7 +34,7 @@ def test_the_command_reports_each_worker(workers: tuple[Worker, Worker]) -> None
     assert reachable["bytes_per_second"] > 1e6
     assert not unreachable["reachable"]
     assert "unreachable: Connection refused" in unreachable["error"]
-    assert run("doctor", "--workers", "nonsense").returncode == 2
+    assert run("doctor", "--workers", "nonsense").exit_code == 2
 
 
 def check(workers: str, llama_cpp: str) -> list[CheckedWorker]:

@@ -36,17 +36,21 @@ def replies(target: str, prompt: str, max_tokens: int, **options: Any) -> list[e
         return [runtime.generate(prompt, max_tokens=max_tokens, **ask) for ask in ASKED]
 
 
+def plain_tokens(target: str, prompt: str, max_tokens: int) -> list[Sequence[int]]:
+    """Return the tokens of replies without drafts on this machine, which are those on workers."""
+    return [reply.tokens for reply in replies(target, prompt, max_tokens, method="none")]
+
+
 def both(workers: tuple[Worker, Worker]) -> str:
     return ",".join(f"{worker.address}=200MiB" for worker in workers)
 
 
 @pytest.mark.parametrize("local", first([",local=200MiB", ""]))
 def test_an_eagle_head_drafts_as_on_one_machine(local: str, workers: tuple[Worker, Worker]) -> None:
-    answer = partial(replies, "demo", PROMPT, 40, workers=both(workers) + local)
-    plain = answer(method="none")
-    drafted = answer(method="eagle", head="demo-head")
-    assert [reply.tokens for reply in drafted] == [reply.tokens for reply in plain]
-    here = replies("demo", PROMPT, 40, method="eagle", head="demo-head")
+    options: dict[str, Any] = {"method": "eagle", "head": "demo-head"}
+    drafted = replies("demo", PROMPT, 24, workers=both(workers) + local, **options)
+    assert [reply.tokens for reply in drafted] == plain_tokens("demo", PROMPT, 24)
+    here = replies("demo", PROMPT, 24, **options)
     for ours, theirs in zip(drafted, here, strict=True):
         assert ours.stats.accepted_tokens == theirs.stats.accepted_tokens > 0
 
@@ -93,9 +97,8 @@ def test_no_head_changes_a_reply(
     tmp_path: Path,
 ) -> None:
     target, head = write_target(tmp_path / "target.gguf"), make_head(tmp_path)
-    answer = partial(replies, str(target), "the file", 24, workers=both(workers))
-    drafted = answer(method=method, head=str(head))
-    assert [reply.tokens for reply in drafted] == [reply.tokens for reply in answer(method="none")]
+    drafted = replies(str(target), "the file", 24, workers=both(workers), method=method, head=str(head))
+    assert [reply.tokens for reply in drafted] == plain_tokens(str(target), "the file", 24)
     assert all(reply.stats.drafted_tokens for reply in drafted)
 
 
@@ -114,7 +117,7 @@ def test_verify_finds_no_violation(workers: tuple[Worker, Worker], tmp_path: Pat
         *options,
         "--json",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert not report["nothing_drafted"]
     assert report["methods"]["eagle"]["faults"] == 0

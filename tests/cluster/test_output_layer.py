@@ -134,7 +134,7 @@ def test_replies_are_the_same_on_both_machines(
             )
             replies = {
                 (method, heat): runtime.generate(
-                    PROMPT, method=method, temperature=heat, seed=3, max_tokens=40
+                    PROMPT, method=method, temperature=heat, seed=3, max_tokens=24
                 )
                 for method in ("none", "model", "auto")
                 for heat in (0.0, 0.8)

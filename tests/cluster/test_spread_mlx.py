@@ -37,7 +37,7 @@ from edgespec.options.load_options import LoadArguments
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cases import first
 from tests.cluster.conftest import Worker
-from tests.cluster.mlx_targets import PROMPT, load_tiny, lose, tokens
+from tests.cluster.mlx_targets import PROMPT, load_tiny, lose, replies_of, tokens
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,8 @@ def local_tokens() -> list[list[int]]:
 def test_one_worker_gives_the_same_tokens(
     workers: tuple[Worker, Worker], local_tokens: list[list[int]]
 ) -> None:
-    assert tokens(workers[0].address, "none", "model") == [local_tokens] * 2
-
-
-def test_several_machines_give_the_same_tokens(
-    workers: tuple[Worker, Worker], local_tokens: list[list[int]]
-) -> None:
-    spread = f"{workers[0].address}=200MiB,local=200MiB,{workers[1].address}=200MiB"
-    assert tokens(spread, "none", "model", "ngram", "auto") == [local_tokens] * 4
+    """Drafts make passes of several widths. The test with several machines compares plain decoding, too."""
+    assert tokens(workers[0].address, "model") == [local_tokens]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +124,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
 ) -> None:
     monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
     worker = start_worker()
-    with edgespec.load("demo-mlx", workers=worker.address, method="none", context=1024) as runtime:
+    with edgespec.load("demo-mlx", "none", workers=worker.address, method="none", context=1024) as runtime:
         stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=900)
         text = "".join(next(stream).text for _ in range(3))
         began = time.monotonic()
@@ -218,10 +212,14 @@ def test_a_wrong_description_of_a_model_is_answered_with_an_error(
         assert messages.receive(0)[0]["error"]
 
 
-def test_the_plan_is_that_of_the_loaded_model(workers: tuple[Worker, Worker]) -> None:
+def test_several_machines_give_the_same_tokens_and_the_plan_is_that_of_the_loaded_model(
+    workers: tuple[Worker, Worker], local_tokens: list[list[int]]
+) -> None:
     spread = f"{workers[0].address}=200MiB,local=100MiB,{workers[1].address}=300MiB"
-    planned = edgespec.plan("demo-mlx", None, workers=spread, context=1024)
-    with edgespec.load("demo-mlx", None, workers=spread, context=1024) as runtime:
+    options: LoadArguments = {"workers": spread, "context": 1024, "method": "model"}
+    planned = edgespec.plan("demo-mlx", **options)
+    with edgespec.load("demo-mlx", **options) as runtime:
+        assert replies_of(runtime, "none", "model", "auto") == [local_tokens] * 3
         assert runtime.plan is not None
         here, *others = runtime.plan.machines
         assert (here, *others) == planned.plan.machines

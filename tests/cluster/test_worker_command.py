@@ -91,12 +91,12 @@ def read_answer(connection: socket.socket, sent: bytes) -> None:
 
 def test_a_port_in_use_and_a_public_address_are_errors(workers: tuple[Worker, Worker]) -> None:
     done = run("worker", "--listen", workers[0].address)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stderr.startswith(
         f"error: the worker cannot listen on {workers[0].address}: Address already in use; end the worker"
     )
     done = run("worker", "--listen", "0.0.0.0:0")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "--i-trust-this-network" in done.stderr
 
 
@@ -125,8 +125,8 @@ def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Wo
     Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"])).close()
 
 
-def test_silent_connections_do_not_keep_a_target_out(start_worker: Callable[..., Worker]) -> None:
-    worker = start_worker()
+def test_silent_connections_do_not_keep_a_target_out(workers: tuple[Worker, Worker]) -> None:
+    worker = workers[0]
     with ExitStack() as undo:
         silent = [
             undo.enter_context(socket.create_connection(("127.0.0.1", worker.port), timeout=10))
@@ -139,9 +139,9 @@ def test_silent_connections_do_not_keep_a_target_out(start_worker: Callable[...,
         assert silent[-1].recv(1) == b"{"
 
 
-def test_a_worker_can_be_reserved_again_at_once(start_worker: Callable[..., Worker]) -> None:
+def test_a_worker_can_be_reserved_again_at_once(workers: tuple[Worker, Worker]) -> None:
     """Stopping the worker lets it see the end of one connection and the next request together."""
-    worker = start_worker()
+    worker = workers[1]
     address = WorkerAddress("127.0.0.1", worker.port)
     library = Library(LLAMA_CPP, worker.facts["llama_cpp"])
     for _ in range(2):

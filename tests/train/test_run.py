@@ -35,21 +35,13 @@ def unfinished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_interrupted_training_gives_the_same_head(
+def test_an_interrupted_training_gives_the_same_head_and_shares_no_folder(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
+    """Another training that is refused the same folder changes nothing."""
     for after in (2, 3):
         stopped(train, tmp_path, after)
     announced: list[str] = []
-    result = train(tmp_path, announced=announced)
-    assert announced == [f"5 of {finished.curve[-1].steps} training steps are finished"]
-    assert same_head(tmp_path, finished)
-    assert result.curve == finished.curve
-    assert result.figures == finished.figures
-    assert not (tmp_path / "training").exists()
-
-
-def test_two_trainings_do_not_share_a_folder(finished: TrainingResult, train: Train, tmp_path: Path) -> None:
     refused: list[str] = []
 
     def progress(_description: str, _fraction: float) -> bool:
@@ -59,9 +51,13 @@ def test_two_trainings_do_not_share_a_folder(finished: TrainingResult, train: Tr
             refused.append(raised.value.what)
         return True
 
-    train(tmp_path, progress)
+    result = train(tmp_path, progress, announced=announced)
     assert refused == [f"another `edgespec train` is training in {tmp_path / 'training'}"]
+    assert announced == [f"5 of {finished.curve[-1].steps} training steps are finished"]
     assert same_head(tmp_path, finished)
+    assert result.curve == finished.curve
+    assert result.figures == finished.figures
+    assert not (tmp_path / "training").exists()
 
 
 def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None:
