@@ -165,7 +165,9 @@ class TestMlx:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx-draft", "none", context=256, method="lowbit") as runtime:
             same_as_plain(runtime, ["lowbit"], max_tokens=self.SHORT)
-        with edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=4) as runtime:
+        with edgespec.load(
+            "demo-mlx-draft", "none", context=256, method="layerskip", exit_layer=1
+        ) as runtime:
             (early,) = same_as_plain(runtime, ["layerskip"], max_tokens=self.SHORT)
         assert early.stats.accepted_tokens
         assert early.stats.draft_weight_bytes == 0
