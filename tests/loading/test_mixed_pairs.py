@@ -120,7 +120,7 @@ def test_speculative_sampling_runs_and_is_greedy_at_temperature_0(
 def test_a_draft_with_another_vocabulary_is_used_and_reported(names: tuple[str, str], tmp_path: Path) -> None:
     target, draft = names
     if draft == "demo-draft":
-        stranger = write_llama(tmp_path / "stranger.gguf")
+        target, stranger = "demo-mlx-draft", write_llama(tmp_path / "stranger.gguf")
     else:
         from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
