@@ -26,7 +26,7 @@ started.wait()
 _PROGRAM = """
 import sys, threading
 import edgespec
-runtime = edgespec.load({name!r}, draft="none", context=512)
+runtime = edgespec.load({name!r}, draft="none", context=512, exactness="off", measure_costs=False)
 target = runtime._session.target
 close = target.close
 def shown_close():
@@ -39,7 +39,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(("name", "reply"), covering(("demo", "demo-mlx"), (_QUEUE, _THREAD)))
+@pytest.mark.parametrize(("name", "reply"), covering(("demo", "demo-mlx-draft"), (_QUEUE, _THREAD)))
 def test_the_thread_that_reads_a_reply_closes_the_model(name: str, reply: str) -> None:
     program = _PROGRAM.format(name=name, reply=reply)
     done = subprocess.run(
@@ -66,7 +66,8 @@ def run_destructors():
 atexit.register(run_destructors)
 import edgespec
 libc.pthread_mutex_lock(mutex)
-with edgespec.load("demo-mlx", draft="none", context=256) as runtime:
+options = {"draft": "none", "context": 256, "exactness": "off", "measure_costs": False}
+with edgespec.load("demo-mlx-draft", **options) as runtime:
     def read():
         runtime.generate("Tell me about files.", max_tokens=2)
         libc.__cxa_thread_atexit_impl(libc.pthread_mutex_lock, mutex, None)

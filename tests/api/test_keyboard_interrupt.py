@@ -27,8 +27,8 @@ def runtimes(
     else:
         target, draft = "demo", "demo-draft"
     with (
-        edgespec.load(target, draft, context=400) as pair,
-        edgespec.load(target, "none", context=400) as alone,
+        edgespec.load(target, draft, context=400, measure_costs=False) as pair,
+        edgespec.load(target, "none", context=400, measure_costs=False) as alone,
     ):
         yield pair, alone
 

@@ -39,7 +39,9 @@ def test_a_limit_applies_to_one_reply_and_does_not_change_it(
 
 def test_mlx() -> None:
     options: Any = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
-    with edgespec.load("demo-mlx", context=256, methods=("auto", "model", "none")) as runtime:
+    with edgespec.load(
+        "demo-mlx-draft", "demo-draft", context=256, methods=("auto", "model", "none")
+    ) as runtime:
         plain = runtime.generate(HOWTO, method="none", **options)
         reply = runtime.generate(HOWTO, method="model", max_loss=0.3, **options)
         assert (reply.tokens, reply.method.loss_limits) == (plain.tokens, (0.3, 2.0))

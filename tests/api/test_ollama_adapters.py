@@ -32,7 +32,9 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo_target: Path) 
 
 def replies(target: str, **options: Any) -> list[tuple[int, ...]]:
     methods = ("none", "suffix")
-    with edgespec.load(target, "none", context=512, methods=methods, **options) as runtime:
+    with edgespec.load(
+        target, "none", context=512, methods=methods, measure_costs=False, **options
+    ) as runtime:
         return [
             tuple(runtime.generate(HOWTO, method=method, temperature=temperature, **OPTIONS).tokens)
             for method in methods

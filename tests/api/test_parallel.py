@@ -263,7 +263,7 @@ def test_closing_during_replies() -> None:
 def test_replies_that_cannot_share_passes_run_in_turns(
     target: str, options: dict[str, Any], reason: str
 ) -> None:
-    with edgespec.load(target, parallel=2, context=512, **options) as runtime:
+    with edgespec.load(target, parallel=2, context=256, measure_costs=False, **options) as runtime:
         assert runtime.parallel == 1
         assert "replies run one after the other" in runtime.target.notice
         assert reason in runtime.target.notice
@@ -336,6 +336,8 @@ def test_methods_that_draft_on_the_targets_cache_are_refused(
 
 
 def test_methods_that_draft_on_the_targets_cache_work_in_turns() -> None:
-    with edgespec.load("demo-mlx", parallel=2, context=256, method="layerskip", exit_layer=4) as runtime:
+    with edgespec.load(
+        "demo-mlx-draft", parallel=2, context=256, method="layerskip", exit_layer=1, exactness="off"
+    ) as runtime:
         assert runtime.parallel == 1
         assert runtime.generate(HOWTO, max_tokens=4).method.effective == "layerskip"

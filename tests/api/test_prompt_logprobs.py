@@ -19,6 +19,7 @@ from edgespec.errors import ContextFullError, OptionError
 from tests.api.questions import HOWTO, equal
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba
 
+# 103 tokens of the demo models, so more than one pass reads them.
 TEXT = (
     "To list files by size, run ls -S. To list all files, also add -a. 🙂 To find large files, run du. " * 3
 )
@@ -45,9 +46,16 @@ def as_numbers(reply: Reply) -> list[TokenLogprob]:
     ]
 
 
-def check(runtime: Runtime, tokens: list[int], *, tolerance: float = 1e-3) -> None:
+def check(
+    runtime: Runtime,
+    tokens: list[int],
+    expected: list[TokenLogprob] | None = None,
+    *,
+    tolerance: float = 1e-3,
+) -> None:
     """Check the log-probabilities of a prompt, bit for bit if the target's passes agree."""
-    expected = stepped(runtime, tokens, 3)
+    if expected is None:
+        expected = stepped(runtime, tokens, 3)
     reply = scored(runtime, tokens)
     assert (reply.text, reply.tokens, reply.finish_reason, reply.context_full) == ("", (), "length", False)
     first, *rest = as_numbers(reply)
@@ -66,7 +74,7 @@ def forget_if_rounded(runtime: Runtime) -> None:
         runtime.clear_cache()
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-mlx"])
+@pytest.fixture(scope="module", params=["demo", "demo-mlx-draft"])
 def name(request: pytest.FixtureRequest) -> str:
     result: str = request.param
     return result
@@ -74,14 +82,15 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=["bits", "off"])
 def runtime(request: pytest.FixtureRequest, name: str) -> Iterator[Runtime]:
-    with edgespec.load(name, "none", exactness=request.param, context=512) as runtime:
+    with edgespec.load(name, "none", exactness=request.param, context=256) as runtime:
         yield runtime
 
 
 def test_they_are_those_of_single_token_passes(runtime: Runtime) -> None:
     tokens = runtime.vocabulary.tokenize(TEXT, special=False, start=True)
+    expected = stepped(runtime, tokens, 3)
     for count in (1, 2, 3, 40, len(tokens)):
-        check(runtime, tokens[:count])
+        check(runtime, tokens[:count], expected[: count - 1])
 
 
 def test_the_next_reply_is_that_of_a_fresh_runtime(runtime: Runtime) -> None:
@@ -176,7 +185,7 @@ def test_a_real_model(smollm2: Path) -> None:
 
 
 def test_the_context_is_the_limit(runtime: Runtime) -> None:
-    tokens = runtime.vocabulary.tokenize(TEXT, special=False, start=True) * 20
+    tokens = runtime.vocabulary.tokenize(TEXT, special=False, start=True) * 3
     limit = runtime.context_tokens
     with pytest.raises(
         ContextFullError, match=f"the prompt has {limit + 1} tokens, but the context holds only"

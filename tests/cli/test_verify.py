@@ -280,7 +280,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: methods that draft from the text, and those of the loaded heads; with a draft model," in told
+    assert "[default: methods that draft from the text, and those of the loaded heads;" in told
     assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
     assert "Others, such as auto, are checked only if listed" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")

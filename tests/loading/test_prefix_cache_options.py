@@ -30,6 +30,8 @@ OPTIONS: dict[str, Any] = {
     "threads": 1,
     "context": 512,
     "prefix_cache": "disk",
+    "exactness": "off",
+    "measure_costs": False,
 }
 
 

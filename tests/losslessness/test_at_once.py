@@ -163,9 +163,10 @@ class TestOptions:
 
     def test_progress_can_cancel(self, many: Runtime) -> None:
         fractions: list[float] = []
-        prove(many, progress=lambda _, fraction: not fractions.append(fraction))  # type: ignore[func-returns-value]
+        few: dict[str, Any] = {"temperatures": (0.0,), "methods": ("none", "suffix")}
+        prove(many, **few, progress=lambda _, fraction: not fractions.append(fraction))  # type: ignore[func-returns-value]
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
         with pytest.raises(CancelledError):
-            prove(many, progress=lambda _, fraction: fraction < 0.6)
-        assert prove(many, temperatures=(0.0,)).faults == 0
+            prove(many, **few, progress=lambda _, fraction: fraction < 0.6)
+        assert prove(many, **few).faults == 0

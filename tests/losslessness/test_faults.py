@@ -149,6 +149,8 @@ def test_a_stale_prefix(chains: Runtime, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class TestRealModel:
+    """Faults and rounding are told apart where both occur. The demo models show the other faults."""
+
     FEW: ClassVar[dict[str, Any]] = {
         "methods": ("suffix", "ngram"),
         "prompts": PROMPTS[:2],
@@ -168,6 +170,7 @@ class TestRealModel:
         assert report.faults > 0
         assert reasons(report) <= {Reason.REJECTED_TOKENS, None}
 
+    @pytest.mark.long
     def test_a_drafter_that_writes_into_the_cache(
         self, real: Runtime, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -177,6 +180,7 @@ class TestRealModel:
         assert {each.reason for each in report.methods["suffix"].divergences} == {Reason.NOT_REPRODUCED}
         assert report.methods["ngram"].faults == 0
 
+    @pytest.mark.long
     def test_noise_on_one_width_is_rounding(self, real: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         passes = noisy_width(monkeypatch, real, WIDTH, NOISE)
         report = prove(real, **self.FEW)

@@ -29,6 +29,7 @@ from edgespec.store.speedup_estimate import estimate_acceptance_rate, estimate_s
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.store.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio
 
+QUICKLY: dict[str, Any] = {"context": 256, "threads": 1, "exactness": "off", "measure_costs": False}
 TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
 
 
@@ -298,7 +299,7 @@ class TestFailingDrafts:
         assert preview.draft is None
         assert preview.why_no_draft.startswith("the draft model maker/Small-GGUF is not used: ")
         assert preview.notes[-1] in preview.why_no_draft
-        with edgespec.load("maker/Large-GGUF", context=256, threads=1, measure_costs=False) as runtime:
+        with edgespec.load("maker/Large-GGUF", **QUICKLY) as runtime:
             assert runtime.draft is None
             assert "the draft model maker/Small-GGUF is not used: " in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
@@ -315,7 +316,7 @@ class TestFailingDrafts:
         shutil.copyfile(DRAFT, second)
         self.rename_pre_tokenizer(second)
         store.add("zebra", "latest", DRAFT.read_bytes())
-        with edgespec.load("maker/Large-GGUF", context=256, threads=1, measure_costs=False) as runtime:
+        with edgespec.load("maker/Large-GGUF", **QUICKLY) as runtime:
             assert runtime.draft is not None
             assert runtime.draft.name == "zebra:latest"
             notice = runtime.target.notice
@@ -336,7 +337,7 @@ class TestFailingDrafts:
 
         original = pair_loading._load_models
         monkeypatch.setattr(pair_loading, "_load_models", load_models)
-        with edgespec.load("maker/Large-GGUF", context=256, threads=1, measure_costs=False) as runtime:
+        with edgespec.load("maker/Large-GGUF", **QUICKLY) as runtime:
             assert runtime.draft is None
             assert f"maker/Small-GGUF is not used: {error.what}" in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
@@ -352,7 +353,7 @@ class TestFailingDrafts:
         status, size = path.stat(), path.stat().st_size
         path.write_bytes(b"[" * size)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with edgespec.load("maker/Large-MLX", context=256, measure_costs=False) as runtime:
+        with edgespec.load("maker/Large-MLX", context=256, exactness="off", measure_costs=False) as runtime:
             assert runtime.draft is None
             assert "maker/Small-MLX is not used: " in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
