@@ -69,7 +69,7 @@ def test_help_and_version_are_light(start: Start) -> None:
 
 
 def test_generating_needs_no_screen(start: Start) -> None:
-    loaded = modules_after(start, _RUN, "generate", "--threads", "1", "--exactness", "off", "-n", "1", "hi")
+    loaded = modules_after(start, _RUN, "generate", "--threads", "1", "-n", "1", "hi")
     assert "llama_cpp" in loaded
     assert not loaded & {"textual", "rich", "mlx", "mlx_lm", "transformers"}
 
@@ -81,8 +81,7 @@ def test_an_adapter_is_refused_before_anything_is_loaded(start: Start, tmp_path:
 
 
 def test_an_mlx_model_needs_no_llama_cpp(start: Start) -> None:
-    target = ("--target", "demo-mlx-draft", "--exactness", "off")
-    loaded = modules_after(start, _RUN, "generate", *target, "-n", "1", "hi")
+    loaded = modules_after(start, _RUN, "generate", "--target", "demo-mlx-draft", "-n", "1", "hi")
     assert "mlx" in loaded
     assert not loaded & {"textual", "rich", "llama_cpp"}
 
