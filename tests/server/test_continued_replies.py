@@ -24,7 +24,7 @@ def reasoner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]
     _set_template(folder, OPENS_REASONING)
     options = {"method": "ngram", "context": 1024}
     with (
-        running(target=str(folder), draft="none", load_options=options) as server,
+        running(threads=None, target=str(folder), draft="none", load_options=options) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         yield client
