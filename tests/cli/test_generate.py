@@ -13,6 +13,7 @@ from click.testing import Result
 
 from edgespec.api.runtime import Runtime
 from edgespec.cli import generate, screen
+from tests.backends.tiny_models import write_llama
 from tests.cases import first
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 
@@ -82,9 +83,11 @@ def test_json_holds_the_contract(plain: dict[str, Any]) -> None:
     ],
 )
 def test_json_says_whether_replies_are_identical(
-    run: Run, options: list[str], requested: str, effective: str
+    run: Run, tmp_path: Path, options: list[str], requested: str, effective: str
 ) -> None:
-    exactness = answer(run, "--temperature", "0.8", "--draft", "none", *options, QUESTION)["exactness"]
+    target = write_llama(tmp_path / "tiny.gguf")
+    options = ["--target", str(target), "--draft", "none", "--temperature", "0.8", *options]
+    exactness = answer(run, *options, QUESTION)["exactness"]
     assert (exactness["requested"], exactness["effective"]) == (requested, effective)
     assert ("identical" if effective == "bits" else "can differ") in exactness["reason"]
     assert bool(exactness["widths"]) == (effective == "bits")
@@ -313,9 +316,8 @@ def test_no_colour_when_it_is_not_wanted(run: Run, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reader_that_leaves_is_no_error(start: Start) -> None:
-    process = start(
-        "generate", "--threads", "1", "--context", "4000", "--logit-bias", "1=-inf", "-n", "3000", "hi"
-    )
+    options = ("--draft", "none", "--context", "4000", "--logit-bias", "1=-inf", "-n", "3000")
+    process = start("generate", "--threads", "1", *options, "hi")
     assert isinstance(process.stdout, io.BufferedReader)
     process.stdout.read(10)
     process.stdout.close()
