@@ -286,9 +286,7 @@ def test_a_tool_is_called_after_a_typed_answer(
     assert "The model can now call" in out
     assert "Server good: on, " in out
     assert "  act: " in out
-    assert (
-        err.count("wants to call the tool act of the server good with these arguments:\n{\n") == questions
-    )
+    assert err.count("wants to call the tool act of the server good with these arguments:\n{\n") == questions
     for result in results:
         assert f"Tool good_act {result}" in err
     assert ("Type yes, chat, always, no or stop." in err) == ("maybe" in answers)
