@@ -103,7 +103,7 @@ def test_minimising_removes_files_and_bytes_that_do_not_matter() -> None:
     assert minimise(files, fails, 0.0) == files
 
 
-@pytest.mark.parametrize("inputs", [120, pytest.param(1500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("inputs", [250, pytest.param(1500, marks=pytest.mark.long)])
 def test_a_share_of_the_inputs_is_handled_without_findings(tmp_path: Path, inputs: int) -> None:
     slow = ("gguf-plan", "gguf-load", "mlx-load", "template")
     subjects = [subject for subject in SUBJECTS if subject.name not in slow]
