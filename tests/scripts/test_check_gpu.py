@@ -247,7 +247,9 @@ def test_steps_run_on_the_cpu_one_by_one(tmp_path: Path) -> None:
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(
         ["classes-given", "plan-half"], "passed"
     )
-    assert "agree" in steps["classes-given"]["figures"]["tiny.gguf"]
+    # What edgespec chooses depends on the machine.
+    assert steps["classes-given"]["figures"]["tiny.gguf"]
+    assert "agree" in steps["classes-given"]["figures"]["tiny.gguf, exact kernels"]
     assert steps["plan-half"]["figures"]["GPU layers"] == "2"
     assert "All 2 steps passed." in (tmp_path / "report.md").read_text()
     other = check_gpu("--cpu", "--results", str(tmp_path), "--only", "doctor")
