@@ -19,6 +19,9 @@ from huggingface_hub import constants
 from edgespec.cli.program import program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# Settings with which a process does not try and measure the passes of its models, which takes most of the
+# time of loading them. Tests that compare replies must not use them.
+NO_TRIALS = {"EDGESPEC_EXACTNESS": "off", "EDGESPEC_MEASURE_COSTS": "false"}
 
 Run = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -68,14 +71,18 @@ def run() -> Run:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a command as a process of its own, with pipes. It does not outlive the test."""
+    """Start a command as a process of its own, with pipes. It does not outlive the test.
+
+    `trials`: try and measure the passes of models, as by default outside of tests.
+    """
     started = ExitStack()
 
-    def start(*args: str, code: str = "", **settings: Any) -> subprocess.Popen[bytes]:
+    def start(*args: str, code: str = "", trials: bool = False, **settings: Any) -> subprocess.Popen[bytes]:
         python = ["-c", code] if code else ["-m", "edgespec"]
+        own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | ({} if trials else NO_TRIALS)
         process = subprocess.Popen(
             [sys.executable, *python, *args],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | settings.pop("env", {}),
+            env=os.environ | own | settings.pop("env", {}),
             stdin=settings.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 
 from edgespec.chat.store import ChatStore
 from edgespec.errors import OptionError
-from edgespec.store.catalogue import models_folder
 from edgespec.system.stdio import check_utf8, decode_input, is_ascii
 from edgespec.tui.quotes import ends_block
+from tests.backends.tiny_models import write_llama
+from tests.cases import first
 from tests.cli.conftest import Run, Start, one_line_error
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locales of bytes")
@@ -22,10 +22,11 @@ NO_LOCALE = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 TEXT = "日本語 🙂 größe ż"
 
 
-@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "cp1252"}, {"PYTHONIOENCODING": "latin-1"}, NO_LOCALE])
+@pytest.mark.parametrize(
+    "env", first([NO_LOCALE, {"PYTHONIOENCODING": "cp1252"}, {"PYTHONIOENCODING": "latin-1"}], 2)
+)
 def test_a_pipe_gets_utf8_in_every_locale(start: Start, env: dict[str, str], tmp_path: Path) -> None:
-    target = tmp_path / "größe.gguf"
-    shutil.copyfile(models_folder() / "demo-draft-q8_0.gguf", target)
+    target = write_llama(tmp_path / "größe.gguf")
     process = start(
         *("generate", "--target", str(target), "--draft", "none", "--threads", "1", "--choice", TEXT, TEXT),
         env=env,
@@ -37,8 +38,7 @@ def test_a_pipe_gets_utf8_in_every_locale(start: Start, env: dict[str, str], tmp
 @pytest.mark.parametrize("name", [b"gr\xf6\xdfe.gguf", b"\xff.gguf", b"a\xe6\x97.gguf"])
 @pytest.mark.parametrize("words", [("generate", "-n", "2", "hi"), ("plan",), ("models", "show")])
 def test_a_file_name_need_not_be_utf8(words: tuple[str, ...], name: bytes, run: Run, tmp_path: Path) -> None:
-    path = tmp_path / os.fsdecode(name)
-    shutil.copyfile(models_folder() / "demo-draft-q8_0.gguf", path)
+    path = write_llama(tmp_path / os.fsdecode(name))
     options = [str(path)] if words[0] == "models" else ["--target", str(path), "--draft", "none"]
     done = run(*words, *options)
     assert done.exit_code == 0, done.output

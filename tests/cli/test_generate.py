@@ -313,9 +313,8 @@ def test_no_colour_when_it_is_not_wanted(run: Run, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reader_that_leaves_is_no_error(start: Start) -> None:
-    process = start(
-        "generate", "--threads", "1", "--context", "4000", "--logit-bias", "1=-inf", "-n", "3000", "hi"
-    )
+    options = ("--draft", "none", "--context", "4000", "--logit-bias", "1=-inf", "-n", "3000")
+    process = start("generate", "--threads", "1", *options, "hi")
     assert isinstance(process.stdout, io.BufferedReader)
     process.stdout.read(10)
     process.stdout.close()

@@ -154,14 +154,18 @@ def test_a_script_notices_that_a_model_is_broken(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")
-def test_show_an_mlx_model_that_is_here(start: Start) -> None:
-    process = start("models", "show", "demo-mlx", "--probe", "--json")
+def test_show_an_mlx_model_that_is_here(start: Start, tmp_path: Path) -> None:
+    from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+    folder = write_checkpoint(tmp_path / "tiny", "llama", quantisation=("affine", 8, 32))
+    process = start("models", "show", str(folder), "--probe", "--json")
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     model = json.loads(stdout)["model"]
-    assert model["parameters"] == 11_540_736
-    assert model["vocab_size"] == 8192
+    assert model["parameters"] == 109_888
+    assert model["vocab_size"] == 280
     assert "8-bit" in model["quantisation"]
+    assert model["capabilities"]["tree"]
 
 
 @pytest.mark.parametrize("tag", ["nosuch", "Q2_K"])

@@ -37,6 +37,7 @@ def chats(folder: Path) -> list[dict[str, object]]:
 def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature: str) -> None:
     process = start(
         *("chat", "--threads", "1", "--seed", "5", "-n", "40", "--temperature", temperature),
+        trials=True,
         stdin=subprocess.PIPE,
         env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
     )

@@ -280,17 +280,15 @@ def test_a_tool_is_called_after_a_typed_answer(
     questions: int,
     results: list[str],
 ) -> None:
-    configure("good", "good_server.py", "stdio")
-    forced += ["good_colour"] * calls
+    configure("good", "hostile_server.py", "polite")
+    forced += ["good_act"] * calls
     out, err = chat.typed(["/tools", "Is red warm?", *answers], **WITH_TOOLS)
     assert "The model can now call" in out
     assert "Server good: on, " in out
-    assert "  colour: " in out
-    assert (
-        err.count("wants to call the tool colour of the server good with these arguments:\n{\n") == questions
-    )
+    assert "  act: " in out
+    assert err.count("wants to call the tool act of the server good with these arguments:\n{\n") == questions
     for result in results:
-        assert f"Tool good_colour {result}" in err
+        assert f"Tool good_act {result}" in err
     assert ("Type yes, chat, always, no or stop." in err) == ("maybe" in answers)
     (found,) = saved(tmp_path)
     roles = [message["role"] for message in found["messages"]]
@@ -305,10 +303,10 @@ def test_a_tool_is_called_after_a_typed_answer(
 def test_a_stopped_call_is_not_made(
     chat: Chat, forced: list[str], tmp_path: Path, answers: list[str]
 ) -> None:
-    configure("good", "good_server.py", "stdio")
-    forced.append("good_colour")
+    configure("good", "hostile_server.py", "polite")
+    forced.append("good_act")
     _, err = chat.typed(["Is red warm?", *answers], **WITH_TOOLS)
-    assert "Tool good_colour failed. The user stopped the reply before this call was made." in err
+    assert "Tool good_act failed. The user stopped the reply before this call was made." in err
     (found,) = saved(tmp_path)
     roles = [message["role"] for message in found["messages"]]
     assert roles[:3] == ["user", "assistant", "tool"]

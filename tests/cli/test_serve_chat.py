@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.cli.conftest import ROOT, Run, Start, one_line_error
+from tests.cli.conftest import NO_TRIALS, ROOT, Run, Start, one_line_error
 
 
 class Server(NamedTuple):
@@ -37,7 +37,9 @@ def serving(folder: Path) -> Iterator[Server]:
         (folder / "errors.txt").open("wb") as errors,
         subprocess.Popen(
             [sys.executable, "-m", "edgespec", "serve", "--chat", "--port", "0", "--json", "--threads", "1"],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(folder), "EDGESPEC_DATA_DIR": str(folder)},
+            env=os.environ
+            | NO_TRIALS
+            | {"PYTHONPATH": str(ROOT), "HOME": str(folder), "EDGESPEC_DATA_DIR": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -265,7 +267,9 @@ async def test_a_chat_that_ends_closes_its_connection(address: str, server: Serv
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_chats_end_with_the_server(tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path / "data") as server:
-        async with opened(server.address) as tab, opened(server.address):
+        async with opened(server.address) as tab, AsyncExitStack() as others:
+            if number == signal.SIGTERM:
+                await others.enter_async_context(opened(server.address))
             await tab.shows("Enter sends")
             if number == signal.SIGTERM:
                 os.kill(processes(server.folder)[0], signal.SIGSTOP)

@@ -110,9 +110,11 @@ def test_an_open_pipe_that_nobody_writes_to_is_ignored(start: Start, kind: str) 
 
 
 def test_a_slow_pipe_is_waited_for(start: Start) -> None:
-    process = start("generate", "hi", "-n", "2", stdin=subprocess.PIPE)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(3)
+    code = _SHORT_WAIT.replace("0.1, 0.3", "0.1, 60.0")
+    process = start("generate", "hi", "-n", "2", code=code, stdin=subprocess.PIPE)
+    assert process.stderr
+    assert b"waiting up to 60 seconds" in process.stderr.readline()
+    assert process.poll() is None
     process.communicate(b"there", timeout=120)
     assert process.returncode == 0
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from edgespec.system.cores import usable_cores
 from scripts import bench_busy
+from tests.backends.tiny_models import write_llama
 
 
 def test_every_combination_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--loads", "idle,busy", "--repeats", "1", "--max-tokens", "8"]
+    target = write_llama(tmp_path / "tiny.gguf", context=1024)
+    arguments = ["--target", str(target), "--draft", "none"]
+    arguments += ["--loads", "idle,busy", "--repeats", "1", "--max-tokens", "8"]
     monkeypatch.setattr(sys, "argv", ["bench_busy.py", *arguments])
     bench_busy.main()
     _, *lines = capsys.readouterr().out.splitlines()

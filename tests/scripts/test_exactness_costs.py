@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from tests.backends.tiny_models import write_llama
 from tests.scripts.running import run_script
 
 
 @pytest.mark.parametrize(("options", "prompts"), [(["--every", "12"], 2), (["--long", "300"], 1)])
-def test_every_setting_is_measured_with_and_without_drafting(options: list[str], prompts: int) -> None:
-    options = ["demo", "--tokens", "8", "--repeats", "1", *options, "--json"]
+def test_every_setting_is_measured_with_and_without_drafting(
+    options: list[str], prompts: int, tmp_path: Path
+) -> None:
+    target = write_llama(tmp_path / "tiny.gguf", context=2048)
+    options = [str(target), "--tokens", "8", "--repeats", "1", *options, "--json"]
     (result,) = run_script("bench_exactness.py", *options)["models"]
     assert len(result["prompts"]) == prompts
     assert [load["requested"] for load in result["loads"]] == ["off", "auto", "bits"]

@@ -24,9 +24,11 @@ MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 
 @contextmanager
-def running(**settings: Any) -> Iterator[HttpServer]:
-    """Run a server in a thread, on a free port."""
-    server = HttpServer(ServerSettings(port=0, **settings))
+def running(*, threads: int | None = 1, **settings: Any) -> Iterator[HttpServer]:
+    """Run a server in a thread, on a free port. One thread computes, because tests share the cores."""
+    options = {"threads": threads} if threads else {}
+    options |= settings.pop("load_options", {})
+    server = HttpServer(ServerSettings(port=0, load_options=options, **settings))
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), name="test-server")
     thread.start()
@@ -72,7 +74,7 @@ def http(server: HttpServer) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Runtime]:
     """The demo model without drafting, for the expected replies."""
-    with edgespec.load("demo", "none", method="none", context=1024) as runtime:
+    with edgespec.load("demo", "none", method="none", context=1024, threads=1) as runtime:
         yield runtime
 
 

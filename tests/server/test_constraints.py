@@ -41,7 +41,7 @@ def test_json_schemas(client: openai.OpenAI, temperature: float) -> None:
     reply = client.chat.completions.create(
         model="demo", messages=MESSAGES, response_format=wanted, **options
     ).choices[0]
-    with edgespec.load("demo", "none", method="none", context=1024) as plain:
+    with edgespec.load("demo", "none", method="none", context=1024, threads=1) as plain:
         expected = plain.reply(MESSAGES, schema=SCHEMA, **options)
     assert reply.message.content == expected.answer
     assert reply.finish_reason == expected.finish_reason

@@ -17,7 +17,7 @@ from edgespec.server.models import LoadedModel
 @pytest.fixture(scope="module")
 def model() -> Iterator[LoadedModel]:
     """The loaded demo model with a queue."""
-    loaded = LoadedModel("demo", edgespec.load("demo", "none", method="none", context=1024), 4)
+    loaded = LoadedModel("demo", edgespec.load("demo", "none", method="none", context=1024, threads=1), 4)
     yield loaded
     loaded.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import user_aliases_path
 from edgespec.system.files import format_bytes
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.store.fake_stores import OllamaStore
 
 # A demo model needs about 90 MiB with a context of 256 tokens, and Python 80 MiB.
@@ -41,6 +42,15 @@ def pool_test(**settings: Any) -> Callable[[Callable[[ModelPool], Awaitable[None
     return run
 
 
+@pytest.fixture
+def tiny_mlx(tmp_path: Path) -> Iterator[str]:
+    """Write a tiny MLX model, and return the alias with which requests name it."""
+    folder = write_checkpoint(tmp_path / "tiny", "llama")
+    user_aliases_path().write_text(f'[aliases]\ntiny-mlx = "{folder}"\n')
+    yield "tiny-mlx"
+    user_aliases_path().unlink()
+
+
 def names(pool: ModelPool) -> list[str]:
     return [model.name for model in pool.loaded]
 
@@ -59,28 +69,30 @@ def test_models_that_fit_stay_loaded() -> None:
         assert names(pool) == ["demo", "demo-draft"]
 
 
-def test_options_of_gguf_models_do_not_apply_to_mlx_models() -> None:
+def test_options_of_gguf_models_do_not_apply_to_mlx_models(tiny_mlx: str) -> None:
     @pool_test(load_options={"threads": 1, "flash_attention": "off", "gpu_layers": 0, "kv_type": "q8_0/f16"})
     async def test(pool: ModelPool) -> None:
         await use(pool, "demo")
-        await use(pool, "demo-mlx")
-        assert "demo-mlx" in names(pool)
+        await use(pool, tiny_mlx)
+        assert tiny_mlx in names(pool)
 
-    @pool_test(load_options={"threads": 1}, target="demo-mlx")
+    @pool_test(load_options={"threads": 1}, target=tiny_mlx)
     async def refused(pool: ModelPool) -> None:
         with pytest.raises(OptionError, match="threads has no effect on an MLX model"):
             await use(pool, None)
 
 
-def test_the_log_says_that_replies_run_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_replies_run_one_after_the_other(
+    tiny_mlx: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "edgespec")
 
     @pool_test(load_options={"parallel": 2})
     async def test(pool: ModelPool) -> None:
         await use(pool, None)
         assert "replies run one after the other" not in caplog.text
-        await use(pool, "demo-mlx")
-        assert "demo-mlx cannot run several at once" in caplog.text
+        await use(pool, tiny_mlx)
+        assert "tiny cannot run several at once" in caplog.text
 
 
 def test_the_log_says_how_much_memory_a_model_uses(

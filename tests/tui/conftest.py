@@ -53,7 +53,9 @@ def idle_without_the_model_thread() -> Iterator[None]:
     """Count the app as idle while only the model thread computes.
 
     Textual waits after each key until the whole process is idle, which is a second or two during a reply.
+    Otherwise it waits twice for a time in which next to nothing is computed, here 10 instead of 20 ms.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_wait, "process_time", time.thread_time)
+        patch.setattr(_wait, "SLEEP_GRANULARITY", 0.01)
         yield

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import edgespec
 from edgespec.chat.saved_chat import Setting
@@ -14,6 +15,7 @@ from edgespec.errors import BackendError, CancelledError
 from edgespec.store.download import Progress
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.worker import Load
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, facts, loading
 
@@ -23,7 +25,8 @@ SAMPLED: dict[str, Setting] = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
 
 def load_here(reference: str) -> Load:
     def load(progress: Progress) -> edgespec.Runtime:
-        return edgespec.load(reference, measure_costs=False, progress=progress)
+        options: dict[str, Any] = {"threads": 1} if reference == "demo" else {}
+        return edgespec.load(reference, context=512, measure_costs=False, progress=progress, **options)
 
     return load
 
@@ -34,16 +37,17 @@ def fresh_reply(name: str, messages: Sequence[edgespec.Message]) -> str:
 
 
 async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> None:
+    other = str(write_checkpoint(tmp_path / "tiny", "llama"))
     async with driving(load_here("demo"), tmp_path, settings=SAMPLED, load_other=load_here) as d:
         await d.say(ASK)
         messages = d.chat.current_chat.messages
-        await d.send("/model demo-mlx")
-        await d.said("This chat now uses demo-mlx.")
+        await d.send(f"/model {other}")
+        await d.said("This chat now uses tiny.")
         await d.settled()
         assert d.chat.current_chat.messages == messages
-        await d.sees("edgespec  demo-mlx with draft model demo-mlx-draft")
-        assert json.loads(d.saved()[0].read_text())["target"] == "demo-mlx"
-        assert d.app.switched_to == "demo-mlx"
+        await d.sees("edgespec  tiny")
+        assert json.loads(d.saved()[0].read_text())["target"] == "tiny"
+        assert d.app.switched_to == other
         await d.say("And by date?")
         reply = d.chat.current_chat.entries[-1].content
         await d.send("/model demo")
@@ -52,7 +56,7 @@ async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> Non
         await d.say("/regen")
         regenerated = d.chat.current_chat.entries[-1].content
     # Run both models in another thread. MLX can crash at exit if the main thread has used it.
-    assert await asyncio.to_thread(fresh_reply, "demo-mlx", messages) == reply
+    assert await asyncio.to_thread(fresh_reply, other, messages) == reply
     assert await asyncio.to_thread(fresh_reply, "demo", messages) == regenerated
 
 

@@ -346,8 +346,8 @@ async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Pa
 
 
 async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_path: Path) -> None:
-    configure("good", "good_server.py", "stdio")
-    call = ToolCall("1", "good_add", json.dumps({"text": "x" * 200_000}))
+    configure("good", "hostile_server.py", "polite")
+    call = ToolCall("1", "good_act", json.dumps({"text": "x" * 200_000}))
     messages = [Message("user", "Add."), Message("assistant", "", tool_calls=(call,))]
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     ChatStore(tmp_path / "chats").save(SavedChat("one", MessageTree.linear(messages), noon, noon))
@@ -361,16 +361,15 @@ async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_pa
 
 @pytest.mark.parametrize("size", [(100, 30), (40, 20)])
 async def test_long_arguments_are_read_with_the_keyboard(tmp_path: Path, size: tuple[int, int]) -> None:
-    arguments = json.dumps({"text": "word " * 1000, "hidden": "delete everything"})
+    arguments = json.dumps({"text": "word " * 300, "hidden": "delete everything"})
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), arguments))
         await asked(d)
         await d.sees("PgUp PgDn scroll")
         assert "delete everything" not in shown(d)
-        for _ in range(60):
-            await d.press("pagedown")
+        await d.press(*["pagedown"] * 20)
         await d.sees("delete everything")
-        await d.press(*["pageup"] * 60)
+        await d.press(*["pageup"] * 20)
         await d.sees('"text": "word')
         await d.press("escape")
         d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), "{}"))
