@@ -230,4 +230,6 @@ def check_history(
     fresh_target.close()
     known = np.isfinite(expected)
     assert (known == np.isfinite(drafted)).all()
-    assert np.abs(drafted[known] - expected[known]).max() < 4e-3 * max(5.0, np.abs(expected[known]).max())
+    # Passes of other widths, beside those of another reply, round differently: up to 6e-3 in 209 runs of one
+    # history. A cell that is missing or wrong changes the logits by a large share of their size.
+    assert np.abs(drafted[known] - expected[known]).max() < 1.5e-2 * max(5.0, np.abs(expected[known]).max())
