@@ -209,8 +209,12 @@ def check_history(
     rounds: list[Round],
     seed: int,
     depth: int = 1,
+    tolerance: float = 4e-3,
 ) -> None:
-    """After these rounds, a head drafts like one that is given all tokens at once."""
+    """After these rounds, a head drafts like one that is given all tokens at once.
+
+    `tolerance` is the difference that rounding may cause, as a share of the largest logit.
+    """
     with tempfile.TemporaryDirectory() as folder:
         history = _History(load, head_of, Path(folder), seed)
         for what, number, drafts in rounds:
@@ -230,6 +234,5 @@ def check_history(
     fresh_target.close()
     known = np.isfinite(expected)
     assert (known == np.isfinite(drafted)).all()
-    # Passes of other widths, beside those of another reply, round differently: up to 6e-3 in 209 runs of one
-    # history. A cell that is missing or wrong changes the logits by a large share of their size.
-    assert np.abs(drafted[known] - expected[known]).max() < 1.5e-2 * max(5.0, np.abs(expected[known]).max())
+    largest = max(5.0, np.abs(expected[known]).max())
+    assert np.abs(drafted[known] - expected[known]).max() < tolerance * largest
