@@ -214,7 +214,7 @@ class ChatStore:
         return self._path(chat_id).with_name(f".{chat_id}.deleted")
 
     def list(self) -> list[StoredChat]:
-        """Return all chats, newest first, including unreadable files, with the reason for each."""
+        """Return all chats, newest first. Unreadable files are listed too, each with the reason."""
         try:
             with os.scandir(self.folder) as files:
                 found = [e for e in files if e.name.endswith(".json") and not e.name.startswith(".")]

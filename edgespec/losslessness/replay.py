@@ -46,7 +46,7 @@ Verdict = Literal["rounding", "fault"]
 
 
 class Reason(StrEnum):
-    """Why a reply is wrong, to the extent that further replays can tell.
+    """Why a reply is wrong, as far as further replays can tell.
 
     Attributes:
         REJECTED_TOKENS: Rejected draft tokens change the logits of later passes, so they were not removed

@@ -75,10 +75,10 @@ class Record:
 
     @property
     def growth(self) -> Usage:
-        """Growth of the resource use from the second to the last third of the attack.
+        """How much more the server uses in the last third of the attack than in the second.
 
-        Compares the minimum of each third. Of the memory, it compares only measurements with the usual number
-        of open files, because the server then has the same number of models loaded.
+        Compares the minimum of each third. The number of open files shows how many models are loaded, so the
+        memory is compared only between measurements with the usual number.
         """
         third = len(self.usage) // 3
         if not third:

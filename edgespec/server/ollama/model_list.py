@@ -93,7 +93,7 @@ class PulledModel(TypedDict):
 
 
 class ShownModel(TypedDict):
-    """A description of a model. `modelfile` and `template` are required by clients but always empty."""
+    """A description of a model. `modelfile` and `template` are always empty, but clients require them."""
 
     modelfile: str
     template: str
