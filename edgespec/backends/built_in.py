@@ -180,7 +180,9 @@ def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) 
     from edgespec.backends.mlx.model import MlxModel
 
     if not isinstance(model, MlxModel):
-        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
+        raise CapabilityError(
+            f"{model.facts.name} has no early exits", "choose another method", code="early_exit_not_supported"
+        )
     return model.measure_exits(tokens, first)
 
 

@@ -241,10 +241,12 @@ class LlamaContext(KvSequences):
                     f"kv_type {plan.kv_types.text!r} requires flash attention",
                     "use --flash-attention auto or --kv-type f16",
                     option="kv_type",
+                    code="option_conflict",
                 )
             raise MemoryBudgetError(
                 f"a context of {plan.tokens:,} tokens cannot be allocated: {detail}",
                 "use a smaller --context or another --kv-type",
+                code="out_of_memory",
             )
         self._attach(context)
         self.interrupt.attach(context)

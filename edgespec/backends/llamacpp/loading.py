@@ -287,12 +287,13 @@ def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFile
         return MemoryBudgetError(
             f"{size:,} bytes of memory for {path} cannot be allocated",
             "close other programs, choose a smaller quantisation, or reduce --gpu-layers",
+            code="out_of_memory",
         )
     headers: list[GgufHeader] = []
     with suppress(ModelFileError):
         headers += map(read_header, files)
     if refusal := explain_refusal(text, headers):
-        return ModelFileError(f"{path} {refusal.what}", refusal.next_step)
+        return ModelFileError(f"{path} {refusal.what}", refusal.next_step, code="model_file_not_supported")
     detail = lines[0] if lines else "llama.cpp reported no reason"
     return ModelFileError(
         f"{path} ({size:,} bytes) could not be loaded: {detail}", "check the file or download it again"

@@ -209,7 +209,9 @@ class GgufMemoryEstimator:
         weights = self._weights[0]
         if plan.recurrent:
             raise CapabilityError(
-                f"{self.name} has recurrent layers, which workers do not support", "omit --workers"
+                f"{self.name} has recurrent layers, which workers do not support",
+                "omit --workers",
+                code="workers_not_supported",
             )
         without_logits = self._compute_without_logits(plan, options)
         placed = place_layers(

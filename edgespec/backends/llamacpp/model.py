@@ -76,7 +76,9 @@ class LlamaCppModel(GgufModel, HeadTarget):
         self, weights: Any, path: str, name: str, options: LoadOptions, stream: WeightStream | None = None
     ) -> None:
         if not vocabulary_size(weights):
-            raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
+            raise ModelFileError(
+                f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
+            )
         max_plan = plan_context(weights, with_more_memory(options, stream))
         plan = initial_plan(weights, max_plan, options)
         self._adapters = LoraAdapters(weights, options.adapters)

@@ -58,6 +58,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers separately from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
+            code="head_not_supported",
         )
     path = head.path
     if path is not None and is_assistant(path):
@@ -69,6 +70,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         raise CapabilityError(
             f"the {layers.count} MTP layers of {file.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
+            code="parallel_not_supported",
         )
 
     def make(weights: Any, options: LoadOptions, name: str, free: Callable[[], None]) -> HeadFile:
@@ -96,6 +98,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
             raise CapabilityError(
                 f"{target.facts.name} was loaded without its MTP layers",
                 "load the model with --method mtp (in Python, use the option `method` or `methods`)",
+                code="mtp_missing",
             )
         name = f"the MTP layers of {target.facts.name}"
         return make(target.weights[0], head_options(target), name, lambda: None)

@@ -73,9 +73,15 @@ def load_slots(
     context: LlamaContext | None = None
     try:
         if not vocabulary_size(weights):
-            raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
+            raise ModelFileError(
+                f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
+            )
         if why := why_not_shared(weights):
-            raise CapabilityError(f"replies cannot share the passes of {name}: {why}", "omit --parallel")
+            raise CapabilityError(
+                f"replies cannot share the passes of {name}: {why}",
+                "omit --parallel",
+                code="parallel_not_supported",
+            )
         plan = plan_context(weights, with_more_memory(options, stream))
         check_slots(plan, options)
         adapters = LoraAdapters(weights, options.adapters)
@@ -243,6 +249,7 @@ class SlotModel(HeadTarget):
             raise CapabilityError(
                 f"{self.facts.name} cannot move cached keys to other positions",
                 "truncate the cache and prefill the rest again",
+                code="rollback_not_supported",
             )
         self._cells.end_round()
         end = min(end, self.length)
@@ -269,6 +276,7 @@ class SlotModel(HeadTarget):
             raise BackendError(
                 "the saved KV cache belongs to another model or exceeds the context",
                 "process the prompt again",
+                code="state_not_restored",
             )
         self._cells.length = length
 
@@ -280,6 +288,7 @@ class SlotModel(HeadTarget):
                 f"a context that several replies share cannot grow beyond {self._slot.tokens:,} tokens per"
                 " reply",
                 "load the model again with a larger --context",
+                code="context_fixed",
             )
         self._cells.end_round()
 
@@ -300,6 +309,7 @@ class SlotModel(HeadTarget):
         raise CapabilityError(
             f"{self.facts.name} cannot draft for itself while several replies share its passes",
             "omit --parallel, or choose another method, such as model or suffix",
+            code="parallel_not_supported",
         )
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
@@ -307,6 +317,7 @@ class SlotModel(HeadTarget):
             f"the adapter scales of {self.facts.name} are fixed while several replies share its passes"
             " (--parallel)",
             "omit --parallel, or load the model with other scales in --adapter",
+            code="parallel_not_supported",
         )
 
     def interrupt(self, enabled: bool) -> None:

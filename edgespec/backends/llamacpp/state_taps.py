@@ -177,6 +177,7 @@ class StateTaps:
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self._layer_count} layers",
                     "choose the head that was published for this target",
+                    code="head_mismatch",
                 )
         if 0 in states and not self._has_layer_taps:
             raise CapabilityError(

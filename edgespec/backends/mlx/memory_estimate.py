@@ -111,6 +111,7 @@ class MlxMemoryEstimator:
                 f"{self.name} does not support kv_type {options.kv_type!r}",
                 "use --kv-type auto",
                 option="kv_type",
+                code="option_not_supported",
             )
         if options.workers is not None:
             return self._estimate_local(options)

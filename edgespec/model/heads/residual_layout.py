@@ -148,6 +148,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
         raise ModelFileError(
             f"{path} contains no Medusa or Hydra heads",
             "pass the folder with medusa_lm_head or hydra_lm_head, as published on Hugging Face",
+            code="wrong_file",
         )
     config = _read_config(file.parent / "config.json")
     kind = config.get("hydra_head_arch", "mlp")
@@ -155,6 +156,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
         raise CapabilityError(
             f"{path} contains Hydra heads of the kind {shorten(repr(kind))}, which edgespec cannot run",
             "choose heads of the kind 'mlp' or 'prefix-mlp'",
+            code="head_not_supported",
         )
     tensors = _NamedTensors(file)
     find = _medusa_heads if residual_head_method(file) == "medusa" else _hydra_heads
@@ -173,7 +175,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
     return config

@@ -126,6 +126,7 @@ def read_prepared(folder: Path) -> PreparedModel:
                 f"{folder} has format version {value['version']},"
                 f" but this version of edgespec reads version {VERSION}",
                 _rebuild_hint(folder),
+                code="prepared_outdated",
             )
         if value["kind"] not in _KINDS:
             raise ValueError(f"the manifest contains an unknown kind of model: {value['kind']!r}")
@@ -140,7 +141,9 @@ def read_prepared(folder: Path) -> PreparedModel:
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ModelFileError(f"{path} cannot be read: {why}", _rebuild_hint(folder)) from error
+        raise ModelFileError(
+            f"{path} cannot be read: {why}", _rebuild_hint(folder), code="prepared_outdated"
+        ) from error
 
 
 def _rebuild_hint(folder: Path) -> str:
@@ -161,12 +164,15 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
     for file in prepared.files:
         path = prepared.path(file.name)
         if not path.is_file():
-            raise ModelFileError(f"{path} is missing", _rebuild_hint(prepared.folder))
+            raise ModelFileError(
+                f"{path} is missing", _rebuild_hint(prepared.folder), code="prepared_outdated"
+            )
         intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
         if not intact:
             raise ModelFileError(
                 f"{path} is damaged or was changed after it was prepared",
                 _rebuild_hint(prepared.folder),
+                code="prepared_outdated",
             )
     if source is None:
         return
@@ -176,6 +182,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
         raise ModelFileError(
             f"{source} has changed since {prepared.folder} was prepared from it",
             _rebuild_hint(prepared.folder),
+            code="prepared_outdated",
         )
 
 
