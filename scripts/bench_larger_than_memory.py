@@ -4,9 +4,9 @@
     sudo scripts/bench_larger_than_memory.py big.gguf --draft small.gguf --shares 0.75,0.55
 
 Each program runs in a control group whose memory limit is a share of the size of the target's file. All
-replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python with its
-default settings, which map the file into memory. Every configuration runs `--repeats` times, interleaved, and
-its first reply is not counted, because it includes tests of the model and measurements.
+replies have the same prompt, length and temperature (0). `llama.cpp` is the installed llama-cpp-python with
+its default settings, which map the file into memory. Every configuration runs `--repeats` times, interleaved,
+and its first reply is not counted, because it includes tests of the model and measurements.
 
 tokens/s   tokens after the first one per second: the median, the slowest and the fastest reply
 passes     target passes of the median reply
@@ -164,15 +164,17 @@ def _compare(args: argparse.Namespace, group: _Group, share: float, folder: str)
 
 
 def _print(results: Sequence[dict[str, Any]]) -> None:
+    row_format = "{:>6}  {:<22}{:>9}{:>9}{:>9}{:>8}{:>10}{:>8}"
     print(
-        f"{'limit':>6}  {'program':<22}{'tokens/s':>9}{'slowest':>9}{'fastest':>9}{'passes':>8}{'peak MiB':>10}{'killed':>8}"
+        row_format.format(
+            "limit", "program", "tokens/s", "slowest", "fastest", "passes", "peak MiB", "killed"
+        )
     )
     for row in results:
         speeds = row["tokens_per_second"] or [float("nan")]
-        print(
-            f"{row['share']:>6.0%}  {row['program']:<22}{median(speeds):>9.2f}{speeds[0]:>9.2f}{speeds[-1]:>9.2f}"
-            f"{row['target_passes'] or 0:>8.0f}{row['peak_bytes'] / 2**20:>10,.0f}{row['killed']:>8}"
-        )
+        shown = (f"{speed:.2f}" for speed in (median(speeds), speeds[0], speeds[-1]))
+        peak, passes = round(row["peak_bytes"] / 2**20), round(row["target_passes"] or 0)
+        print(row_format.format(f"{row['share']:.0%}", row["program"], *shown, passes, peak, row["killed"]))
 
 
 if __name__ == "__main__":
