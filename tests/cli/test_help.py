@@ -152,14 +152,14 @@ def test_ollama_commands_get_suggestions(run: Run) -> None:
         assert f"did you mean {suggested!r}?" in one_line_error(run(typed), 2)
         if not suggested.startswith("-"):
             assert run(*suggested.split()[: 1 if "--" in suggested else 2], "--help").exit_code == 0
-    assert "did you mean 'chat --target llama3.2'?" in one_line_error(run("run", "llama3.2", "hello"), 2)
+    assert "generate --target llama3.2 hello" in one_line_error(run("run", "llama3.2", "hello"), 2)
     assert "did you mean 'remove llama3.2'?" in one_line_error(run("models", "rm", "llama3.2"), 2)
     assert "lists the loaded ones at /api/ps" in one_line_error(run("ps"), 2)
     assert "did you mean --target?" in one_line_error(run("generate", "--model", "demo", "hi"), 2)
     assert "available commands: chat, generate" in one_line_error(run("zzz"), 2)
 
 
-@pytest.mark.parametrize("command", ["bench", "chat", "plan", "tune", "verify"])
+@pytest.mark.parametrize("command", ["bench", "plan", "tune", "verify"])
 def test_a_model_without_an_option_is_an_error_that_names_the_option(run: Run, command: str) -> None:
     error = one_line_error(run(command, "llama3.2"), 2)
     assert "unexpected argument llama3.2; to choose a model, use --target llama3.2" in error
