@@ -198,7 +198,7 @@ class ChatApp(App[None]):
             plan_model=self._plan_other,
         )
         self._leaving = False
-        self.preferences.remember_models(self._models, self._preferences_path)
+        self.preferences.remember(self._models, self._preferences_path)
         await self.switch_screen(chat)
         if self._resume is None:
             chat.call_later(offer_unfinished, chat)
@@ -248,7 +248,7 @@ class ChatApp(App[None]):
         name = switched.runtime.target.name
         if switched.failure is None:
             chat.models = ModelReferences(reference)
-            self.preferences.remember_models(chat.models, self._preferences_path)
+            self.preferences.remember(chat.models, self._preferences_path)
             # In an empty chat, the welcome box contains the warning.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""
             await chat.transcript.note(f"This chat now uses {name}. {warning}".rstrip())

@@ -147,7 +147,9 @@ class ChatView(Screen[None]):
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
-        return Welcome(welcome_rows(self.runtime), self._notices)
+        return Welcome(
+            welcome_rows(self.runtime, explains=not self.preferences.knows_drafting), self._notices
+        )
 
     async def refresh_sidebar(self) -> None:
         """Refresh the list of chats if it is visible."""

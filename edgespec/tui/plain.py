@@ -89,7 +89,7 @@ class PlainChat:
         """Save the models that the user chose in a terminal, so that the next chat opens with them."""
         if self.console.is_interactive:
             path = preferences_path(self.archive.store)
-            Preferences.read(path).remember_models(self.models, path)
+            Preferences.read(path).remember(self.models, path)
 
     def save(self) -> None:
         """Save the chat, or print why it cannot be saved. Nothing more is printed until a save succeeds."""

@@ -29,6 +29,7 @@ class Preferences:
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
         sidebar: Whether to show the list of chats.
+        knows_drafting: Whether the first screen has explained drafting before.
         target: Reference to the model that was used last. Empty for the default model.
         draft: Reference to its draft model. Empty for the default.
     """
@@ -37,6 +38,7 @@ class Preferences:
     details: bool = False
     origin: bool = False
     sidebar: bool = False
+    knows_drafting: bool = False
     target: str = ""
     draft: str = ""
 
@@ -58,10 +60,14 @@ class Preferences:
         }
         return cls(**known)
 
-    def remember_models(self, models: ModelReferences, path: Path) -> None:
-        """Save the models that the user chose, so that the next chat opens with them."""
-        if (self.target, self.draft) != models:
+    def remember(self, models: ModelReferences, path: Path) -> None:
+        """Save the models that the user chose, so that the next chat opens with them.
+
+        Drafting is not explained again either.
+        """
+        if (self.target, self.draft, self.knows_drafting) != (*models, True):
             self.target, self.draft = models
+            self.knows_drafting = True
             self.write(path)
 
     def write(self, path: Path) -> None:

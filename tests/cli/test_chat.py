@@ -182,7 +182,7 @@ class TestRememberedModels:
 
     def _remember(self, store: ChatStore, target: str, draft: str = "auto") -> None:
         path = preferences_path(store)
-        Preferences.read(path).remember_models(ModelReferences(target, draft), path)
+        Preferences.read(path).remember(ModelReferences(target, draft), path)
 
     def test_a_new_chat_opens_the_models_of_the_last_one(
         self, run: Run, opened: Opened, store: ChatStore
