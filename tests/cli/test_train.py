@@ -149,7 +149,7 @@ def test_a_draft_model_is_trained_and_used(
 
 def test_a_draft_model_must_be_trainable(run: Run, model: Path, tmp_path: Path) -> None:
     train = ("train", "draft", str(model), "--to", str(tmp_path / "new"))
-    assert "there is no draft model to train for" in one_line_error(run(*train), 2)
+    one_line_error(run(*train), 2, code="draft_missing")
     gguf = write_llama(tmp_path / "model.gguf")
     error = one_line_error(run(*train, "--draft", str(gguf)), 2)
     assert "is a GGUF model, but only MLX and Hugging Face models can be trained" in error
@@ -185,17 +185,19 @@ def test_weights_of_another_model_are_refused(run: Run, model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("more", "quoted", "code"),
     [
-        (("--tokens", "999"), "--tokens"),
-        (("--prompts", "missing.jsonl"), "cannot read prompts from missing.jsonl"),
-        (("--to", ""), "the path is empty"),
-        (("--chats",), "there are no saved chats to train with"),
+        (("--tokens", "999"), "--tokens", "option_invalid"),
+        (("--prompts", "missing.jsonl"), "missing.jsonl", "file_not_read"),
+        (("--to", ""), "--to", "option_invalid"),
+        (("--chats",), "--chats", "training_data_missing"),
     ],
 )
-def test_wrong_usage(run: Run, model: Path, tmp_path: Path, more: tuple[str, ...], expected: str) -> None:
+def test_wrong_usage(
+    run: Run, model: Path, tmp_path: Path, more: tuple[str, ...], quoted: str, code: str
+) -> None:
     result = run("train", "eagle3", str(model), "--to", str(tmp_path / "head"), *more)
-    assert expected in one_line_error(result, 2)
+    one_line_error(result, 2, quoted, code=code)
 
 
 @pytest.mark.parametrize(("kind", "example"), [("medusa", "my-head"), ("draft", "my-draft")])
@@ -222,4 +224,4 @@ def test_the_result_is_judged(
 
 def test_the_folder_is_no_file(run: Run, model: Path) -> None:
     result = run("train", "eagle3", str(model), "--to", str(model / "config.json"))
-    assert "config.json" in one_line_error(result, 2)
+    one_line_error(result, 2, "config.json", code="option_invalid")

@@ -14,6 +14,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import Panel
+from tests.raising import raises
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -53,7 +54,7 @@ class TestUnsaved:
     ) -> None:
         # A file in place of the folder also stops root, who may write to read-only folders.
         (tmp_path / "chats").write_text("")
-        with pytest.raises(ChatFileError, match="was not saved") as caught:
+        with raises(ChatFileError, "was not saved") as caught:
             _ask_and_quit(tmp_path, monkeypatch)
         assert caught.value.next_step.endswith("or set EDGESPEC_DATA_DIR to a folder on another disk")
 
