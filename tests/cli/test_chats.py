@@ -63,9 +63,7 @@ def test_show_prints_markdown_or_the_file(run: Run, store: ChatStore) -> None:
         assert run("chats", "show", name).stdout == text
     assert json_of(run("chats", "show", "last", "--json")) == store.load("trees").to_json()
     for name in ("show", "export", "delete"):
-        assert one_line_error(run("chats", name, "oaks"), 1).startswith(
-            "there is no saved chat with the ID or title 'oaks'; choose one"
-        )
+        one_line_error(run("chats", name, "oaks"), 1, "'oaks'", code="chat_not_found")
     one_line_error(run("chats", "show", "broken"), 1, code="chat_file_damaged")
 
 

@@ -269,8 +269,7 @@ class TestHeads:
         assert f"--head '{folder}'" in shown
 
     def test_heads_that_are_part_of_edgespec_are_not_removed(self, run: Run) -> None:
-        refused = one_line_error(run("models", "remove", "demo-head", "--yes"), 2)
-        assert "it is part of edgespec" in refused
+        one_line_error(run("models", "remove", "demo-head", "--yes"), 2, "part of", code="option_invalid")
 
     def test_show_names_an_assistant_beside_its_model(self, run: Run, tmp_path: Path) -> None:
         target = write_gemma4(tmp_path / "gemma.gguf")

@@ -333,9 +333,9 @@ def test_a_worker_that_does_not_start_is_an_error(site: Site, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ("refused", "ssh://refused refused the SSH key: "),
-        ("unknown", "the host key of ssh://unknown is not known or has changed: "),
-        ("gone", "ssh://gone is unreachable by SSH: "),
+        ("refused", "SSH key"),
+        ("unknown", "host key"),
+        ("gone", "unreachable"),
     ],
 )
 def test_a_failed_connection_is_one_line(
@@ -343,8 +343,8 @@ def test_a_failed_connection_is_one_line(
 ) -> None:
     monkeypatch.setenv("PATH", f"{sshd_folder}/bin:{os.environ['PATH']}")
     error = error_of(f"ssh://{host}")
-    assert error.startswith(message)
-    assert f"`ssh ssh://{host}` must connect without asking" in error
+    assert message in error
+    assert f"`ssh ssh://{host}`" in error
 
 
 def test_a_machine_without_ssh_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,7 @@ def read_answer(connection: socket.socket, sent: bytes) -> None:
 def test_a_port_in_use_and_a_public_address_are_errors(workers: tuple[Worker, Worker]) -> None:
     done = run("worker", "--listen", workers[0].address)
     assert done.exit_code == 1
-    assert done.stderr.startswith(
-        f"error: the worker cannot listen on {workers[0].address}: Address already in use; stop the worker"
-    )
+    assert f"{workers[0].address}: Address already in use;" in done.stderr
     done = run("worker", "--listen", "0.0.0.0:0")
     assert done.exit_code == 2
     assert "--i-trust-this-network" in done.stderr

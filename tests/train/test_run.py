@@ -47,13 +47,13 @@ def test_an_interrupted_training_gives_the_same_head_and_shares_no_folder(
 
     def progress(_description: str, _fraction: float) -> bool:
         if not refused:
-            with raises(BusyError, "--to") as raised:
+            with raises(BusyError, tmp_path / "training") as raised:
                 train(tmp_path)
-            refused.append(raised.value.what)
+            refused.append(raised.value.code)
         return True
 
     result = train(tmp_path, progress, announced=announced)
-    assert refused == [f"another `edgespec train` is training in {tmp_path / 'training'}"]
+    assert refused == ["busy"]
     assert announced == [f"5 of {finished.curve[-1].steps} training steps are finished"]
     assert same_head(tmp_path, finished)
     assert result.curve == finished.curve
