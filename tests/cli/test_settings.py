@@ -245,7 +245,7 @@ def test_a_variable_that_is_wrong(
         ('target = "nonesuch"', "model_not_found"),
         ('head = "nonesuch"', "head_not_found"),
         ('target = "nonesuch\\n"', "model_not_found"),
-        ("learn = true", "draft_missing"),
+        ("learn = true", "option_not_supported"),
     ],
 )
 def test_an_error_while_loading_names_the_place_of_the_setting(
