@@ -21,10 +21,9 @@ from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.loading import describe, free_weights, load_all, threads_for, with_more_memory
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
-from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant
 from edgespec.backends.llamacpp.shared_context import (
@@ -70,7 +69,7 @@ def load_slots(
     """
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
-    weights = load_weights(path, name, options, progress)
+    weights, stream = load_all(path, name, options, progress)
     context: LlamaContext | None = None
     try:
         if not vocabulary_size(weights):
@@ -83,10 +82,12 @@ def load_slots(
                 "omit --parallel",
                 code="parallel_not_supported",
             )
-        plan = plan_context(weights, options)
+        plan = plan_context(weights, with_more_memory(options, stream))
         check_slots(plan, options)
         adapters = LoraAdapters(weights, options.adapters)
-        context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
+        context = LlamaContext(
+            *(weights, options, plan, threads_for(weights, options)), adapters=adapters, stream=stream
+        )
         result = probe(context, weights, options)
         max_width = min(result.capabilities.max_width, max_pass_tokens(context))
         heads = result.capabilities.self_draft_methods - {"lowbit"}
@@ -98,16 +99,17 @@ def load_slots(
         facts = replace(
             facts,
             weight_bytes=facts.weight_bytes
+            - (stream.saved_bytes if stream else 0)
             - (0 if options.mtp else unloaded_bytes(Path(path)))
             + adapter_bytes(options.adapters),
             cache_variant=cache_variant(weights, plan.share),
             adapters=options.adapters,
         )
-        shared = SharedContext(context, partial(library().llama_model_free, weights))
+        shared = SharedContext(context, partial(free_weights, weights, stream))
     except BaseException:
         if context:
             context.close()
-        library().llama_model_free(weights)
+        free_weights(weights, stream)
         raise
     loaded_heads = SharedHeads(load_head)
     return [
