@@ -291,5 +291,5 @@ def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecErr
     if name not in used or isinstance(error, CancelledError):
         return error
     return ConfigurationError(
-        f"{error.what} ({name} is set in {used[name].where})", error.next_step, code=error.code
+        f"{error.what} ({name} is set in {used[name].where})", error.next_step, code=error.code, option=name
     )

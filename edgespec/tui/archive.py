@@ -134,7 +134,8 @@ class Archive:
         """Raise ChatFileError if the last save of any chat failed."""
         if self.unsaved:
             errors = [*self.unsaved.values()]
-            raise ChatFileError("; ".join(error.what for error in errors), errors[-1].next_step)
+            what = "; ".join(error.what for error in errors)
+            raise ChatFileError(what, errors[-1].next_step, code=errors[-1].code)
 
     async def list(self) -> Sequence[StoredChat]:
         """Return all chats, newest first."""

@@ -189,4 +189,4 @@ def test_a_model_that_cannot_be_loaded_is_one_line(run: Run) -> None:
 
 
 def test_an_unknown_option_is_refused(run: Run) -> None:
-    assert "--plian" in one_line_error(run("chat", "--plian"), 2)
+    one_line_error(run("chat", "--plian"), 2, "--plian", code="option_unknown")
