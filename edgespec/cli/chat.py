@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,13 +104,19 @@ def command(
 
         return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
 
-    def load_other(reference: str) -> Load:
-        arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+    models = ModelReferences(_lasting(options["target"]), _lasting(options["draft"]))
+
+    def load_other(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
+        if changed is not None and reference == models.target:
+            arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
+        else:
+            arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+        arguments |= {"target": reference, **(changed or {})}
 
         def load(progress: Progress) -> Runtime:
             import edgespec
 
-            return edgespec.load(reference, **arguments, progress=progress)
+            return edgespec.load(**arguments, progress=progress)
 
         return load
 
@@ -119,7 +126,6 @@ def command(
         arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
         return edgespec.plan(reference, **{**arguments, "memory": memory_bytes})
 
-    models = ModelReferences(_lasting(options["target"]), _lasting(options["draft"]))
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
         for name in _REPLY_NAMES

@@ -197,7 +197,9 @@ class DrafterSet:
                     option="method",
                     code="method_unavailable",
                 )
-        report = MethodReport(method, "+".join(names) or "none", reason)
+        # In the chat, a command takes the place of the option.
+        chat_reason = reason.replace("--draft ", "/draft ").replace("it with --draft", "its name to /draft")
+        report = MethodReport(method, "+".join(names) or "none", reason, chat_reason=chat_reason)
         return tuple(each.name for each in methods() if each.name in names), report
 
     def _auto_names(self, constrained: bool) -> tuple[str, ...]:

@@ -34,7 +34,15 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import rounding_warning, sentences
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.markdown_reader import load_parsers
-from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
+from edgespec.tui.worker import (
+    Load,
+    LoadOther,
+    ModelThread,
+    PlanModel,
+    load_named,
+    plan_named,
+    references_after,
+)
 
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
 
@@ -222,10 +230,15 @@ class ChatApp(App[None]):
 
     def on_chat_view_model_chosen(self, event: ChatScreen.ModelChosen) -> None:
         if self.screen is not self._loading:
-            self.run_worker(self._switch_model(event.reference))
+            self.run_worker(self._switch_model(event.reference, event.changed))
 
-    async def _switch_model(self, reference: str) -> None:
-        """Continue the chat with another model. If loading fails, show the error and keep the old model."""
+    async def _switch_model(self, reference: str, changed: Mapping[str, Any] | None) -> None:
+        """Continue the chat with another model. If loading fails, show the error and keep the old model.
+
+        Args:
+            reference: A reference to the model.
+            changed: The load options that the user has changed. None for another model.
+        """
         chat = self.chat
         assert chat is not None
         self._loading = LoadingScreen(reference)
@@ -233,7 +246,8 @@ class ChatApp(App[None]):
         while chat.writing:
             chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
-        switched = await self._loaded(self.model_thread.switch(self._load_other(reference)))
+        load = self._load_other(reference) if changed is None else self._load_other(reference, changed)
+        switched = await self._loaded(self.model_thread.switch(load))
         if switched is None:
             return
         self._leaving = False
@@ -247,7 +261,8 @@ class ChatApp(App[None]):
         chat.prompt.insert(waiting.typed.rstrip("\n"))
         name = switched.runtime.target.name
         if switched.failure is None:
-            chat.models = ModelReferences(reference)
+            chat.models = references_after(chat.models, reference, changed)
+            chat.changed_load_options = changed or {}
             self.preferences.remember(chat.models, self._preferences_path)
             # In an empty chat, the welcome box contains the warning.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -72,9 +72,15 @@ class ChatView(Screen[None]):
 
     @dataclass
     class ModelChosen(Event):
-        """Posted when the user chooses a model on this machine."""
+        """Posted when the user chooses a model on this machine, or changes how it is loaded.
+
+        Attributes:
+            reference: A reference to the model.
+            changed: The load options that the user has changed in the chat. None for another model.
+        """
 
         reference: str
+        changed: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -93,6 +99,7 @@ class ChatView(Screen[None]):
         super().__init__()
         self.runtime = runtime
         self.models = models
+        self.changed_load_options: Mapping[str, Any] = {}
         self.plan_model = plan_model
         self.preferences = preferences
         self.first_system = system

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import ModelReferences, Setting
@@ -75,6 +75,7 @@ class PlainChat:
         self.model_thread, self.runtime, self.archive = thread, runtime, archive
         self.console = PlainConsole(thread.cancel)
         self.load_other, self.models = load_other, models
+        self.changed_load_options: Mapping[str, Any] = {}
         self.first_system, self.first_settings = system, dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.downloads = Downloads()
