@@ -23,7 +23,7 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadParts,
     HeadWeights,
-    estimate_head,
+    head_memory,
     load_head_file,
     target_layers,
 )
@@ -44,7 +44,7 @@ from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["DFlashHead", "MarkovHead", "estimate_dflash_head", "load_dflash_head"]
+__all__ = ["DFlashHead", "MarkovHead", "estimate_head", "load_head"]
 
 # Maximum number of tokens per pass. It is small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
@@ -436,7 +436,7 @@ class DFlashHead(CachedHead):
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
 
 
-def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
+def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
     path = head.path
     assert path is not None
@@ -467,16 +467,10 @@ def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
     return load_head_file(target, head, "dflash", "a DFlash head", make)
 
 
-def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
-
-    Args:
-        path: The head's GGUF file, or a folder with a head that will be converted to GGUF.
-        context_tokens: The size of the head's KV cache.
-
-    Raises:
-        ModelFileError: The file is missing or damaged.
-    """
+def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory of a head, which is converted to GGUF first if necessary. See `HeadNetwork`."""
+    path = head.path
+    assert path is not None
     if path.is_dir():
         files = read_dflash(path)
         config, elements = files.config, {name: math.prod(t.shape) for name, t in files.tensors.items()}
@@ -521,7 +515,7 @@ def _estimate(
     # fill the batch. Heads with smaller blocks therefore need no memory for it.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
-    return estimate_head(
+    return head_memory(
         context_tokens,
         # Add the float32 copy of `markov_w2` that `MarkovHead` makes.
         weight_bytes=weight_bytes + 4 * markov_elements,

@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadParts,
     HeadWeights,
-    estimate_head,
+    head_memory,
     load_head_file,
 )
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
@@ -45,7 +45,7 @@ __all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
+def load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
     """Load a Gemma 4 assistant for a target.
 
     Raises:
@@ -69,7 +69,7 @@ def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
         found = HeadWeights(weights, path, name, options, plan, free, path)
         return HeadFile(found, (POST_NORM,), partial(_open_context, found), _checked_view)
 
-    return load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
+    return load_head_file(target, head, ASSISTANT, "a Gemma 4 assistant", make)
 
 
 def _checked_view(parts: HeadParts) -> AssistantHead:
@@ -95,7 +95,7 @@ def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
     Raises:
         ModelFileError: The file is missing or damaged.
     """
-    return estimate_head(
+    return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)),
         token_bytes=0,

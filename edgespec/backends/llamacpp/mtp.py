@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadParts,
     HeadWeights,
     check_sizes,
-    estimate_head,
+    head_memory,
     head_options,
     load_head_file,
 )
@@ -38,14 +38,14 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["ChainedMtpHead", "estimate_mtp_head", "load_mtp_head"]
+__all__ = ["ChainedMtpHead", "estimate_head", "load_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 4
 _F16 = KvTypes("f16", "f16")
 
 
-def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
+def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
 
     Raises:
@@ -61,7 +61,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         )
     path = head.path
     if path is not None and is_assistant(path):
-        return load_assistant(target, path)
+        return load_assistant(target, head, path)
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
     if layers.count > 1 and target.options.parallel > 1:
@@ -92,10 +92,10 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         return HeadFile(found, states, open_context, make_view)
 
     if path is None:
-        if not target.options.mtp:
+        if not target.options.own_head:
             raise CapabilityError(
                 f"{target.facts.name} was loaded without its MTP layers",
-                "load the model with --method mtp (in Python, use the option `method` or `methods`)",
+                f"load the model with --method {head.method} (in Python: the option `method` or `methods`)",
             )
         name = f"the MTP layers of {target.facts.name}"
         return make(target.weights[0], head_options(target), name, lambda: None)
@@ -109,22 +109,13 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
     return load_head_file(target, head, target.facts.architecture, "a file with MTP layers", make_from_file)
 
 
-def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of MTP layers, including the hidden-state log that they read.
-
-    Args:
-        path: The file with the MTP layers. None means the target's own file.
-        target: The target's file.
-        context_tokens: Size of the KV cache in tokens.
-
-    Raises:
-        CapabilityError: The file has no MTP layers that llama.cpp can run.
-        ModelFileError: The file is missing or damaged.
-    """
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory of MTP layers. See `HeadNetwork`."""
+    path = head.path
     if path is not None and is_assistant(path):
         return estimate_assistant(path, context_tokens)
     layers = read_mtp_layers(path or target)
-    return estimate_head(
+    return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)) if path else layers.weight_bytes,
         token_bytes=layers.token_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,9 +24,9 @@ from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
     checked_folder,
-    estimate_head,
     evaluate_constants,
     head_facts,
+    head_memory,
     loaded_bytes,
     weight_array,
 )
@@ -40,8 +39,9 @@ from edgespec.model.heads.layer_config import invalid_settings
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
+__all__ = ["DFlashHead", "estimate_head", "load_head"]
 
 
 class DFlashNetwork(Module):
@@ -260,37 +260,22 @@ class DFlashHead(CachedHead):
             return self._draft_vocabulary.spread(rows)
 
 
-def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
-
-    Raises:
-        CapabilityError: The head is a GGUF file.
-        ModelFileError: The folder contains no DFlash or DSpark head, or a damaged one.
-    """
-    files = read_dflash(checked_folder(folder))
+def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    """See `HeadNetwork`."""
+    files = read_dflash(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     batch_elements = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
     compute_elements = (
         batch_elements + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused
     )
     weight_bytes = sum(map(loaded_bytes, files.tensors.values()))
-    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
+    return head_memory(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
-def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
-    """Load a DFlash or DSpark head for a target.
-
-    Args:
-        target: The target.
-        net: The target's mlx-lm model.
-        folder: Folder of the head, in the layout in which it was published.
-
-    Raises:
-        CapabilityError: The head was made for a different target, or is a GGUF file.
-        ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or not supported.
-        MemoryBudgetError: The head does not fit in memory.
-    """
-    files = read_dflash(checked_folder(folder))
+def load_head(target: HeadTarget, head: Head) -> DFlashHead:
+    """Load a DFlash or DSpark head for a target. See `HeadNetwork`."""
+    folder = checked_folder(head.shown_path)
+    files = read_dflash(folder)
     config, name = files.config, f"the head of {target.facts.name}"
     check_sizes(target, folder, config.size, config.vocab_size)
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
@@ -315,12 +300,12 @@ def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
         config.kv_bytes_per_token,
         config.context_tokens,
     )
-    embed = TargetEmbedding(net, config.vocab_size, config.size)
-    lm_head = TargetLmHead(net) if files.target_ids is None else network.lm_head
-    head = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
+    embed = TargetEmbedding(target.net, config.vocab_size, config.size)
+    lm_head = TargetLmHead(target.net) if files.target_ids is None else network.lm_head
+    view = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
     try:
-        check_finite(head, folder)
+        check_finite(view, folder)
     except BaseException:
-        head.close()
+        view.close()
         raise
-    return head
+    return view

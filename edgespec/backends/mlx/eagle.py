@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -20,9 +20,9 @@ from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
     checked_folder,
-    estimate_head,
     evaluate_constants,
     head_facts,
+    head_memory,
     loaded_bytes,
     weight_array,
 )
@@ -37,8 +37,9 @@ from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_check import check_draft_width
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["EagleHead", "HeadNetwork", "estimate_eagle_head", "load_eagle_head"]
+__all__ = ["EagleHead", "HeadNetwork", "estimate_head", "load_head"]
 
 
 class HeadNetwork(Protocol):
@@ -171,44 +172,30 @@ class EagleHead(CachedHead):
             return self._draft_vocabulary.spread(rows)
 
 
-def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
-
-    Raises:
-        CapabilityError: The head is a GGUF file.
-        ModelFileError: The folder contains no EAGLE head, or a damaged one.
-    """
-    files = read_eagle(checked_folder(folder))
+def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    """See `HeadNetwork`."""
+    files = read_eagle(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
     row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
     compute_elements = BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused
-    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
+    return head_memory(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
-def load_eagle_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
-    """Load an EAGLE head for a target. The target's cache must be empty.
+def load_head(target: HeadTarget, head: Head) -> EagleHead:
+    """Load an EAGLE head for a target. See `HeadNetwork`.
 
     A head's configuration does not say which hidden states it reads, or whether its input starts with the
     embedding or the hidden state. We therefore try all combinations (see `load_most_accurate`).
-
-    Args:
-        target: The target.
-        net: The target's mlx-lm model.
-        folder: Folder of the head, in the layout in which it was published.
-
-    Raises:
-        CapabilityError: The head was made for a different target, or is a GGUF file.
-        ModelFileError: The folder contains no EAGLE head, or the head is damaged or not supported.
-        MemoryBudgetError: The head does not fit in memory.
     """
-    files = read_eagle(checked_folder(folder))
+    folder = checked_folder(head.shown_path)
+    files = read_eagle(folder)
     name = f"the head of {target.facts.name}"
     check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
     check_memory(target, name, files.weight_bytes)
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
     choices = (
-        _head(target, net, files, weights, states, hidden_first, name, folder)
+        _head(target, files, weights, states, hidden_first, name, folder)
         for hidden_first in (False, True)
         for states in _state_choices(target, files, folder)
     )
@@ -234,7 +221,6 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
 
 def _head(
     target: HeadTarget,
-    net: Any,
     files: EagleFiles,
     weights: Sequence[tuple[str, mx.array]],
     states: Sequence[int],
@@ -252,9 +238,9 @@ def _head(
     embed = (
         network.embed_tokens
         if "embed_tokens.weight" in parameters
-        else TargetEmbedding(net, config.vocab_size, config.hidden_size)
+        else TargetEmbedding(target.net, config.vocab_size, config.hidden_size)
     )
-    lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(net)
+    lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(target.net)
     facts = head_facts(
         target,
         name,

@@ -20,9 +20,9 @@ from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.head_loading import (
     check_memory,
-    estimate_head,
     evaluate_constants,
     head_facts,
+    head_memory,
     loaded_bytes,
     weight_array,
 )
@@ -37,8 +37,9 @@ from edgespec.model.heads.mtp_files import QWEN_MODELS, read_mtp
 from edgespec.model.heads.stored_tensor import StoredTensor
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["ChainedMtpHead", "estimate_mtp_head", "load_mtp_head"]
+__all__ = ["ChainedMtpHead", "estimate_head", "load_head"]
 
 _Weights: TypeAlias = dict[str, mx.array]
 # Quantisation formats without biases, by bits per weight and group size.
@@ -169,17 +170,14 @@ class _Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a model's MTP layers, including the hidden-state log that they read.
-
-    Raises:
-        ModelFileError: The folder contains no MTP layers, or they are damaged.
-    """
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    """See `HeadNetwork`."""
+    folder = head.path or target
     modules = read_mtp(folder)
     config = language_config(read_json_object(folder / "config.json"))
     size, vocab = modules[0]["norm.weight"].shape[0], int(config.get("vocab_size") or 0)
     compute_elements = BATCH_TOKENS * (2 * vocab + 16 * size) + MAX_LOGGED_TOKENS * size
-    return estimate_head(context_tokens, _weight_bytes(modules), _kv_bytes(modules), compute_elements)
+    return head_memory(context_tokens, _weight_bytes(modules), _kv_bytes(modules), compute_elements)
 
 
 def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
@@ -202,8 +200,8 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
     raise ModelFileError("the MTP layer has no tensor for attention keys", "download the model again")
 
 
-def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
-    """Load the MTP layers in a target's folder. The target's cache must be empty.
+def load_head(target: HeadTarget, head: Head) -> EagleHead:
+    """Load the MTP layers in a target's folder. See `HeadNetwork`.
 
     MTP implementations differ in four ways:
 
@@ -214,22 +212,19 @@ def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
 
     Files do not reliably say which variant they need, so we try all variants and keep the most accurate one
     (see `load_most_accurate`).
-
-    Raises:
-        ModelFileError: The folder contains no MTP layers, or they are damaged.
-        MemoryBudgetError: The layers do not fit in memory.
     """
+    folder = head.path or Path(target.facts.path)
     stored = read_mtp(folder)
     check_memory(target, f"the MTP layers of {target.facts.name}", _weight_bytes(stored))
     modules = [
-        _converted(net, {name: weight_array(tensor) for name, tensor in tensors.items()})
+        _converted(target.net, {name: weight_array(tensor) for name, tensor in tensors.items()})
         for tensors in stored
     ]
     variants = [modules]
     if target.facts.architecture in QWEN_MODELS:
         variants.insert(0, [_with_norms_raised(weights) for weights in modules])
     choices = (
-        _head(target, net, arrangement, state, hidden_first, folder)
+        _head(target, arrangement, state, hidden_first, folder)
         for hidden_first in (False, True)
         for state in (POST_NORM, target.layer_count)
         for variant in variants
@@ -301,12 +296,10 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
 
 
 def _head(
-    target: HeadTarget, net: Any, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
+    target: HeadTarget, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
 ) -> EagleHead:
     """Create a head that reads the target's hidden state `state`, before or after the embedding."""
-    networks = [
-        _module(target, net, weights, state == POST_NORM, hidden_first, folder) for weights in modules
-    ]
+    networks = [_module(target, weights, state == POST_NORM, hidden_first, folder) for weights in modules]
     arrays = {id(one): one for weights in modules for one in weights.values()}
     facts = head_facts(
         target,
@@ -318,18 +311,18 @@ def _head(
         _kv_bytes(modules),
         target.facts.trained_context_tokens,
     )
-    embed = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
-    lm_head = TargetLmHead(net)
+    embed = TargetEmbedding(target.net, target.facts.vocab_size, target.state_size)
+    lm_head = TargetLmHead(target.net)
     if len(networks) == 1:
         return EagleHead(target, [state], networks[0], embed, lm_head, None, facts)
     return ChainedMtpHead(target, [state], MtpChain(networks), embed, lm_head, None, facts)
 
 
 def _module(
-    target: HeadTarget, net: Any, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
+    target: HeadTarget, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
 ) -> MtpModule:
     """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
-    arguments, layers = Body(net).arguments, LayerList(net).layers
+    arguments, layers = Body(target.net).arguments, LayerList(target.net).layers
     # Use the last layer's type, because the first layers of some models have no experts, unlike the MTP
     # layers.
     index = max(index for index, layer in enumerate(layers) if "self_attn" in layer)

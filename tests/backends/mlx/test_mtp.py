@@ -16,7 +16,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import head_trial, mlx
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.mtp import estimate_mtp_head
+from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
@@ -95,7 +95,7 @@ def test_the_layer_is_listed_and_its_memory_planned(folder: Path) -> None:
 
 
 def check_plan(folder: Path) -> None:
-    estimate = estimate_mtp_head(folder, CONTEXT)
+    estimate = estimate_head(Head("mtp"), folder, CONTEXT)
     target = load(folder)
     head = head_of(target)
     assert estimate.bytes_of("weights") == head.facts.weight_bytes
@@ -121,7 +121,7 @@ def test_a_damaged_layer_is_refused(tmp_path: Path, changes: dict[str, Any], mes
 
 def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     target = load(write_checkpoint(tmp_path / "llama", "llama"))
-    with pytest.raises(CapabilityError, match="MTP layers of its architecture"):
+    with pytest.raises(CapabilityError, match="these heads for its architecture"):
         head_of(target)
     target.close()
     with pytest.raises(ModelFileError, match="no tensors of an MTP layer"):
