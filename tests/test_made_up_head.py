@@ -21,7 +21,7 @@ from edgespec.cli.program import program
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.head_method import head_method
-from edgespec.model.base import LoadOptions, Snapshot
+from edgespec.model.base import LoadOptions
 from edgespec.model.base_model import BaseModel
 from edgespec.model.heads.tensor_files import read_folder_tensors
 from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog
@@ -51,18 +51,7 @@ class ParrotHead(HeadView[BaseModel]):
             target.facts, name="the parrot", weight_bytes=matrix.nbytes, kv_bytes=0, capabilities=can
         )
 
-    @property
-    def length(self) -> int:
-        return max(self._target.length, self.log.end)
-
-    def start_at(self, position: int) -> None:
-        self._check()
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check()
-
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check()
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
         known = sum(depth <= max(self.log.end - self.length, 0) for depth in tree.depths)
         self._check_draft_length(tree.width - known + 1, 1)
         return HostLogits(self._logged_states(self.length, known)[first:] @ self._matrix)

@@ -13,11 +13,12 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.llamacpp.context import Batch, Inputs, LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
-from edgespec.backends.llamacpp.head import CachedHead
+from edgespec.backends.llamacpp.head import LlamaHeadCells, describe_head
 from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
 from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
@@ -34,12 +35,11 @@ from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.llamacpp.state_taps import copied_rows
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import GgufHeader, read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.heads.dflash_files import MAX_BLOCK_TOKENS, read_dflash
-from edgespec.model.memory_check import check_tokens_fit
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.self_draft_methods import Head
@@ -336,7 +336,7 @@ class MarkovHead:
         return result
 
 
-class DFlashHead(CachedHead):
+class DFlashHead(HeadView[HeadTarget]):
     """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache entry for position p is computed from the target's hidden states at p rather than from the token
@@ -349,11 +349,13 @@ class DFlashHead(CachedHead):
     """
 
     def __init__(self, shape: BlockShape, parts: HeadParts) -> None:
-        self._shape = shape
+        options, self._shape, self._context = parts.weights.options, shape, parts.context
+        super().__init__(parts.target, parts.log, parts.release, LlamaHeadCells(parts.context, options))
         capabilities = Capabilities(
             rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
         )
-        super().__init__(parts, capabilities)
+        self.facts = describe_head(parts, capabilities)
+        self._batch_tokens = options.batch_tokens
         self._markov = MarkovHead(parts.weights.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
@@ -382,19 +384,13 @@ class DFlashHead(CachedHead):
         states = self.log.rows(start, start + count)
         self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        """See `LanguageModel.verify`. Nodes before the drafted block get the logits of its first token."""
-        self._check()
-        try:
-            check_tokens_fit(self, tree.width)
-            if first == 0:
-                self._run_block(tree)
-            depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
-            self._check_draft_length(int(depths.max()) + 1, len(self._rows))
-            return HostLogits(self._rows_after(tree.tokens[first:], depths))
-        except (BackendError, ContextFullError, CancelledError):
-            self._keep(self.length)
-            raise
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
+        """See `HeadView`. Nodes before the drafted block get the logits of its first token."""
+        if first == 0:
+            self._run_block(tree)
+        depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
+        self._check_draft_length(int(depths.max()) + 1, len(self._rows))
+        return HostLogits(self._rows_after(tree.tokens[first:], depths))
 
     def _run_block(self, tree: TokenTree) -> None:
         """Cache the known hidden states of the tree's first nodes, and run a block after them."""

@@ -30,11 +30,10 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.model.base import LoadOptions, Snapshot
+from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.hidden_state_log import POST_NORM
-from edgespec.model.memory_check import check_draft_width, check_tokens_fit
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.self_draft_methods import Head
@@ -144,19 +143,7 @@ class AssistantHead(HeadView[HeadTarget]):
     def threads(self) -> int:
         return self._context.threads
 
-    def start_at(self, position: int) -> None:  # noqa: ARG002
-        self._check()
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
-        """Return an empty snapshot, because the head stores no keys and values of its own."""
-        self._check()
-        end = self.length if end is None else min(end, self.length)
-        return Snapshot(end, b"", end)
-
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check()
-        check_tokens_fit(self, tree.width)
-        check_draft_width(tree.width, self.facts.capabilities.max_width)
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
         self._own_states = self._own_states[:first]
         # Run each node in a later pass than its parent, because it takes the hidden state after the parent as
         # input.

@@ -16,10 +16,11 @@ from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 
 from edgespec.backends.head_trial import check_finite
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.eagle_network import FeedForward
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.head_cells import BATCH_TOKENS, MlxHeadCells
 from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
@@ -31,7 +32,7 @@ from edgespec.backends.mlx.head_loading import (
     weight_array,
 )
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.model.heads.dflash_files import DFlashConfig, DFlashFiles, read_dflash
@@ -163,7 +164,7 @@ class _Attention(Module):
         return rows.reshape(1, count, -1, self._config.head_size).transpose(0, 2, 1, 3)
 
 
-class DFlashHead(CachedHead):
+class DFlashHead(HeadView[HeadTarget]):
     """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache row for position p is computed from the target's hidden states at p rather than from the token
@@ -176,10 +177,10 @@ class DFlashHead(CachedHead):
     already computed get the logits of the block's first token.
 
     Args:
-        config: The head's configuration. `CachedHead` describes the other arguments.
+        config: The head's configuration. `EagleHead` describes the other arguments.
     """
 
-    _network: DFlashNetwork
+    _cells: MlxHeadCells
 
     def __init__(
         self,
@@ -191,7 +192,9 @@ class DFlashHead(CachedHead):
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
-        self._config = config
+        self._config, self._network = config, network
+        self._embed, self._lm_head = embed, lm_head
+        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._first_row = 0 if config.predicts_next else 1
         capabilities = Capabilities(
             rollback=True,
@@ -199,8 +202,11 @@ class DFlashHead(CachedHead):
             max_draft_length=config.block_tokens - self._first_row,
             drafts_in_one_pass=True,
         )
-        facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, config.states, network, embed, lm_head, target_ids, facts)
+        self.facts = replace(facts, capabilities=capabilities)
+        cells = MlxHeadCells([network.cache_count])
+        # Open the log last, because nothing would close it if a later line failed.
+        super().__init__(target, target.log_hidden_states(config.states), cells=cells)
+        self._keep(0)
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
@@ -212,14 +218,17 @@ class DFlashHead(CachedHead):
         """The first position whose hidden states are in the log."""
         return self.log.start
 
-    def _run_known(self, tokens: Sequence[int]) -> None:
-        self._add_states(self._length, self._length + len(tokens))
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._add_states(self.length, self.length + len(tokens))
+        evaluate(*self._cells.arrays)
 
     def _add_states(self, start: int, end: int) -> None:
         """Append the target's hidden states at positions [start, end) to the head's KV cache."""
-        self._layout.set_chain(start - self._start)
+        self._cells.layout.set_chain(start - self._cells.start)
         with translate_errors("the head could not be run"):
-            self._network.add_states(mx.array(self.log.rows(start, end)).astype(self._dtype), self._caches)
+            self._network.add_states(
+                mx.array(self.log.rows(start, end)).astype(self._network.dtype), self._cells.caches[0]
+            )
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
         if first == 0:
@@ -233,22 +242,22 @@ class DFlashHead(CachedHead):
     def _run_block(self, tree: TokenTree) -> None:
         """Cache the known hidden states of the tree's first nodes, and run a block after them."""
         self._keep(self.length)
-        known = min(max(self.log.end - self._length, 0), tree.width - 1)
-        begin = self._length + known
+        known = min(max(self.log.end - self.length, 0), tree.width - 1)
+        begin = self.length + known
         if known:
-            self._add_states(self._length, begin)
+            self._add_states(self.length, begin)
         masks = [self._config.mask_token] * (self._config.block_tokens - 1)
-        self._layout.set_chain(begin - self._start)
-        self._layout.scratch = True
+        self._cells.layout.set_chain(begin - self._cells.start)
+        self._cells.layout.scratch = True
         try:
             with translate_errors("the head could not be run"):
                 embeddings = self._embed(mx.array([tree.tokens[known], *masks]))
-                states = self._network(embeddings.astype(self._dtype), self._caches)
+                states = self._network(embeddings.astype(self._network.dtype), self._cells.caches[0])
                 self._rows = self._lm_head(states[self._first_row :]).astype(mx.float32)
         finally:
-            self._layout.scratch = False
-            self._rewind(begin)
-        evaluate(self._rows, *self._cache_arrays)
+            self._cells.layout.scratch = False
+            self._cells.rewind(begin)
+        evaluate(self._rows, *self._cells.arrays)
         self._known_nodes = known
 
     def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> mx.array:
@@ -258,6 +267,12 @@ class DFlashHead(CachedHead):
             if self._config.markov_rank:
                 rows = rows + self._network.markov_head(mx.array(list(tokens))).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._keep(self.length)
+            del self._network, self._cells.caches, self._embed, self._lm_head, self._draft_vocabulary
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.head_trial import load_most_accurate
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
-from edgespec.backends.mlx.evaluation import start_evaluation, translate_errors
+from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.head_cells import BATCH_TOKENS, MlxHeadCells
 from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
@@ -28,13 +29,12 @@ from edgespec.backends.mlx.head_loading import (
 )
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import install_tree_ropes
-from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CapabilityError
 from edgespec.model.heads.eagle_files import EagleFiles, read_eagle
 from edgespec.model.heads.layer_config import invalid_settings
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.model.memory_check import check_draft_width
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
 from edgespec.model.self_draft_methods import Head
@@ -72,36 +72,57 @@ class HeadNetwork(Protocol):
         """Convert the head's hidden states to its own inputs for the next draft step."""
 
 
-class EagleHead(CachedHead):
+class EagleHead(HeadView[HeadTarget]):
     """A head that takes pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
     state yet, so the head uses its own hidden state instead. After verification, `commit` removes the cache
     rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
-    See `CachedHead` for the arguments.
+    A head can have a chain of networks, each trained to predict one token further ahead than the previous
+    one. The first network predicts the children of the draft tree's root, the second predicts their children,
+    and so on. The last network also predicts all deeper nodes. Networks cannot share keys and values, so each
+    one processes every token.
+
+    Args:
+        target: The target.
+        states: The hidden states of the target that the head reads. Passed to `log_hidden_states`.
+        networks: The networks, with evaluated weights.
+        embed: Returns the embeddings of token ids.
+        lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
+        target_ids: The target's token id for each token of the draft vocabulary, or None if the vocabularies
+            are the same.
+        facts: The head's name and sizes.
     """
 
-    _network: HeadNetwork
+    _cells: MlxHeadCells
 
     def __init__(
         self,
         target: HeadTarget,
         states: Sequence[int],
-        network: HeadNetwork,
+        networks: Sequence[HeadNetwork],
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
+        self.networks, self._embed, self._lm_head = networks, embed, lm_head
+        # Index of the network that runs the current level of the draft tree.
+        self._step = 0
+        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
+        cells = MlxHeadCells([network.cache_count for network in networks])
+        for network in networks:
+            install_tree_ropes(network, cells.layout)
         capabilities = Capabilities(
             rollback=True,
             tree=target.facts.capabilities.tree,
             max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
         )
-        facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, states, network, embed, lm_head, target_ids, facts)
-        install_tree_ropes(network, self._layout)
+        self.facts = replace(facts, capabilities=capabilities)
+        # Open the log last, because nothing would close it if a later line failed.
+        super().__init__(target, target.log_hidden_states(states), cells=cells)
+        self._keep(0)
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
@@ -110,23 +131,43 @@ class EagleHead(CachedHead):
         # converted them to inputs for the next draft step.
         self._own_states: list[mx.array] = []
 
-    def _run_known(self, tokens: Sequence[int]) -> None:
-        self._layout.set_chain(self._length - self._start)
-        self._run(tokens, self._target_states(self._length, len(tokens)))
+    def _append(self, tokens: Sequence[int]) -> None:
+        for step in range(len(self.networks)):
+            self._step = step
+            self._cells.layout.set_chain(self.length - self._cells.start)
+            self._run(tokens, self._target_states(self.length, len(tokens)))
+        evaluate(*self._cells.arrays)
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
-        check_draft_width(tree.width, self.facts.capabilities.max_width)
         if first == 0:
             self._keep(self.length)
+        before, self._step = self._step, min(self._step + 1, len(self.networks) - 1) if first else 0
+        if first and self._step != before:
+            self._run_again(tree, first)
         self._round.extend(tree, first)
-        own = []
+        own, network = [], self.networks[self._step]
         for begin, end in self._passes(tree, first):
             self._set_layout(begin, end)
             own.append(self._run(tree.tokens[begin:end], self._states_before(tree, begin, end)))
-            self._own_states.append(self._network.fed_back(own[-1]))
+            self._own_states.append(network.fed_back(own[-1]))
         rows = self._logits(mx.concatenate(own))
-        start_evaluation(rows, *self._own_states, *self._cache_arrays)
+        start_evaluation(rows, *self._own_states, *self._cells.arrays)
         return DeviceLogits(rows, self._round.depths[first:])
+
+    def _run_again(self, tree: TokenTree, count: int) -> None:
+        """Rerun the first `count` nodes of the tree with the current network, to fill its cache."""
+        known = self._known_nodes
+        self._set_layout(0, count)
+        states = [self._target_states(self.length, known)]
+        if known < count:
+            states.append(self._states_before(tree, known, count))
+        self._run(tree.tokens[:count], mx.concatenate(states))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        if len(self.networks) > 1:
+            # Not every network has run these nodes, so the next prefill reruns them.
+            self._known_nodes = 0
+        super().commit(path)
 
     def _passes(self, tree: TokenTree, first: int) -> list[tuple[int, int]]:
         """Split the nodes, starting at `first`, into ranges that can each run in one pass.
@@ -137,39 +178,47 @@ class EagleHead(CachedHead):
         begin, ranges = first, []
         if first == 0:
             # For warm-up, the root is run even before the target has processed any tokens.
-            last = max(self.log.end, self._length)
-            begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
+            last = max(self.log.end, self.length)
+            begin = self._known_nodes = sum(self.length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
         return [*ranges, *tree.independent_ranges(begin)]
 
     def _set_layout(self, begin: int, end: int) -> None:
-        start, nodes = self._length - self._start, self._round
+        start, nodes, layout = self.length - self._cells.start, self._round, self._cells.layout
         if nodes.is_chain:
-            self._layout.set_chain(start)
+            layout.set_chain(start)
         else:
-            self._layout.set_tree(start, nodes.parents[:end], nodes.depths[:end], begin)
+            layout.set_tree(start, nodes.parents[:end], nodes.depths[:end], begin)
 
     def _states_before(self, tree: TokenTree, begin: int, end: int) -> mx.array:
         """Return the hidden state before each node: the target's if known, else the head's own."""
         if end <= self._known_nodes:
-            return self._target_states(self._length + begin, end - begin)
+            return self._target_states(self.length + begin, end - begin)
         return mx.concatenate(self._own_states)[mx.array(tree.parents[begin:end])]
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
-        return self._network.reduced(mx.array(self._logged_states(start, count)).astype(self._dtype))
+        network = self.networks[self._step]
+        return network.reduced(mx.array(self._logged_states(start, count)).astype(network.dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
         """Return the head's hidden states for `tokens`, given the hidden state preceding each."""
         with translate_errors("the head could not be run"):
-            embeddings = self._embed(mx.array(list(tokens))).astype(self._dtype)
-            return self._network(embeddings, states, self._caches)
+            network = self.networks[self._step]
+            embeddings = self._embed(mx.array(list(tokens))).astype(network.dtype)
+            return network(embeddings, states, self._cells.caches[self._step])
 
     def _logits(self, states: mx.array) -> mx.array:
         """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
         with translate_errors("the head could not be run"):
-            rows = self._lm_head(self._network.normalised(states)).astype(mx.float32)
+            rows = self._lm_head(self.networks[self._step].normalised(states)).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._keep(self.length)
+            del self.networks, self._cells.caches, self._embed, self._lm_head, self._draft_vocabulary
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
@@ -251,4 +300,4 @@ def _head(
         config.kv_bytes_per_token,
         config.context_tokens,
     )
-    return EagleHead(target, states, network, embed, lm_head, files.target_ids, facts)
+    return EagleHead(target, states, [network], embed, lm_head, files.target_ids, facts)

@@ -16,8 +16,8 @@ from mlx.nn.layers.quantized import quantize
 
 from edgespec.backends.head_trial import load_most_accurate
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.head_cells import BATCH_TOKENS
 from edgespec.backends.mlx.head_loading import (
     check_memory,
     evaluate_constants,
@@ -27,9 +27,7 @@ from edgespec.backends.mlx.head_loading import (
     weight_array,
 )
 from edgespec.backends.mlx.layers import Body, LayerList
-from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError, shorten
 from edgespec.model.formats.mlx_files import read_json_object
 from edgespec.model.formats.mlx_metadata import language_config
@@ -39,7 +37,7 @@ from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["ChainedMtpHead", "estimate_head", "load_head"]
+__all__ = ["estimate_head", "load_head"]
 
 _Weights: TypeAlias = dict[str, mx.array]
 # Quantisation formats without biases, by bits per weight and group size.
@@ -97,47 +95,6 @@ class MtpModule(Module):
 
     def fed_back(self, states: mx.array) -> mx.array:
         return self.norm(states) if self._post_norm else states
-
-
-class MtpChain(Module):
-    """A chain of MTP modules, each trained to predict one token further ahead than the previous one.
-
-    Each module has one layer. Only the selected module runs.
-    """
-
-    def __init__(self, modules: Sequence[MtpModule]) -> None:
-        super().__init__()
-        self.steps = list(modules)
-        self._step = 0
-
-    def select(self, step: int) -> None:
-        """Select the module with this index, or the last module if there are fewer."""
-        self._step = min(step, len(self.steps) - 1)
-
-    @property
-    def step(self) -> int:
-        """Index of the selected module."""
-        return self._step
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.steps[0].dtype
-
-    @property
-    def cache_count(self) -> int:
-        return len(self.steps)
-
-    def reduced(self, states: mx.array) -> mx.array:
-        return states
-
-    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        return self.steps[self._step](embeddings, states, [caches[self._step]])
-
-    def normalised(self, states: mx.array) -> mx.array:
-        return self.steps[self._step].normalised(states)
-
-    def fed_back(self, states: mx.array) -> mx.array:
-        return self.steps[self._step].fed_back(states)
 
 
 def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
@@ -313,9 +270,7 @@ def _head(
     )
     embed = TargetEmbedding(target.net, target.facts.vocab_size, target.state_size)
     lm_head = TargetLmHead(target.net)
-    if len(networks) == 1:
-        return EagleHead(target, [state], networks[0], embed, lm_head, None, facts)
-    return ChainedMtpHead(target, [state], MtpChain(networks), embed, lm_head, None, facts)
+    return EagleHead(target, [state], networks, embed, lm_head, None, facts)
 
 
 def _module(
@@ -340,40 +295,3 @@ def _module(
             f"the MTP layers in {folder} do not fit the model: {shorten(error)}", "download the model again"
         ) from error
     return network
-
-
-class ChainedMtpHead(EagleHead):
-    """A chain of MTP modules, each trained to predict one token further ahead than the previous one.
-
-    The first module predicts the children of the draft tree's root, the second predicts their children, and
-    so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so each one
-    processes every token.
-    """
-
-    _network: MtpChain
-
-    def _run_known(self, tokens: Sequence[int]) -> None:
-        for step in range(len(self._network.steps)):
-            self._network.select(step)
-            super()._run_known(tokens)
-
-    def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
-        before = self._network.step
-        self._network.select(before + 1 if first else 0)
-        if first and self._network.step != before:
-            self._run_again(tree, first)
-        return super()._run_tree(tree, first)
-
-    def _run_again(self, tree: TokenTree, count: int) -> None:
-        """Rerun the first `count` nodes of the tree with the selected module, to fill its cache."""
-        known = self._known_nodes
-        self._set_layout(0, count)
-        states = [self._target_states(self._length, known)]
-        if known < count:
-            states.append(self._states_before(tree, known, count))
-        self._run(tree.tokens[:count], mx.concatenate(states))
-
-    def commit(self, path: tuple[int, ...]) -> None:
-        """Remove the cache rows of all nodes. The next prefill reruns the accepted tokens in all modules."""
-        self._known_nodes = 0
-        super().commit(path)

@@ -56,7 +56,8 @@ def test_a_converted_head_drafts_what_the_published_one_does(
     assert isinstance(head, DFlashHead)
     model.prefill(TOKENS[:-1])
     head.prefill(TOKENS[:-1])
-    rows = np.array(head.verify(TokenTree.chain(TOKENS[-1], DRAFT)).rows, np.float64)
+    logits, every = head.verify(TokenTree.chain(TOKENS[-1], DRAFT)), np.arange(head.facts.vocab_size)
+    rows = np.array([logits.at(row, every) for row in range(len(logits))])
     own = tensors_of(target)
     block = block_logits(
         tensors,

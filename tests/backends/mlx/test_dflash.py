@@ -214,7 +214,7 @@ def test_the_estimate_is_what_the_head_uses(files: Files, target: MlxModel) -> N
         assert estimate.bytes_of("weights") == head.facts.weight_bytes
         assert estimate.bytes_of("cache") == head.facts.kv_bytes
         head.prefill(list(range(10)))
-        assert sum(array.nbytes for array in head._cache_arrays) == estimate.bytes_of("cache") // 2
+        assert sum(array.nbytes for array in head._cells.arrays) == estimate.bytes_of("cache") // 2
         head.close()
 
 
