@@ -31,7 +31,7 @@ from edgespec.model.registry import (
     HeadNetwork,
     HeadSupport,
 )
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.self_draft_methods import EarlyExit, Head, LowBit
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ _GGUF = FileFormat(
     named_files=named_gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit"}),
+    preparations=frozenset({EarlyExit.method, LowBit.method}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -291,7 +291,7 @@ _SPLIT_GGUF = FileFormat(
     read_info=read_split_info,
     read_tokens=_split_tokens,
     mapped=True,
-    preparations=frozenset({"lowbit"}),
+    preparations=frozenset({LowBit.method}),
     fixed_exit=True,
     low_bit_copy_format="gguf",
     trial=_try_split,
