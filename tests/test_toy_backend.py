@@ -30,11 +30,15 @@ class ToyEstimator:
     trained_context_tokens = CONTEXT_TOKENS
     layers = 0
     longrope_switch_tokens = 0
+    streamable_layers = 0
     why_not_shared = "toys run one reply at a time"
 
     def __init__(self, path: str, name: str, _options: LoadOptions) -> None:
         self.name = name
         self._weight_bytes = _table(path).nbytes
+
+    def streamed_bytes(self, _layers: int) -> int:
+        return 0
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         tokens = options.context_tokens or CONTEXT_TOKENS

@@ -179,7 +179,9 @@ def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) 
     from edgespec.backends.mlx.model import MlxModel
 
     if not isinstance(model, MlxModel):
-        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
+        raise CapabilityError(
+            f"{model.facts.name} has no early exits", "choose another method", code="early_exit_not_supported"
+        )
     return model.measure_exits(tokens, first)
 
 
@@ -217,7 +219,9 @@ def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     from edgespec.backends.llamacpp.loading import repacks_weights
 
     # A folder is a model that was split for early exit.
-    return not path.is_dir() and repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
+    if path.is_dir() or options.streamed_layers:
+        return False
+    return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
 
 
 def _mlx_build() -> str:

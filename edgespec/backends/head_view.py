@@ -186,7 +186,9 @@ class HeadView(SelfDraftView[M]):
         """Raise CapabilityError if a draft of `length` tokens is longer than `limit`."""
         if length > limit:
             raise CapabilityError(
-                f"{self.facts.name} drafts at most {limit:,} tokens", f"use --draft-length {limit} or less"
+                f"{self.facts.name} drafts at most {limit:,} tokens",
+                f"use --draft-length {limit} or less",
+                code="draft_too_wide",
             )
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -266,7 +268,9 @@ class HeadView(SelfDraftView[M]):
         if not (fits and self._cells.append_exported(start, end, snapshot.data)):
             self._restart(0)
             raise BackendError(
-                f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+                f"the saved KV cache does not fit {self.facts.name}",
+                "process the prompt again",
+                code="state_not_restored",
             )
         self._keep(end)
 

@@ -189,6 +189,7 @@ class ResidualHeadTarget:
             f"the head {path} was made for another target: it needs {what} of size {needed:,}, not"
             f" {own:,} as in {self.model.facts.name}",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
 
 
@@ -209,6 +210,7 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
             f"the head {path} was made for another target: it reads the hidden states before the last"
             f" {heads.layers_before_last} layers, but {model.name} has only {target.layers} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     facts = _facts(target, heads, path)
     if target.memory_bytes is not None:
@@ -279,6 +281,7 @@ def _check_attention(
             f"the head {path} was made for another target: its keys of size {keys:,} cannot be divided among"
             f" the {heads_of_target} attention heads of {target.model.facts.name}",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
 
 

@@ -92,6 +92,7 @@ class SavedChat:
                 f"the chat has {format_bytes(len(data))}, but a chat can have at most"
                 f" {format_bytes(_MAX_FILE_BYTES)}",
                 "start a new chat",
+                code="chat_too_large",
             )
         return data
 
@@ -150,10 +151,14 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
             )
         return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8-sig")))
     except FileNotFoundError:
-        raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
+        raise ChatFileError(
+            f"there is no saved chat at {path}", "choose from the list of chats", code="chat_not_found"
+        ) from None
     except OSError as error:
         raise ChatFileError(
-            f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
+            f"cannot read {path.name}: {error_reason(error)}",
+            f"check the permissions of {path}",
+            code="chat_file_unreadable",
         ) from error
     except UnicodeDecodeError as error:
         reason = f"the file is not UTF-8 text (byte {error.start})"
@@ -179,6 +184,7 @@ def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
             f"{path.name} has format version {version}, but this version of edgespec reads only versions 1"
             f" to {VERSION}",
             "upgrade edgespec, or open the chat with the version that wrote it",
+            code="chat_version_unknown",
         )
     chat = _from_json(data, version)
     if chat.id != chat_id:

@@ -70,6 +70,7 @@ def find_heads(
                 f"a head needs a GGUF model, but {target.name} is not one",
                 "use --head none, or a GGUF version of the model",
                 option="head",
+                code="option_not_supported",
             )
         if find_head is not None:
             return FoundHeads((named_head(find_head(drafting.head), target, convert=False),))
@@ -120,6 +121,7 @@ def without_heads(found: FoundHeads, why: str) -> FoundHeads:
             f"a head cannot be used: {why}",
             "use --head none, or a method other than layerskip",
             option="head",
+            code="option_not_supported",
         )
     return FoundHeads(why_none=why)
 

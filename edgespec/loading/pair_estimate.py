@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
-from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, shared_items
+from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimator
@@ -17,6 +17,7 @@ from edgespec.options.methods import method as method_of_name
 from edgespec.options.methods import methods
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
+from edgespec.system.disk_speed import read_bytes_per_second
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -119,7 +120,24 @@ class PairEstimator:
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
+            streamed_layers=choice.streamed_layers,
         )
+
+    def streaming(self, choice: PlanChoice) -> Streaming | None:
+        """Return what would be read from disk in every pass. Measures the speed of the disk.
+
+        Raises:
+            ModelFileError: The model's file cannot be read.
+        """
+        if not choice.streamed_layers:
+            return None
+        path = self._pair.target.file_format.files(self._pair.target.path)[-1]
+        try:
+            speed = read_bytes_per_second(path)
+        except OSError as error:
+            raise ModelFileError(f"{path} cannot be read: {error.strerror}", "check the path") from error
+        streamed = self.target.streamed_bytes(choice.streamed_layers)
+        return Streaming(choice.streamed_layers, self.target.streamable_layers, streamed, speed)
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
         """Return the memory plan for a choice of load options. May raise OptionError or MemoryBudgetError."""

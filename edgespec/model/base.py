@@ -64,6 +64,8 @@ class LoadOptions:
         workers: The machines that hold the layers, or None if all layers are on this machine. The model
             closes the connections.
         split_tensors: Whether each worker holds a shard of every layer instead of whole layers.
+        streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass, because
+            the model is larger than memory.
         output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
             memory.
     """
@@ -91,11 +93,19 @@ class LoadOptions:
     workers: ConnectedWorkers | None = None
     split_tensors: bool = False
     output_on_worker: bool = False
+    streamed_layers: int = 0
 
     def for_draft(self) -> LoadOptions:
         """Return these options without those that apply only to the target, for a draft model."""
         return replace(
-            self, is_draft=True, adapters=(), exact=False, low_bits=False, own_head=False, workers=None
+            self,
+            is_draft=True,
+            adapters=(),
+            exact=False,
+            low_bits=False,
+            own_head=False,
+            workers=None,
+            streamed_layers=0,
         )
 
 

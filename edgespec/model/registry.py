@@ -65,6 +65,7 @@ def _no_info(path: Path) -> ModelInfo:
     raise ModelFileError(
         f"edgespec cannot read the metadata of {path}, which it needs to choose a draft model",
         "select a draft model yourself with --draft",
+        code="model_file_not_supported",
     )
 
 

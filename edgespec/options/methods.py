@@ -258,7 +258,12 @@ def parse_method(method: str) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             if name in REMOVED_NAMES:
-                raise OptionError(f"method {name!r} was removed", REMOVED_NAMES[name], option="method")
+                raise OptionError(
+                    f"method {name!r} was removed",
+                    REMOVED_NAMES[name],
+                    option="method",
+                    code="option_removed",
+                )
             near = nearest(name, (*_NOT_METHODS, *known))
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(

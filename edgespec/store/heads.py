@@ -159,6 +159,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
         raise CapabilityError(
             f"the head {found.name} {made_for}: {problem}",
             f"{_other_head(found, target)}, or use --head none",
+            code="head_mismatch",
         )
     head = Head(method_of(kind), path, converted_from)
     return HeadOption(found.name, kind, head, "named", info.size_bytes if path else 0)

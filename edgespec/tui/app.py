@@ -362,6 +362,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
         raise EdgespecError(
             "the chat was closed by an internal error; your messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
+            code="internal_error",
         )
     resume = "" if app.chat is None else resume_value(app.chat.current_chat, app.store)
     return ChatEnd(watch.signalled, resume, app.switched_to)

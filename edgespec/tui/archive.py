@@ -58,6 +58,7 @@ class Archive:
                 f" {format_bytes(MAX_CHAT_BYTES)}, the maximum for a chat",
                 "Type /new to start an empty chat. To start one from a part of this chat, select a message"
                 " and press f",
+                code="chat_too_large",
             )
 
     async def save(self, chat: OpenChat, target: str) -> None:
@@ -98,7 +99,7 @@ class Archive:
             what = f"the chat {title!r} was not saved: {error.what}"
             if chat.saved_at is not None:
                 what = f"the last messages in {title!r} were not saved: {error.what}"
-            self.unsaved[chat.id] = ChatFileError(what, error.next_step)
+            self.unsaved[chat.id] = ChatFileError(what, error.next_step, code=error.code)
             self._waiting[chat.id] = chat, target
             raise
         self._forget_failure(snapshot.id)

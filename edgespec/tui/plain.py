@@ -256,7 +256,9 @@ def _with_files(text: str, reader: AttachmentReader, note: Callable[[str], None]
     attachments = reader.read(references) if references else ()
     for each in attachments:
         if (problem := each.problem) is not None:
-            raise AttachmentError(f"the message was not sent: {problem.what}", problem.next_step)
+            raise AttachmentError(
+                f"the message was not sent: {problem.what}", problem.next_step, code=problem.code
+            )
     for each in attachments:
         note(_attached_text(each))
     found = {attachment.path for attachment in attachments}

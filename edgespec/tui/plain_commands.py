@@ -53,7 +53,9 @@ def run(chat: PlainChat, typed: table.Typed) -> None:
     if command is None:
         raise table.unknown(typed)
     if command.instead:
-        raise OptionError(f"/{command.name} does not exist in the plain chat", command.instead)
+        raise OptionError(
+            f"/{command.name} does not exist in the plain chat", command.instead, code="command_unavailable"
+        )
     _show(chat, command.run(_context(chat, typed.argument)))
 
 
@@ -101,7 +103,9 @@ def _show(chat: PlainChat, result: Result) -> None:
                 _generate(chat, part)
             case Copy():
                 if not part.text:
-                    raise OptionError("There is nothing to copy yet", "Send a message first")
+                    raise OptionError(
+                        "There is nothing to copy yet", "Send a message first", code="command_unavailable"
+                    )
                 chat.console.answer(part.text)
             case Question():
                 _ask(chat, part)
@@ -206,7 +210,9 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
         raise download.error
     if download.error is not None:
         raise EdgespecError(
-            f"{reference} was not downloaded: {type(download.error).__name__}: {download.error}", "try again"
+            f"{reference} was not downloaded: {type(download.error).__name__}: {download.error}",
+            "try again",
+            code="internal_error",
         ) from download.error
     return True
 

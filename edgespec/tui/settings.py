@@ -64,7 +64,9 @@ def read_schema(path: str) -> Setting:
     file = os.path.expanduser(path)
     # Reading a pipe could block the chat.
     if os.path.exists(file) and not os.path.isfile(file):
-        raise OptionError(f"{path!r} is not a regular file", "choose the file of a JSON schema")
+        raise OptionError(
+            f"{path!r} is not a regular file", "choose the file of a JSON schema", code="file_not_read"
+        )
     kind = REPLY_OPTIONS[SCHEMA].kind
     schema: Setting = kind.check(SCHEMA, kind.parse(path))
     return schema
@@ -104,7 +106,9 @@ def setting_named(name: str) -> str:
     wanted = FOREIGN_NAMES.get(wanted, wanted)
     if wanted == "context":
         raise OptionError(
-            "The context size cannot be changed while a model is loaded", "Quit and restart with --context N"
+            "The context size cannot be changed while a model is loaded",
+            "Quit and restart with --context N",
+            code="context_fixed",
         )
     if wanted in SETTINGS:
         return wanted
@@ -112,6 +116,7 @@ def setting_named(name: str) -> str:
     raise OptionError(
         f"Unknown setting {name!r}",
         f"Did you mean {' or '.join(close)}?" if close else "Type /show to see all settings",
+        code="option_unknown",
     )
 
 

@@ -129,7 +129,7 @@ class TurnScreen(ChatView):
             advice = sentences(
                 error.next_step, "To save a copy elsewhere, type /export and a path that ends in .json"
             )
-            await self.show_error(ChatFileError(error.what, advice))
+            await self.show_error(ChatFileError(error.what, advice, code=error.code))
         self._failure_shown = error is not None
         return error is None
 

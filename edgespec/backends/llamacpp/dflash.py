@@ -182,6 +182,7 @@ def check_head_kind(path: Path) -> None:
         raise CapabilityError(
             f"{path} is a DeepSeek-V4 DSpark head, which edgespec cannot run",
             "choose a DFlash or DSpark head",
+            code="head_not_supported",
         )
 
 

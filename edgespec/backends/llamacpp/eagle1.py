@@ -208,6 +208,7 @@ def load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
         raise CapabilityError(
             f"{folder} is an EAGLE-3 head in the Hugging Face layout",
             "convert it with `edgespec prepare head`, and pass the file with --head",
+            code="head_not_supported",
         )
     size = lib.llama_model_n_embd(weights)
     check_sizes(

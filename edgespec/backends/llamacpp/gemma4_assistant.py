@@ -59,6 +59,7 @@ def load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
         raise CapabilityError(
             f"the Gemma 4 assistant {path.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
+            code="parallel_not_supported",
         )
 
     def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
@@ -188,6 +189,7 @@ def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> P
         raise MemoryBudgetError(
             f"the head cannot be loaded: a copy of {target.length:,} cached tokens cannot be allocated",
             "close other programs, or load the head before the first prompt",
+            code="out_of_memory",
         ) from error
     try:
         threads = threads_for(weights.handle, options)

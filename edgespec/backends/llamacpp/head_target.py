@@ -130,7 +130,9 @@ class HeadTarget(BaseModel, HiddenStateSource):
             self.verify(TokenTree.chain(0))
         except BackendError as error:
             raise CapabilityError(
-                f"the hidden states of {self.facts.name} cannot be read: {error.what}", error.next_step
+                f"the hidden states of {self.facts.name} cannot be read: {error.what}",
+                error.next_step,
+                code=error.code,
             ) from error
         self.truncate(self.length)
 
@@ -151,5 +153,6 @@ class HeadTarget(BaseModel, HiddenStateSource):
                 f"{self.facts.name} does not support heads for the method {head.method}, because of its"
                 f" architecture {self.facts.architecture!r} or this version of llama.cpp",
                 "choose another method, such as model or suffix",
+                code="head_not_supported",
             )
         return self._heads.view(self, head)

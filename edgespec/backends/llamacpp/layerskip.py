@@ -193,6 +193,7 @@ class LayerSkipModel(GgufModel):
             raise CapabilityError(
                 f"{self.facts.name} was loaded for exit layer {self.exit_layer}, not {exit_layer}",
                 f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
+                code="early_exit_not_supported",
             )
         return EarlyExitView(self)
 
@@ -319,7 +320,11 @@ def _check_supported(weights: Any, name: str) -> None:
     elif library().llama_model_rope_type(weights) not in _SINGLE_POSITION_ROPES:
         reason = "it uses more than one position per token"
     if reason:
-        raise ModelFileError(f"{name} does not support layerskip: {reason}", "load the original model file")
+        raise ModelFileError(
+            f"{name} does not support layerskip: {reason}",
+            "load the original model file",
+            code="model_file_not_supported",
+        )
 
 
 def hidden_states(

@@ -54,6 +54,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers separately from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
+            code="head_not_supported",
         )
     path = head.path
     if path is not None and is_assistant(path):
@@ -65,6 +66,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         raise CapabilityError(
             f"the {layers.count} MTP layers of {file.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
+            code="parallel_not_supported",
         )
 
     def make(weights: Any, options: LoadOptions, name: str, free: Callable[[], None]) -> HeadFile:
@@ -92,6 +94,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
             raise CapabilityError(
                 f"{target.facts.name} was loaded without its MTP layers",
                 f"load the model with --method {head.method} (in Python: the option `method` or `methods`)",
+                code="mtp_missing",
             )
         name = f"the MTP layers of {target.facts.name}"
         return make(target.weights[0], head_options(target), name, lambda: None)

@@ -51,11 +51,16 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
     """
     lib = library()
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
-        raise ModelFileError("the model does not generate text", "choose a decoder-only language model")
+        raise ModelFileError(
+            "the model does not generate text",
+            "choose a decoder-only language model",
+            code="model_file_not_supported",
+        )
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
             "encoder-decoder and diffusion models are not supported",
             "choose a decoder-only language model",
+            code="model_file_not_supported",
         )
     try:
         result = _probe_replay(context) if context.plan.recurrent else _probe_cells(context, options)

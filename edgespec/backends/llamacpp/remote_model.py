@@ -192,6 +192,7 @@ class RemoteModel(BaseModel):
                 f"{self.facts.name} cannot use a head for the method {method.method}, because its layers"
                 " are on workers",
                 "use --head none, or omit --workers",
+                code="head_not_supported",
             )
         # The head runs on this machine, so only the hidden states that it reads cross the network.
         return self._call(lambda: self._model.self_draft(method))
@@ -201,6 +202,7 @@ class RemoteModel(BaseModel):
             f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
             " are on workers",
             "load the model again with another --context",
+            code="context_fixed",
         )
 
     def interrupt(self, enabled: bool) -> None:

@@ -298,6 +298,7 @@ def load_head(target: HeadTarget, head: Head) -> DFlashHead:
             f"the head {folder} was made for another target: it reads the layers {list(config.states)}, but"
             f" {target.facts.name} has {target.layer_count} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]

@@ -264,6 +264,7 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
             f"the head {folder} was made for another target: it reads the layers"
             f" {list(files.config.layers or ())}, but {target.facts.name} has {layers} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     return choices
 

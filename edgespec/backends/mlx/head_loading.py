@@ -57,6 +57,7 @@ def checked_folder(path: Path) -> Path:
         raise CapabilityError(
             f"{path} is not a folder, but heads for MLX models must be folders as published on Hugging Face",
             "pass the folder of the head with --head, or use a GGUF version of the model",
+            code="wrong_file",
         )
     return path
 
@@ -107,6 +108,7 @@ def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: i
                 f"the head {folder} was made for another target: it needs {what} of size {needed:,}, but"
                 f" {target.facts.name} has {what} of size {own:,}",
                 "choose the head that was published for this target",
+                code="head_mismatch",
             )
 
 

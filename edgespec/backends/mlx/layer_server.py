@@ -85,7 +85,9 @@ class _LayerServer:
         header, data = self._messages.receive(MAX_FILES_BYTES)
         if header["protocol"] != PROTOCOL:
             raise WorkerError(
-                "the worker has another version of edgespec", "install the same version on both machines"
+                "the worker has another version of edgespec",
+                "install the same version on both machines",
+                code="worker_version_mismatch",
             )
         headers, start = [], 0
         for header_bytes, file_bytes in header["weight_files"]:

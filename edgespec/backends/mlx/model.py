@@ -109,7 +109,8 @@ class MlxModel(HeadTarget):
                 raise CapabilityError(f"{name} cannot verify drafts: {capabilities.reason}")
             if tree.width > capabilities.max_width:
                 raise CapabilityError(
-                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
+                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}",
+                    code="draft_too_wide",
                 )
             if not capabilities.tree and not tree.is_chain:
                 raise CapabilityError(f"{name} cannot verify token trees: {capabilities.reason}")
@@ -135,7 +136,8 @@ class MlxModel(HeadTarget):
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
             f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because the MLX"
-            " backend cannot move cached keys to other positions"
+            " backend cannot move cached keys to other positions",
+            code="rollback_not_supported",
         )
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
@@ -177,6 +179,7 @@ class MlxModel(HeadTarget):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
                 "clear the cache and process the text again",
+                code="rollback_not_supported",
             )
         self._runner.rewind(checkpoint)
 
@@ -309,12 +312,14 @@ class SpreadModel(MlxModel):
         raise CapabilityError(
             f"the cache of {self.facts.name} cannot be copied, because it is on workers",
             "process the prompt again",
+            code="workers_not_supported",
         )
 
     def restore(self, snapshot: Snapshot) -> NoReturn:  # noqa: ARG002
         raise CapabilityError(
             f"the cache of {self.facts.name} cannot be restored, because it is on workers",
             "process the prompt again",
+            code="workers_not_supported",
         )
 
     def resize(self, context_tokens: int) -> None:
@@ -322,6 +327,7 @@ class SpreadModel(MlxModel):
             f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
             " are on workers",
             "load the model again with another --context",
+            code="context_fixed",
         )
 
     def interrupt(self, enabled: bool) -> None:

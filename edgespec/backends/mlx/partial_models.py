@@ -168,6 +168,7 @@ class PartialModelFactory:
                 raise CapabilityError(
                     f"{name} already contains low-bit weights, so it cannot use a separate low-bit copy",
                     "do not set `LowBit.copy`",
+                    code="lowbit_not_supported",
                 )
             assert self.low_bits is not None
             activate = partial(_low_precision, self.low_bits, self._layout, method)

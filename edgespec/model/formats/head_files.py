@@ -59,13 +59,16 @@ def head_at(path: Path) -> Head:
     raise ModelFileError(
         f"{path} contains no head, but a model with the architecture {shorten(info.architecture)!r}",
         "pass a head with --head, and draft models with --draft",
+        code="wrong_file",
     )
 
 
 def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
     """Return the error to raise for a kind of head that edgespec cannot run."""
     return ModelFileError(
-        f"{name} is a {info.heads[0]} head, which edgespec cannot run", "choose another head"
+        f"{name} is a {info.heads[0]} head, which edgespec cannot run",
+        "choose another head",
+        code="model_file_not_supported",
     )
 
 

@@ -66,7 +66,9 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     for file in files:
         tensors |= read_tensors(file)
     if not tensors:
-        raise ModelFileError(f"{folder} contains no weights", "download the model again")
+        raise ModelFileError(
+            f"{folder} contains no weights", "download the model again", code="model_file_incomplete"
+        )
     tokens = tokens_of_folder(folder)
     experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
     settings = config.get("quantization") or whole.get("quantization")
@@ -109,7 +111,9 @@ def read_head_info(folder: Path) -> ModelInfo:
         weights = head_weights(names)
         size_bytes = sum((folder / name).stat().st_size for name in weights)
     except OSError as error:
-        raise ModelFileError(f"{folder} cannot be read: {error.strerror}", "check the path") from error
+        raise ModelFileError(
+            f"{folder} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+        ) from error
     needs_config = "config.json" in names or not is_complete_without_config(weights)
     whole = read_json_object(folder / "config.json") if needs_config else {}
     config = language_config(whole)

@@ -149,6 +149,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
         raise ModelFileError(
             f"{path} contains no Medusa or Hydra heads",
             "pass the folder with medusa_lm_head or hydra_lm_head, as published on Hugging Face",
+            code="wrong_file",
         )
     config = _read_config(file.parent / "config.json")
     kind = config.get("hydra_head_arch", "mlp")
@@ -156,6 +157,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
         raise CapabilityError(
             f"{path} contains Hydra heads of the kind {shorten(repr(kind))}, which edgespec cannot run",
             "choose heads of the kind 'mlp' or 'prefix-mlp'",
+            code="head_not_supported",
         )
     tensors = _NamedTensors(file)
     find = _hydra_heads if tensors.has(_HYDRA_BLOCKS) else _medusa_heads
@@ -174,7 +176,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
     return config

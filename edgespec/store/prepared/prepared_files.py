@@ -122,6 +122,7 @@ def read_prepared(folder: Path) -> PreparedModel:
                 f"{folder} has format version {value['version']},"
                 f" but this version of edgespec reads version {VERSION}",
                 _rebuild_hint(folder),
+                code="prepared_outdated",
             )
         if not isinstance(value["kind"], str):
             raise TypeError(f"the kind of model is {value['kind']!r}")
@@ -136,7 +137,9 @@ def read_prepared(folder: Path) -> PreparedModel:
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ModelFileError(f"{path} cannot be read: {why}", _rebuild_hint(folder)) from error
+        raise ModelFileError(
+            f"{path} cannot be read: {why}", _rebuild_hint(folder), code="prepared_outdated"
+        ) from error
 
 
 def _rebuild_hint(folder: Path) -> str:
@@ -157,12 +160,15 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
     for file in prepared.files:
         path = prepared.path(file.name)
         if not path.is_file():
-            raise ModelFileError(f"{path} is missing", _rebuild_hint(prepared.folder))
+            raise ModelFileError(
+                f"{path} is missing", _rebuild_hint(prepared.folder), code="prepared_outdated"
+            )
         intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
         if not intact:
             raise ModelFileError(
                 f"{path} is damaged or was changed after it was prepared",
                 _rebuild_hint(prepared.folder),
+                code="prepared_outdated",
             )
     if source is None:
         return
@@ -172,6 +178,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
         raise ModelFileError(
             f"{source} has changed since {prepared.folder} was prepared from it",
             _rebuild_hint(prepared.folder),
+            code="prepared_outdated",
         )
 
 

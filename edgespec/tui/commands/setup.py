@@ -67,7 +67,7 @@ def chosen_model(runtime: Runtime, reference: str) -> Result:
     except NotDownloadedError:
         return Action("download", reference)
     except EdgespecError as error:
-        raise OptionError(error.what, error.next_step) from error
+        raise OptionError(error.what, error.next_step, code=error.code) from error
     if str(found.path) == runtime.target.path:
         return Text(f"This chat already uses {runtime.target.name}.")
     return Action("switch", reference)
@@ -171,6 +171,7 @@ def _check_thinking_switch(runtime: Runtime) -> None:
         raise OptionError(
             f"Reasoning cannot be turned on or off for the model {runtime.target.name}",
             "Models that support /think include Qwen 3, GLM 4.5 and SmolLM3",
+            code="command_unavailable",
         )
 
 
