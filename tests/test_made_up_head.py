@@ -161,3 +161,9 @@ def test_the_command_line(folder: Path, tmp_path: Path) -> None:
     assert [method["faults"] for method in proof["methods"].values()] == [0, 0]
     bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "parrot")
     assert bench["replies"]
+
+
+@pytest.mark.parametrize("network", ["parrot", "eagle"])
+def test_a_network_is_registered_once(network: str) -> None:
+    with pytest.raises(ValueError, match=network):
+        register_head("gguf", network, SUPPORT)
