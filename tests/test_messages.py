@@ -10,7 +10,6 @@ import ast
 import difflib
 import inspect
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,186 +18,142 @@ from edgespec import errors
 from edgespec.errors import EdgespecError
 from tests.docs import ROOT, check_block
 
-GOLDEN = Path(__file__).with_name("messages.txt")
-FUNCTIONS = {"ApiError", "invalid_request"}
-CLASSES: Mapping[str, type[EdgespecError]] = {
+_GOLDEN = Path(__file__).with_name("messages.txt")
+_CLASSES: Mapping[str, type[EdgespecError]] = {
     name: kind
     for name, kind in vars(errors).items()
     if inspect.isclass(kind) and issubclass(kind, EdgespecError)
 }
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+# The server's own errors, and the function that makes most of them.
+_SERVER = {"ApiError", "invalid_request"}
+# Shorter texts are names and units.
+_SENTENCE_WORDS = 3
 
 
-def called(node: ast.AST) -> str:
+def _called(node: ast.AST) -> str:
     """The name of the function or class that a node calls, without its module or object."""
     if not isinstance(node, ast.Call):
         return ""
-    function = node.func
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
 
-def template(node: ast.expr) -> str:
+def _template(node: ast.expr) -> str:
     """The text of an expression, with `{name}` for each value."""
     match node:
         case ast.Constant(str(value)):
             return value
         case ast.JoinedStr(parts):
-            return "".join(map(template, parts))
+            return "".join(map(_template, parts))
         case ast.FormattedValue(value):
             return f"{{{ast.unparse(value)}}}"
         case ast.BinOp(left, ast.Add(), right):
-            return template(left) + template(right)
+            return _template(left) + _template(right)
         case ast.IfExp(_, then, otherwise):
-            return f"({template(then)} | {template(otherwise)})"
+            return f"({_template(then)} | {_template(otherwise)})"
         case _:
             return f"{{{ast.unparse(node)}}}"
 
 
-def sentences(node: ast.AST) -> Iterator[str]:
-    """The texts of several words in an expression, but not those within other texts."""
-    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-        if " " in (text := template(node).strip()):
-            yield text
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from sentences(child)
-
-
-class Module:
-    """The errors of one module, and the texts that become parts of their messages."""
+class _Module:
+    """The errors of one module, in the order of the source, and its other texts."""
 
     def __init__(self, path: Path) -> None:
-        self.tree = ast.parse(path.read_text("utf-8"))
-        kinds = {*CLASSES, *FUNCTIONS}
-        self.codes = {name: kind.code for name, kind in CLASSES.items()}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ClassDef) and (
-                bases := {ast.unparse(base) for base in node.bases} & kinds
-            ):
-                kinds.add(node.name)
-                own = [
-                    each.value.value
-                    for each in node.body
-                    if isinstance(each, ast.Assign)
-                    and ast.unparse(each.targets[0]) == "code"
-                    and isinstance(each.value, ast.Constant)
-                ]
-                self.codes[node.name] = str(own[0]) if own else self.codes.get(min(bases), "")
-        self.found: list[tuple[ast.Call, Function | None]] = []
-        self.functions: dict[str, Function] = {}
-        self._visit(self.tree, None, kinds)
+        self._tree = ast.parse(path.read_text("utf-8"))
+        # The default code and the public class, by the name of the class. A module can have subclasses.
+        self._codes = {name: (kind.code, name) for name, kind in _CLASSES.items()}
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ClassDef) and node.bases and ast.unparse(node.bases[0]) in self._codes:
+                code, public = self._codes[ast.unparse(node.bases[0])]
+                for each in node.body:
+                    if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "code":
+                        code = _template(each.value)
+                self._codes[node.name] = code, public
+        kinds = {*self._codes, *_SERVER}
+        calls = (node for node in ast.walk(self._tree) if isinstance(node, ast.Call))
+        self._calls = sorted(
+            (call for call in calls if _called(call) in kinds),
+            key=lambda each: (each.lineno, each.col_offset),
+        )
 
-    def _visit(self, node: ast.AST, function: Function | None, kinds: set[str]) -> None:
-        if isinstance(node, Function):
-            self.functions[node.name] = function = node
-        if called(node) in kinds:
-            assert isinstance(node, ast.Call)
-            self.found.append((node, function))
-        for child in ast.iter_child_nodes(node):
-            self._visit(child, function, kinds)
+    def errors(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield the class, code and texts of each error."""
+        for call in self._calls:
+            name = _called(call)
+            given = [each.value for each in call.keywords if each.arg == "code"]
+            if name == "ApiError":
+                given += call.args[3:4]
+            default = self._codes[name][0] if name in self._codes else "invalid_request"
+            texts = call.args[1:] if name == "ApiError" else call.args
+            code = _template(given[0]) if given else default
+            yield name, code, [" ".join(_template(each).split()) for each in texts]
 
-    def code(self, call: ast.Call) -> str:
-        given = next((each.value for each in call.keywords if each.arg == "code"), None)
-        if called(call) == "ApiError" and len(call.args) > 3:
-            given = call.args[3]
-        if given is not None:
-            return template(given)
-        return self.codes.get(called(call), "invalid_request")
-
-    def messages(self) -> Iterator[str]:
-        for call, _ in self.found:
-            texts = [
-                each
-                for each in call.args
-                if not isinstance(each, ast.Constant) or each.value not in (400, 404)
-            ]
-            shown = [" ".join(template(each).split()) for each in texts]
-            yield f"  {called(call)} {self.code(call)}\n" + "".join(
-                f"      {each}\n" for each in shown if each
-            )
-
-    def parts(self) -> list[str]:
-        """Texts that variables, functions and arguments put into messages."""
-        places: dict[str, list[ast.AST]] = defaultdict(list)
-        helpers: dict[str, Function] = {}
-        for call, function in self.found:
-            names = {
-                node.id for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Name)
-            }
-            if function and names & {each.arg for each in function.args.args}:
-                helpers[function.name] = function
-            for node in (*ast.walk(function or self.tree), *self.tree.body):
-                if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.AugAssign):
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                    assigned = {
-                        each.id
-                        for target in targets
-                        for each in ast.walk(target)
-                        if isinstance(each, ast.Name)
-                    }
-                    if node.value and (hit := assigned & names):
-                        places[min(hit)].append(node.value)
-            for name in names & self.functions.keys():
-                places[name] += [
-                    each for each in ast.walk(self.functions[name]) if isinstance(each, ast.Return)
-                ]
-        for node in ast.walk(self.tree):
-            if (name := called(node)) in helpers and isinstance(node, ast.Call):
-                places[name] += [*node.args, *(each.value for each in node.keywords)]
-        found = {
-            f"{name}: {' '.join(text.split())}": None
-            for name in places
-            for place in places[name]
-            for text in sentences(place)
+    def other_texts(self) -> Iterator[str]:
+        """Yield the other texts of several words. Most are parts of messages, such as reasons."""
+        docstrings = {node.value for node in ast.walk(self._tree) if isinstance(node, ast.Expr)}
+        skipped: set[ast.AST] = {each for each in docstrings if isinstance(each, ast.Constant)} | {
+            *self._calls
         }
-        return list(found)
+        yield from dict.fromkeys(_texts(self._tree, skipped))
+
+    def public(self, name: str) -> str:
+        """Return the public class of an error."""
+        return self._codes[name][1]
+
+
+def _texts(node: ast.AST, skipped: set[ast.AST]) -> Iterator[str]:
+    if node in skipped:
+        return
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        words = _template(node).split()
+        if len(words) >= _SENTENCE_WORDS:
+            yield " ".join(words)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _texts(child, skipped)
 
 
 @cache
-def modules() -> dict[str, Module]:
+def _modules() -> Mapping[str, _Module]:
     folder = ROOT / "edgespec"
     paths = sorted(set(folder.rglob("*.py")) - {folder / "errors.py"})
-    return {path.relative_to(folder).as_posix(): Module(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): _Module(path) for path in paths}
 
 
 def test_the_golden_file_holds_all_messages() -> None:
     """A reworded message appears in one reviewed diff."""
     expected = ""
-    for name, module in modules().items():
-        if module.found:
-            parts = "".join(f"  {each}\n" for each in module.parts())
-            expected += "\n".join([name, *module.messages(), parts]) + ("\n" if parts else "")
+    for name, module in _modules().items():
+        lines = []
+        for kind, code, texts in module.errors():
+            lines += [f"  {kind} {code}", *(f"      {each}" for each in texts if each), ""]
+        # The other texts of the user interfaces are not about errors.
+        if not name.startswith(("cli/", "tui/")):
+            lines += [f"  {each}" for each in module.other_texts()]
+        if lines:
+            expected += "\n".join([name, *lines]).rstrip() + "\n\n"
     if os.environ.get("WRITE_DOCS"):
-        GOLDEN.write_text(expected, "utf-8", newline="\n")
-    shown = GOLDEN.read_text("utf-8")
-    diff = difflib.unified_diff(shown.splitlines(), expected.splitlines(), GOLDEN.name, "source", lineterm="")
+        _GOLDEN.write_text(expected, "utf-8", newline="\n")
+    shown = _GOLDEN.read_text("utf-8")
+    diff = difflib.unified_diff(
+        shown.splitlines(), expected.splitlines(), _GOLDEN.name, "source", lineterm=""
+    )
     assert shown == expected, "\n".join(["run this test with WRITE_DOCS=1, and review the changes", *diff])
 
 
 def test_the_page_lists_all_codes() -> None:
-    codes: dict[str, set[str]] = {name: {kind.code} for name, kind in CLASSES.items()}
+    codes: dict[str, set[str]] = {name: set() for name in _CLASSES}
     server = {"internal_error", "unavailable"}
-    for module in modules().values():
-        for call, _ in module.found:
-            if (code := module.code(call)).isidentifier():
-                (server if called(call) in FUNCTIONS else codes[kind_of(module, called(call))]).add(code)
+    for module in _modules().values():
+        for name, code, _ in module.errors():
+            if code.isidentifier():
+                (server if name in _SERVER else codes[module.public(name)]).add(code)
     rows = ["| class | raised | codes |", "| --- | --- | --- |"]
     for name, found in sorted(codes.items()):
-        default = CLASSES[name].code
-        listed = ", ".join(f"`{each}`" for each in (default, *sorted(found - {default})))
+        kind = _CLASSES[name]
+        listed = ", ".join(f"`{each}`" for each in (kind.code, *sorted(found - {kind.code})))
         reason = "for other failures"
-        if (doc := inspect.getdoc(CLASSES[name]) or "").startswith("Raised "):
+        if (doc := inspect.getdoc(kind) or "").startswith("Raised "):
             reason = doc.partition(". ")[0].removeprefix("Raised ").rstrip(".")
         rows.append(f"| `{name}` | {reason} | {listed} |")
     listed = ", ".join(f"`{each}`" for each in sorted(server - set().union(*codes.values())))
     check_block("errors.md", "codes", "\n".join(["", *rows, "", f"The server adds {listed}.", "", ""]))
-
-
-def kind_of(module: Module, name: str) -> str:
-    """The public class of an error, which can be a subclass in its module."""
-    while name not in CLASSES:
-        node = next(
-            each for each in ast.walk(module.tree) if isinstance(each, ast.ClassDef) and each.name == name
-        )
-        name = ast.unparse(node.bases[0])
-    return name

@@ -18,6 +18,7 @@ from edgespec.errors import OptionError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.registry import Backend, FileFormat, register
+from tests.raising import raises
 from tests.tabular import TabularModel
 
 VOCAB = 8
@@ -126,7 +127,7 @@ def test_features_it_lacks_are_refused(toy: str, option: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("method", ["layerskip", "lowbit"])
 def test_drafting_with_itself_is_refused_with_a_reason(toy: str, method: str) -> None:
-    with pytest.raises(OptionError, match="cannot be used"):
+    with raises(OptionError, code="method_unavailable", option="method"):
         edgespec.load(toy, method=method)
 
 

@@ -38,12 +38,15 @@ def describe(error: Exception) -> str:
 
 def error_json(error: BaseException) -> dict[str, Any]:
     """Return what `--json` prints for an error."""
+    if isinstance(error, click.UsageError) and isinstance(error.__cause__, EdgespecError):
+        error = error.__cause__
     if isinstance(error, EdgespecError):
         fields = (error.code, error.what, error.next_step, error.option)
     elif isinstance(error, click.NoSuchOption):
         fields = ("option_unknown", *_unknown_option(error), error.option_name)
     elif isinstance(error, click.UsageError):
-        fields = (OptionError.code, _plain(error.format_message()), "", "")
+        what, _, next_step = _plain(error.format_message()).partition("; ")
+        fields = (OptionError.code, what, next_step, "")
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         fields = (CancelledError.code, "interrupted", "", "")
     else:

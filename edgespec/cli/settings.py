@@ -32,6 +32,7 @@ __all__ = [
     "SettingOption",
     "SettingValue",
     "Settings",
+    "ignore_setting",
     "preset_of",
     "settings_of",
     "settings_path",
@@ -278,6 +279,11 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 
+def ignore_setting(ctx: click.Context, name: str) -> None:
+    """Do not name the source of a setting in errors, because another value replaces it."""
+    ctx.meta.get(_USED_KEY, {}).pop(name, None)
+
+
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
     """If a setting caused the error, add the setting's file or environment variable to the message."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
@@ -285,5 +291,5 @@ def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecErr
     if name not in used or isinstance(error, CancelledError):
         return error
     return ConfigurationError(
-        f"{error.what} ({name} is set in {used[name].where})", error.next_step, code=error.code
+        f"{error.what} ({name} is set in {used[name].where})", error.next_step, code=error.code, option=name
     )

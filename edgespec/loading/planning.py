@@ -216,8 +216,11 @@ def plan_pair(
         window = estimator.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
             pair = replace(pair, draft=estimator.draft_file(choice))
-        is_small = plan.fits and not plan.streaming
-        advice = "" if is_small else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
+        advice = (
+            ""
+            if plan.fits_without_streaming
+            else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
+        )
     if pair.draft and not choice.draft:
         why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)

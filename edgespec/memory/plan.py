@@ -114,6 +114,11 @@ class MemoryPlan:
         return all(self.free_bytes(pool) >= 0 for pool in self.pools)
 
     @property
+    def fits_without_streaming(self) -> bool:
+        """Whether the plan fits with all weights in memory."""
+        return self.fits and self.streaming is None
+
+    @property
     def pools(self) -> tuple[Pool, ...]:
         """This machine's memory pools: system memory and, if separate, GPU memory."""
         return ("memory",) if self.budget.gpu_bytes is None else ("memory", "gpu")

@@ -530,4 +530,4 @@ def _fits(options: dict[str, Any]) -> bool:
         plan = edgespec.plan(**options).plan
     except EdgespecError:
         return False
-    return plan.fits and not plan.decisions
+    return plan.fits_without_streaming and not plan.decisions

@@ -33,6 +33,7 @@ from tests.backends.dflash.targets import (
 )
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
+from tests.raising import raises
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_keys_and_values_that_do_not_fit_the_queries_are_refused(
 ) -> None:
     """They would make llama.cpp end the process."""
     path = write_head(tmp_path / "head.gguf", kv_heads=kv_heads, value_size=value_size)
-    with pytest.raises(ModelFileError, match="its keys have the length|attention heads cannot share"):
+    with raises(ModelFileError, "attention heads" if value_size > 8 else "its keys"):
         target.self_draft(Head("dflash", path))
 
 
@@ -84,7 +85,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
     target: LlamaCppModel, tmp_path: Path, value: float
 ) -> None:
     path = changed(write_head(tmp_path / "head.gguf"), "blk.0.ffn_down.weight", value)
-    with pytest.raises(ModelFileError, match="not finite"):
+    with raises(ModelFileError, "not finite"):
         target.self_draft(Head("dflash", path))
 
 
@@ -93,19 +94,19 @@ def test_a_head_that_drafts_unknown_tokens_is_refused(
     target: LlamaCppModel, tmp_path: Path, token: int
 ) -> None:
     path = changed(write_head(tmp_path / "head.gguf", drafted=100), "d2t", np.int64(token))
-    with pytest.raises(ModelFileError, match="outside the target's vocabulary"):
+    with raises(ModelFileError, "outside"):
         target.self_draft(Head("dflash", path))
 
 
 def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:
     path = tmp_path / "head.gguf"
     path.write_bytes(files.heads["dspark"].read_bytes()[:-100])
-    with pytest.raises(ModelFileError, match="damaged|incomplete"):
+    with raises(ModelFileError, "incomplete"):
         target.self_draft(Head("dflash", path))
 
 
 def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
-    with pytest.raises(CapabilityError, match="not a DFlash head"):
+    with raises(CapabilityError, "a DFlash head", code="wrong_file"):
         target.self_draft(Head("dflash", files.target))
 
 

@@ -31,6 +31,7 @@ from tests.backends.mlx.mtp_layers import (
 from tests.backends.mlx.test_mtp import check_plan, check_replies
 from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
 from tests.cases import covering, first
+from tests.raising import raises
 
 # A mode of MLX's quantisation, the bits per weight and the group size.
 QUANTISATIONS = [("affine", 4, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
@@ -142,7 +143,7 @@ def test_an_unknown_quantisation_is_refused(tmp_path: Path) -> None:
     stored = load_file(folder / "mtp.safetensors")
     save_file({name: one for name, one in stored.items() if "biases" not in name}, folder / "mtp.safetensors")
     target = load(folder)
-    with pytest.raises(ModelFileError, match="do not fit the model"):
+    with raises(ModelFileError):
         head_of(target)
     target.close()
 
