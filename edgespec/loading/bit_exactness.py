@@ -52,6 +52,7 @@ from edgespec.loading.constants import (
 )
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
+from edgespec.model.self_draft_methods import EarlyExit
 
 __all__ = ["WidthClass", "find_width_classes", "restricted_to"]
 
@@ -149,7 +150,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
             self_draft_methods=frozenset(),
             self_draft_refusals=dict.fromkeys(capabilities.self_draft_methods, reason),
         )
-    refused = set() if found.is_contiguous else capabilities.self_draft_methods & {"layerskip"}
+    refused = set() if found.is_contiguous else capabilities.self_draft_methods & {EarlyExit.method}
     reason = f"it keeps passes over single tokens, but only {found.text} tokens give the same bits"
     no_trees = "passes over trees do not give the same bits as passes over one token"
     return replace(

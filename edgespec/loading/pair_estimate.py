@@ -13,7 +13,6 @@ from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, cre
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimator
-from edgespec.model.self_draft_methods import Head
 from edgespec.options.methods import method as method_of_name
 from edgespec.options.methods import methods
 from edgespec.store.installed import find_installed, smaller_quantisations
@@ -114,10 +113,10 @@ class PairEstimator:
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
-        heads = [option.head for option in self._pair.heads[: choice.heads]]
+        heads = [option.head for option in self._pair.heads[: choice.heads] if option.head]
         return replace(
             self._options,
-            mtp=Head("mtp") in heads,
+            own_head=any(head.path is None for head in heads),
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
@@ -161,11 +160,9 @@ class PairEstimator:
             copy_options = replace(options, adapters=(), context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
         for option in pair.heads[: choice.heads]:
-            estimate = pair.target.file_format.estimate_head
-            assert estimate is not None
             assert option.head is not None
             role = "head" if len(pair.heads) == 1 else f"{option.method} head"
-            one = estimate(option.head, pair.target.path, target.context_tokens)
+            one = pair.target.file_format.estimate_head(option.head, pair.target.path, target.context_tokens)
             items += create_items(role, one.for_replies(options.parallel))
         for method in map(method_of_name, sorted(self._drafting.named_drafters)):
             size = method.estimate_bytes(pair.target, target.context_tokens) * options.parallel

@@ -181,7 +181,7 @@ def find_pair(
     else:
         drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
         found = _prepared_target(found, drafting, drafts_otherwise)
-    if heads.chosen and not found.file_format.head_formats:
+    if heads.chosen and not found.file_format.heads:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and drafting.needs_draft_model:
         needing = {each.name for each in methods() if each.needs == "draft model"}

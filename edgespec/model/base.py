@@ -57,8 +57,8 @@ class LoadOptions:
         repack: Whether the backend may convert weights to a layout that is faster on this CPU.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
-        mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
-            draft with `Head("mtp")`.
+        own_head: Whether to load the layers in the model's own files that can draft, such as those for
+            multi-token prediction (MTP). Required to draft with a `Head` without a path.
         parallel: Number of concurrent replies that share the model's passes. Each has a context of
             `context_tokens`.
         workers: The machines that hold the layers, or None if all layers are on this machine. The model
@@ -88,7 +88,7 @@ class LoadOptions:
     exact: bool = True
     repack: bool = True
     low_bits: bool = False
-    mtp: bool = False
+    own_head: bool = False
     parallel: int = 1
     workers: ConnectedWorkers | None = None
     split_tensors: bool = False
@@ -103,7 +103,7 @@ class LoadOptions:
             adapters=(),
             exact=False,
             low_bits=False,
-            mtp=False,
+            own_head=False,
             workers=None,
             streamed_layers=0,
         )

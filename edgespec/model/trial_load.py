@@ -111,7 +111,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
     for model in models:
         if (
             model.form.trial is None
-            or (model.head and model.form.try_head is None)
+            or (model.head and not (model.form.try_head and model.form.heads[model.head.method].can_crash))
             or (model.adapters and model.form.try_adapters is None)
         ):
             continue

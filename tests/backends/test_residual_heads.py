@@ -228,9 +228,7 @@ def test_damaged_heads_are_refused(target: Target, model: LanguageModel, tmp_pat
 @pytest.mark.parametrize("layout", first(LAYOUTS, 2), ids=str)
 def test_the_plan_counts_what_heads_need(target: Target, model: LanguageModel, layout: Layout) -> None:
     head = head_at(target.head(layout))
-    estimate = format_at(target.path).estimate_head
-    assert estimate
-    planned = estimate(head, target.path, CONTEXT)
+    planned = format_at(target.path).estimate_head(head, target.path, CONTEXT)
     view = view_of(model, target.head(layout))
     assert planned.bytes_of("weights") == view.facts.weight_bytes
     assert planned.bytes_of("cache") == view.facts.kv_bytes

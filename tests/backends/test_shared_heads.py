@@ -43,7 +43,7 @@ class Pair:
     head: Head
 
     def load(self, slots: int = 2) -> list[LanguageModel]:
-        options = LoadOptions(context_tokens=CONTEXT, parallel=slots, mtp=self.head == Head("mtp"))
+        options = LoadOptions(context_tokens=CONTEXT, parallel=slots, own_head=self.head.path is None)
         return list(load_slots(str(self.target), "target", options))
 
 

@@ -292,7 +292,7 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
 def test_every_head_that_a_model_supports_is_declared_by_its_format(reference: str) -> None:
     if reference == "demo-mlx-draft" and not mlx_installed():
         pytest.skip("MLX is not installed")
-    declared = resolve(reference).file_format.head_formats.keys()
+    declared = resolve(reference).file_format.heads.keys()
     with edgespec.load(reference, "none", method="none", **OPTIONS) as runtime:
         supported = runtime.target.capabilities.self_draft_methods.intersection(head_names())
     assert supported <= declared

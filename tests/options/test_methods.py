@@ -54,7 +54,8 @@ def test_drafts_are_merged_in_the_order_of_the_records() -> None:
         "suffix",
         "ngram",
     ]
-    assert [name for name in method_names() if name in known] == known
+    names = method_names()
+    assert [name for name in names if name in known] == [name for name in known if name in names]
     assert parse_method("auto") == (*head_names(), "model", "grammar", "suffix")
 
 

@@ -17,7 +17,6 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
 from edgespec.model.formats.head_files import head_info, why_not_made_for
 from edgespec.model.self_draft_methods import Head
-from edgespec.options.methods import head_names
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.head_reference import resolve_head
 from edgespec.store.heads import HeadOption, head_options, named_head, published_heads
@@ -114,9 +113,7 @@ class TestBesideTheTarget:
         (option,) = head_options(target_in(folder))
         assert (option.reference, option.head, option.source) == ("", Head("mtp"), "target")
         assert option.name == "in the model's own files (MTP, 1 layer)"
-        assert option.is_usable == (
-            "mtp" in head_names() and "mtp" in target_in(folder).file_format.head_formats
-        )
+        assert option.is_usable == ("mtp" in target_in(folder).file_format.heads)
 
 
 class TestNamedHeads:
@@ -247,9 +244,8 @@ class TestDownloads:
         hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
         found = resolve_head_metadata(REPOSITORY, tmp_path / "headers")
         option = named_head(found, target_in(folder), convert=False)
-        estimate = target_in(folder).file_format.estimate_head
         assert option.head is not None
-        assert estimate is not None
+        estimate = target_in(folder).file_format.estimate_head
         assert estimate(option.head, folder / "target.gguf", 512).total_bytes
         assert not any(request.endswith(".bin") for request in hub.requests)
 
@@ -260,7 +256,6 @@ class TestDownloads:
         option = named_head(found, target_in(folder), convert=False)
         assert option.head is not None
         estimate = target_in(folder).file_format.estimate_head
-        assert estimate is not None
         planned = estimate(option.head, folder / "target.gguf", 512)
         assert planned.bytes_of("weights") == option.size_bytes > 10_000
 

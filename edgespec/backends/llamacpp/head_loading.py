@@ -35,7 +35,7 @@ __all__ = [
     "HeadParts",
     "HeadWeights",
     "check_sizes",
-    "estimate_head",
+    "head_memory",
     "head_options",
     "load_head_file",
     "target_layers",
@@ -211,7 +211,7 @@ def head_options(target: HeadTarget) -> LoadOptions:
         batch_tokens=BATCH_TOKENS,
         max_logit_rows=BATCH_TOKENS,
         kv_type="auto",
-        mtp=True,
+        own_head=True,
     )
 
 
@@ -325,7 +325,7 @@ def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, 
             )
 
 
-def estimate_head(
+def head_memory(
     context_tokens: int,
     *,
     weight_bytes: int,

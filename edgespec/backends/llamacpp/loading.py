@@ -175,7 +175,7 @@ def load_files(
     if place is not None:
         place(params)
     params.use_extra_bufts &= repack and options.repack
-    params.load_mtp = options.mtp
+    params.load_mtp = options.own_head
     lib = library()
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,

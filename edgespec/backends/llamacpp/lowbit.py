@@ -90,8 +90,8 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         )
     if target.low_bit_error is not None:
         raise target.low_bit_error
-    target.check_can_draft("lowbit")
-    if "lowbit" not in target.facts.capabilities.self_draft_methods:
+    target.check_can_draft(LowBit.method)
+    if LowBit.method not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} does not support lowbit:"
             f" {target.facts.capabilities.reason or 'its KV cells cannot be copied'}",

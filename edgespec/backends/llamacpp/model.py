@@ -16,7 +16,6 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
-from edgespec.backends.llamacpp.head_kinds import load_head
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
@@ -96,7 +95,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
                 facts,
                 weight_bytes=facts.weight_bytes
                 - (stream.saved_bytes if stream else 0)
-                - (0 if options.mtp else unloaded_bytes(Path(path)))
+                - (0 if options.own_head else unloaded_bytes(Path(path)))
                 + adapter_bytes(options.adapters),
                 context_tokens=plan.tokens,
                 kv_bytes=plan.kv_bytes,
@@ -107,7 +106,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
             context.close()
             raise
         self._checkpoints = open_checkpoints(context)
-        self._heads, self._tree_states = SharedHeads(load_head), []
+        self._heads, self._tree_states = SharedHeads(), []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
 

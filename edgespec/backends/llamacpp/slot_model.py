@@ -16,7 +16,6 @@ from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
-from edgespec.backends.llamacpp.head_kinds import load_head
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
@@ -48,7 +47,7 @@ from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import check_progress, split_last_batch
 from edgespec.model.memory_check import check_draft_width
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import Head, SelfDraft
+from edgespec.model.self_draft_methods import Head, LowBit, SelfDraft
 
 __all__ = ["SlotModel", "load_slots"]
 
@@ -90,7 +89,7 @@ def load_slots(
         )
         result = probe(context, weights, options)
         max_width = min(result.capabilities.max_width, max_pass_tokens(context))
-        heads = result.capabilities.self_draft_methods - {"lowbit"}
+        heads = result.capabilities.self_draft_methods - {LowBit.method}
         capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=heads)
         vocabularies = [LlamaVocabulary(weights) for _ in range(plan.slots)]
         facts = describe(
@@ -100,7 +99,7 @@ def load_slots(
             facts,
             weight_bytes=facts.weight_bytes
             - (stream.saved_bytes if stream else 0)
-            - (0 if options.mtp else unloaded_bytes(Path(path)))
+            - (0 if options.own_head else unloaded_bytes(Path(path)))
             + adapter_bytes(options.adapters),
             cache_variant=cache_variant(weights, plan.share),
             adapters=options.adapters,
@@ -111,7 +110,7 @@ def load_slots(
             context.close()
         free_weights(weights, stream)
         raise
-    loaded_heads = SharedHeads(load_head)
+    loaded_heads = SharedHeads()
     return [
         SlotModel(facts, slot, vocabulary, weights, options, loaded_heads)
         for slot, vocabulary in zip(shared.slots, vocabularies, strict=True)

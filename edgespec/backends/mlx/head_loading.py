@@ -25,9 +25,9 @@ __all__ = [
     "check_memory",
     "check_sizes",
     "checked_folder",
-    "estimate_head",
     "evaluate_constants",
     "head_facts",
+    "head_memory",
     "loaded_bytes",
     "weight_array",
 ]
@@ -36,7 +36,7 @@ __all__ = [
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 
-def estimate_head(
+def head_memory(
     context_tokens: int, weight_bytes: int, kv_bytes_per_token: int, compute_elements: int
 ) -> MemoryEstimate:
     """Estimate the memory of a head whose passes allocate `compute_elements` float32 values."""

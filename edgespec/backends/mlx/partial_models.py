@@ -21,15 +21,10 @@ from edgespec.errors import CapabilityError, OptionError
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
-__all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
+__all__ = ["EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
 
 PartialDraft: TypeAlias = EarlyExit | LowBit
 """The self-draft methods that run only part of the target."""
-
-SELF_DRAFT_NAMES: dict[type[PartialDraft], str] = {
-    EarlyExit: "layerskip",
-    LowBit: "lowbit",
-}
 
 
 class PartialModel:

@@ -30,6 +30,11 @@ class HeadTarget(BaseModel, HiddenStateSource):
 
     @property
     @abstractmethod
+    def net(self) -> Any:
+        """The mlx-lm model."""
+
+    @property
+    @abstractmethod
     def layer_count(self) -> int:
         """Number of layers."""
 

@@ -119,7 +119,7 @@ class TrainableEagle(TrainableHead):
         output: The output matrix.
     """
 
-    title = "EAGLE-3 head"
+    name, title = "eagle3", "EAGLE-3 head"
     weights_file = "model.safetensors"
 
     def __init__(

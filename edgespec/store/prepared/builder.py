@@ -25,7 +25,6 @@ from edgespec.store.prepared.prepared_files import (
     MANIFEST,
     VERSION,
     BuildSettings,
-    PreparedKind,
     PreparedModel,
     absolute_path,
     check_prepared,
@@ -59,7 +58,7 @@ class BuildFolder:
 
     def __init__(
         self,
-        kind: PreparedKind,
+        kind: str,
         folder: Path,
         source: Path,
         settings: BuildSettings,
@@ -180,7 +179,7 @@ class BuildFolder:
 
 
 def build(
-    kind: PreparedKind,
+    kind: str,
     source: Path,
     settings: BuildSettings,
     write_files: Callable[[BuildFolder], Mapping[str, Any]],
@@ -251,7 +250,7 @@ def _register(entry: Path, folder: Path) -> None:
         ) from error
 
 
-def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
+def interrupted_settings(kind: str, source: Path) -> BuildSettings | None:
     """Return the settings of an interrupted preparation of `source`, or None if there is none."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -262,7 +261,7 @@ def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | No
 
 
 def _existing(
-    kind: PreparedKind, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
+    kind: str, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
 ) -> PreparedModel | None:
     """Return the prepared model in `folder` if it is intact, or delete it if it is damaged or outdated."""
     if not folder.exists():

@@ -59,9 +59,10 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
     cache.prefill()
     assert tokens[head.length :] == [tree.tokens[0]]
     levels = [0, *(node for node in range(1, tree.width) if tree.depths[node] > tree.depths[node - 1])]
-    rows: list[NDArray[np.float32]] = []
+    rows: list[NDArray[np.float64]] = []
     for start, end in zip(levels, [*levels[1:], tree.width], strict=True):
-        rows.extend(np.array(head.verify(tree.pruned(VOCAB, 99, end), start).rows))
+        logits = head.verify(tree.pruned(VOCAB, 99, end), start)
+        rows += [logits.at(row, np.arange(head.facts.vocab_size)) for row in range(len(logits))]
     return np.array(rows, np.float64)
 
 

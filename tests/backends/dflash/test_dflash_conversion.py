@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
+from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.head_files import head_at
+from edgespec.model.self_draft_methods import Head
 from edgespec.store.prepared.head import prepare_head
 from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
 from tests.backends.tiny_models import WORDS, write_llama
@@ -56,7 +57,8 @@ def test_a_converted_head_drafts_what_the_published_one_does(
     assert isinstance(head, DFlashHead)
     model.prefill(TOKENS[:-1])
     head.prefill(TOKENS[:-1])
-    rows = np.array(head.verify(TokenTree.chain(TOKENS[-1], DRAFT)).rows, np.float64)
+    logits, every = head.verify(TokenTree.chain(TOKENS[-1], DRAFT)), np.arange(head.facts.vocab_size)
+    rows = np.array([logits.at(row, every) for row in range(len(logits))])
     own = tensors_of(target)
     block = block_logits(
         tensors,
@@ -77,7 +79,9 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         rows = rows[:, 7:107]
     assert np.abs(rows - expected).max() < 0.02 * np.abs(expected).max()
     # The plan of a head that is yet to be converted is that of the converted one.
-    before, after = (estimate_dflash_head(path, 256) for path in (tmp_path / "head", tmp_path / "head.gguf"))
+    before, after = (
+        estimate_head(Head("dflash", tmp_path / name), target, 256) for name in ("head", "head.gguf")
+    )
     for kind in ("cache", "compute", "output"):
         assert before.bytes_of(kind) == after.bytes_of(kind)
     assert before.bytes_of("weights") == pytest.approx(after.bytes_of("weights"), rel=0.15)

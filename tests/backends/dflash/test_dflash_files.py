@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from edgespec.backends import llamacpp
-from edgespec.backends.llamacpp.dflash import MarkovHead, estimate_dflash_head
+from edgespec.backends.llamacpp.dflash import MarkovHead, estimate_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.engine.tree import TokenTree
@@ -144,7 +144,7 @@ def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: d
         kind: [float(line.split()[-2]) * 2**20 for line in lines if f"{kind} buffer size" in line]
         for kind in ("KV", "compute", "output")
     }
-    estimate = estimate_dflash_head(head_path, CONTEXT)
+    estimate = estimate_head(Head("dflash", head_path), head_path, CONTEXT)
     assert estimate.bytes_of("cache") == head.facts.kv_bytes
     caches = 2 if "window" in options else 1
     assert sum(sizes["KV"][-caches:]) == pytest.approx(estimate.bytes_of("cache"), abs=6000 * caches)

@@ -88,9 +88,8 @@ def test_a_head_that_does_not_fit_in_memory_is_refused(folder: Path, target: Lan
 
 
 def test_the_plan_counts_what_a_head_needs(folder: Path, target: LanguageModel) -> None:
-    estimate = format_at(folder / "llama.gguf").estimate_head
-    assert estimate
-    planned = estimate(head_at(folder / "head"), folder / "llama.gguf", CONTEXT)
+    path = folder / "llama.gguf"
+    planned = format_at(path).estimate_head(head_at(folder / "head"), path, CONTEXT)
     head = head_of(target, folder / "head")
     assert planned.bytes_of("weights") == head.facts.weight_bytes
     assert planned.bytes_of("cache") == head.facts.kv_bytes

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.mlx.dflash import DFlashHead, estimate_dflash_head
+from edgespec.backends.mlx.dflash import DFlashHead, estimate_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
@@ -211,11 +211,11 @@ def test_a_gguf_file_is_refused(target: MlxModel, tmp_path: Path) -> None:
 def test_the_estimate_is_what_the_head_uses(files: Files, target: MlxModel) -> None:
     for layout in ("z-lab", "DeepSeek"):
         path = files.head(layout)
-        head, estimate = head_of(target, path), estimate_dflash_head(path, 512)
+        head, estimate = head_of(target, path), estimate_head(Head("dflash", path), path, 512)
         assert estimate.bytes_of("weights") == head.facts.weight_bytes
         assert estimate.bytes_of("cache") == head.facts.kv_bytes
         head.prefill(list(range(10)))
-        assert sum(array.nbytes for array in head._cache_arrays) == estimate.bytes_of("cache") // 2
+        assert sum(array.nbytes for array in head._cells.arrays) == estimate.bytes_of("cache") // 2
         head.close()
 
 

@@ -16,7 +16,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import head_trial, mlx
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.mtp import estimate_mtp_head
+from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
@@ -81,7 +81,7 @@ def test_fused_experts_give_the_same_layer(folder: Path, tmp_path: Path) -> None
 
         target = load(path)
         head = head_of(target)
-        found: Any = tree_flatten(head._network.parameters())  # type: ignore[attr-defined]
+        found: Any = tree_flatten(head.networks[0].parameters())  # type: ignore[attr-defined]
         return dict(found)
 
     single, fused = parameters(folder), parameters(write_mtp(tmp_path / "fused", fused=True))
@@ -96,7 +96,7 @@ def test_the_layer_is_listed_and_its_memory_planned(folder: Path) -> None:
 
 
 def check_plan(folder: Path) -> None:
-    estimate = estimate_mtp_head(folder, CONTEXT)
+    estimate = estimate_head(Head("mtp"), folder, CONTEXT)
     target = load(folder)
     head = head_of(target)
     assert estimate.bytes_of("weights") == head.facts.weight_bytes
@@ -138,7 +138,7 @@ def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numb
     from mlx.utils import tree_flatten
 
     target = load(numbered)
-    network: Any = head_of(target)._network
+    network: Any = head_of(target).networks[0]
     last: Any = dict(tree_flatten(target._net.layers[-1].parameters()))
     found: Any = dict(tree_flatten(network.layers[0].parameters()))
     assert found.keys() == last.keys()
@@ -180,7 +180,7 @@ def test_the_order_of_the_inputs_is_found_by_a_trial(
         return agreement(head, *arguments)
 
     monkeypatch.setattr(head_trial, "_agreement", count_tries)
-    network: Any = head_of(target)._network
+    network: Any = head_of(target).networks[0]
     assert network._hidden_first is hidden_first
     # Two of the four heads predict nothing and are tried once. The other two are equally accurate.
     assert sorted(tried.count(head) for head in {*tried}) == [1, 1, 8, 8]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
+from edgespec.backends.llamacpp import context_planning, mtp, staging_api, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
@@ -142,12 +142,12 @@ def test_every_architecture_is_tested() -> None:
 def test_llama_cpp_without_these_functions_does_not_draft(
     glm: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mtp, probe):
+    for module in (mtp, staging_api):
         monkeypatch.setattr(module, "nextn_api", lambda: None)
     target = glm.load()
     assert "dflash" in target.facts.capabilities.self_draft_methods
     with raises(CapabilityError, code="head_not_supported"):
         head_of(target)
     with raises(CapabilityError, code="head_not_supported"):
-        mtp.load_mtp_head(cast(LlamaCppModel, target), Head("mtp"))
+        mtp.load_head(cast(LlamaCppModel, target), Head("mtp"))
     target.close()

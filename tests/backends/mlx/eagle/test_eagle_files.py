@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.mlx.eagle import estimate_eagle_head
+from edgespec.backends.mlx.eagle import estimate_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.model.base import LoadOptions
@@ -119,7 +119,7 @@ def test_a_head_that_does_not_fit_in_memory_is_refused(files: Files) -> None:
 
 def test_the_estimate_covers_weights_and_cache(files: Files, target: MlxModel) -> None:
     head = head_of(target, files.head())
-    estimate = estimate_eagle_head(files.head(), CONTEXT)
+    estimate = estimate_head(Head("eagle", files.head()), files.head(), CONTEXT)
     assert estimate.bytes_of("weights") == head.facts.weight_bytes
     assert estimate.bytes_of("cache") == head.facts.kv_bytes
 
