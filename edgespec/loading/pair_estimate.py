@@ -136,7 +136,9 @@ class PairEstimator:
         try:
             speed = read_bytes_per_second(path)
         except OSError as error:
-            raise ModelFileError(f"{path} cannot be read: {error.strerror}", "check the path") from error
+            raise ModelFileError(
+                f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+            ) from error
         streamed = self.target.streamed_bytes(choice.streamed_layers)
         return Streaming(choice.streamed_layers, self.target.streamable_layers, streamed, speed)
 
