@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
 from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
@@ -57,7 +57,8 @@ class PairEstimator:
         self._options = replace(
             options, low_bits=pair.target.file_format.low_bit_weights and drafting.names_copy
         )
-        self.target = open_estimator(pair.target, self._options)
+        with about_option("target", ModelFileError):
+            self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
         # Keyed by the names of the draft model's lower-bit versions, and by "" for the requested draft model.
@@ -80,7 +81,8 @@ class PairEstimator:
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
-        estimator = open_estimator(draft, self._options.for_draft())
+        with about_option("draft", ModelFileError):
+            estimator = open_estimator(draft, self._options.for_draft())
         self._undo.callback(estimator.close)
         return estimator
 
