@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli.commands import COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, load_command
+from edgespec.cli.commands import ALIASES, COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, load_command
 from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, error_json, exit_status
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.screen import print_json, printable
@@ -30,6 +30,11 @@ class Program(HelpfulGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return super().resolve_command(ctx, [ALIASES.get(args[0], args[0]), *args[1:]])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         return load_command(name)

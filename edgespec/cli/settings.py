@@ -32,6 +32,7 @@ __all__ = [
     "SettingOption",
     "SettingValue",
     "Settings",
+    "ignore_setting",
     "preset_of",
     "settings_of",
     "settings_path",
@@ -276,6 +277,11 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
         if name in used:
             del params[name]
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
+
+
+def ignore_setting(ctx: click.Context, name: str) -> None:
+    """Do not name the source of a setting in errors, because another value replaces it."""
+    ctx.meta.get(_USED_KEY, {}).pop(name, None)
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:

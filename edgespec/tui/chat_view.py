@@ -17,7 +17,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread
@@ -84,7 +84,7 @@ class ChatView(Screen[None]):
         preferences: Preferences,
         history: History,
         *,
-        model_name: str,
+        models: ModelReferences,
         system: str | None,
         settings: Mapping[str, Setting],
         take_typed: Callable[[], str],
@@ -92,7 +92,7 @@ class ChatView(Screen[None]):
     ) -> None:
         super().__init__()
         self.runtime = runtime
-        self.model_name = model_name
+        self.models = models
         self.plan_model = plan_model
         self.preferences = preferences
         self.first_system = system
@@ -147,7 +147,9 @@ class ChatView(Screen[None]):
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
-        return Welcome(welcome_rows(self.runtime), self._notices)
+        return Welcome(
+            welcome_rows(self.runtime, explains=not self.preferences.knows_drafting), self._notices
+        )
 
     async def refresh_sidebar(self) -> None:
         """Refresh the list of chats if it is visible."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeAlias
 
+from edgespec.chat.saved_chat import ModelReferences
 from edgespec.chat.store import StoredChat
 from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.tui.commands import table
@@ -66,7 +67,7 @@ def _context(chat: PlainChat, argument: str) -> Context:
         chat=chat.current_chat,
         new_chat=OpenChat(chat.first_system, dict(chat.first_settings)),
         runtime=chat.runtime,
-        model_name=chat.model_name,
+        model_name=chat.models.target,
         model_thread=chat.model_thread,
         method=chat.method,
         stats=chat.stats,
@@ -230,7 +231,8 @@ def _switch_model(chat: PlainChat, reference: str) -> None:
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:
-        chat.switched_to = chat.model_name = reference
+        chat.models = ModelReferences(reference)
+        chat.remember_models()
         chat.console.answer(f"This chat now uses {name}.")
         if warning := rounding_warning(switched.runtime):
             chat.console.note(warning)

@@ -88,7 +88,7 @@ def _context(screen: TurnScreen, argument: str) -> Context:
         chat=screen.current_chat,
         new_chat=OpenChat(screen.first_system, dict(screen.first_settings)),
         runtime=screen.runtime,
-        model_name=screen.model_name,
+        model_name=screen.models.target,
         model_thread=screen.model_thread,
         method=screen.method,
         stats=screen.stats,

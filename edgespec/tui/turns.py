@@ -181,7 +181,7 @@ class TurnScreen(ChatView):
             await transcript.note(sentences(error.what, error.next_step))
             self._give_back_text(turn)
             return
-        chat.begin_turn(turn)
+        chat.begin_turn(turn, self.models)
         self._stopped = self._failure_shown = False
         self.speeds = SpeedHistory()
         if turn.sent:

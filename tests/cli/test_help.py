@@ -152,14 +152,14 @@ def test_ollama_commands_get_suggestions(run: Run) -> None:
         one_line_error(run(typed), 2, f"did you mean {suggested!r}?", code="option_invalid")
         if not suggested.startswith("-"):
             assert run(*suggested.split()[: 1 if "--" in suggested else 2], "--help").exit_code == 0
-    one_line_error(run("run", "llama3.2", "hello"), 2, "'chat --target llama3.2'", code="option_invalid")
+    one_line_error(run("run", "llama3.2", "hello"), 2, "generate --target", code="option_invalid")
     one_line_error(run("models", "rm", "llama3.2"), 2, "'remove llama3.2'", code="option_invalid")
     one_line_error(run("ps"), 2, "api/ps", code="option_invalid")
     one_line_error(run("generate", "--model", "demo", "hi"), 2, "--target", code="option_unknown")
     one_line_error(run("zzz"), 2, "commands", code="option_invalid")
 
 
-@pytest.mark.parametrize("command", ["bench", "chat", "plan", "tune", "verify"])
+@pytest.mark.parametrize("command", ["bench", "plan", "tune", "verify"])
 def test_a_model_without_an_option_is_an_error_that_names_the_option(run: Run, command: str) -> None:
     one_line_error(run(command, "llama3.2"), 2, "--target llama3.2", code="option_invalid")
 

@@ -43,7 +43,7 @@ def test_the_chat_opens_with_the_preset(run: Run, opened: Opened) -> None:
     write('system = "Be brief."\ntarget = "8b-q4"\ntemperature = 0.2\nstop = ["END"]\n')
     opened.end = opened.end._replace(resume="last")
     result = run("chat", "--preset", "reviewer", "--top-k", "5")
-    assert (opened.options["system"], opened.options["model_name"]) == ("Be brief.", "8b-q4")
+    assert (opened.options["system"], opened.options["models"].target) == ("Be brief.", "8b-q4")
     assert opened.options["settings"] == {"temperature": 0.2, "stop": ["END"], "top_k": 5}
     assert result.stdout.rstrip().endswith("chat --preset reviewer --resume")
 
