@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
 from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
@@ -56,7 +56,8 @@ class PairEstimator:
         self._options = replace(
             options, low_bits=pair.target.file_format.low_bit_weights and drafting.names_copy
         )
-        self.target = open_estimator(pair.target, self._options)
+        with about_option("target", ModelFileError):
+            self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
         # Keyed by the names of the draft model's lower-bit versions, and by "" for the requested draft model.
@@ -79,7 +80,8 @@ class PairEstimator:
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
-        estimator = open_estimator(draft, self._options.for_draft())
+        with about_option("draft", ModelFileError):
+            estimator = open_estimator(draft, self._options.for_draft())
         self._undo.callback(estimator.close)
         return estimator
 
@@ -135,7 +137,9 @@ class PairEstimator:
         try:
             speed = read_bytes_per_second(path)
         except OSError as error:
-            raise ModelFileError(f"{path} cannot be read: {error.strerror}", "check the path") from error
+            raise ModelFileError(
+                f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+            ) from error
         streamed = self.target.streamed_bytes(choice.streamed_layers)
         return Streaming(choice.streamed_layers, self.target.streamable_layers, streamed, speed)
 

@@ -27,6 +27,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, MemoryBudgetError
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import Rows, row_of, step, step_all, tokens_for
+from tests.raising import raises
 
 pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
 
@@ -177,7 +178,7 @@ def test_a_file_that_changes_ends_the_reply_but_not_the_process(
             file.seek(1 << 20)
             file.write(b"damaged")
     for _ in range(2):
-        with pytest.raises(BackendError, match="cannot be read"):
+        with raises(BackendError, code="model_file_unreadable"):
             _steps(model)
 
 
@@ -199,7 +200,7 @@ def test_a_disk_that_fails_for_a_moment_ends_one_reply(
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", fail)
-        with pytest.raises(BackendError, match="Input/output error"):
+        with raises(BackendError, "Input/output error", code="model_file_unreadable"):
             _steps(model)
     assert _same(_rows(model), expected)
 

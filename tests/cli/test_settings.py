@@ -258,6 +258,14 @@ def test_an_error_while_loading_names_the_place_of_the_setting(
     assert str(file) not in one_line_error(run("generate", option, "hi"), 2)
 
 
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_damaged_model_names_the_setting(file: Path, run: Run, tmp_path: Path, name: str) -> None:
+    model = tmp_path / "short.gguf"
+    model.write_bytes((ROOT / "models" / f"demo-{name}-q8_0.gguf").read_bytes()[:-1000])
+    file.write_text(f'{name} = "{model}"')
+    one_line_error(run("generate", "hi"), 1, f"({name} is set in {file})", code="model_file_damaged")
+
+
 def test_cancelling_is_not_blamed_on_a_setting(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cancelled(*args: object, **options: object) -> None:
         raise CancelledError("loading demo was cancelled")

@@ -24,6 +24,7 @@ from edgespec.backends.mlx.worker_ring import check_addresses, check_neighbour
 from edgespec.cluster import link
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
+    BackendError,
     CancelledError,
     CapabilityError,
     EdgespecError,
@@ -243,7 +244,7 @@ def test_workers_that_cannot_reach_each_other_are_an_error(
         return ask(shards, messages, *args)
 
     monkeypatch.setattr(remote_shards.RemoteShards, "ask", replace_address)
-    with raises(EdgespecError, "127.0.0.1:1", code="backend_failed"):
+    with raises(BackendError, "127.0.0.1:1", code="worker_unavailable"):
         load_tiny(folder, both(workers), split_tensors=True)
 
 

@@ -130,9 +130,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
             self.verify(TokenTree.chain(0))
         except BackendError as error:
             raise CapabilityError(
-                f"the hidden states of {self.facts.name} cannot be read: {error.what}",
-                error.next_step,
-                code=error.code,
+                f"the hidden states of {self.facts.name} cannot be read: {error.what}", error.next_step
             ) from error
         self.truncate(self.length)
 

@@ -226,6 +226,7 @@ class WeightStream:
         raise BackendError(
             f"the weights in {self._paths[part.file]} cannot be read: {reason}",
             "check the file and its disk, then load the model again",
+            code="model_file_unreadable",
         )
 
     def _free(self, layer: LayerRanges) -> None:
@@ -363,7 +364,9 @@ def _open(path: Path) -> int:
     try:
         return open_uncached(path)
     except OSError as error:
-        raise BackendError(f"{path} cannot be read: {error.strerror}", "check the path") from error
+        raise BackendError(
+            f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+        ) from error
 
 
 def _libc() -> Any:
@@ -381,6 +384,7 @@ def _replace_mapping(begin: int, end: int) -> None:
         raise BackendError(
             f"memory for the weights cannot be reserved: {os.strerror(ctypes.get_errno())}",
             "raise the limit on address space (ulimit -v)",
+            code="out_of_memory",
         )
 
 

@@ -63,7 +63,7 @@ def measure_exits(
         raise CapabilityError(
             f"the fastest early-exit layer of {path.name} cannot be measured: {error.what}",
             "choose the early-exit layer yourself with --exit N",
-            code=error.code,
+            code="early_exit_not_supported",
         ) from error
     chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
     layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]

@@ -191,7 +191,7 @@ def _test_split_model(
         model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
     except ModelFileError as error:
         raise CapabilityError(
-            f"{path.name} cannot run as a split model: {error.what}", code=error.code
+            f"{path.name} cannot run as a split model: {error.what}", code="early_exit_not_supported"
         ) from error
     try:
         actual = _test_logits(model)
