@@ -133,8 +133,11 @@ class PairEstimator:
         """
         if not choice.streamed_layers:
             return None
-        path = self._pair.target.file_format.files(self._pair.target.path)[-1]
+        files = self._pair.target.file_format.files(self._pair.target.path)
+        path = files[0]
         try:
+            # A small file would be read too fast or too slowly.
+            path = max(files, key=lambda file: file.stat().st_size)
             speed = read_bytes_per_second(path)
         except OSError as error:
             raise ModelFileError(

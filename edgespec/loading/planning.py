@@ -314,7 +314,7 @@ def _extend_context(
                 and candidate.kv_type == plan.kv_type
                 and has_room_to_resize(candidate)
             ):
-                return longer, candidate
+                return longer, replace(candidate, streaming=plan.streaming)
     return choice, plan
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 import edgespec
+from edgespec.backends.llamacpp import native
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.weight_stream import (
@@ -24,9 +27,12 @@ from edgespec.backends.llamacpp.weight_stream import (
     streamable_layers,
 )
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, MemoryBudgetError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError
+from edgespec.loading import planning
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.contract import Rows, row_of, step, step_all, tokens_for
+from tests.backends.tiny_gguf import finish
+from tests.backends.tiny_models import write_deci
 from tests.raising import raises
 
 pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
@@ -153,6 +159,75 @@ def test_a_pass_that_waits_for_the_disk_can_be_interrupted(
     model.close()
 
 
+@pytest.mark.parametrize("method", ["is_stop", "on_layer", "_free"])
+def test_ctrl_c_cancels_a_pass(
+    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    native._resend_interrupts_in_callbacks()
+
+    called = getattr(WeightStream, method)
+
+    def interrupted(*arguments: object) -> bool:
+        interrupting.undo()
+        called(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(WeightStream, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                step_all(model, tokens_for(model, 40))
+            except CancelledError:
+                time.sleep(10)
+    assert _same(_rows(model), expected)
+
+
+def test_weights_are_awaited_after_a_layer_without_feed_forward_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_deci(tmp_path / "deci.gguf", layers=8, without_feed_forward=3)
+    model = load(str(path), "deci", _OPTIONS)
+    expected = _rows(model)
+    model.close()
+    with monkeypatch.context() as slow:
+        _slow(slow, 0.005)
+        model = _load(path)
+        assert _same(_rows(model), expected)
+        model.close()
+
+
+@pytest.mark.parametrize("missed", [1, 3])
+def test_a_pass_that_does_not_wait_for_a_layer_fails(
+    demo_target: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, missed: int
+) -> None:
+    model = _load(demo_target)
+    with monkeypatch.context() as broken:
+        is_stop = WeightStream.is_stop
+        broken.setattr(
+            WeightStream, "is_stop", lambda self, name: name != b"l_out-%d" % missed and is_stop(self, name)
+        )
+        for _ in range(2):
+            with pytest.raises(CapabilityError):
+                _steps(model)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
+def test_layers_that_only_draft_are_not_streamed(tmp_path: Path) -> None:
+    """In a model of two files, only the first one tells how many layers there are."""
+    for number, layers in enumerate(((0, 1), (2, 3))):
+        writer = gguf.GGUFWriter(tmp_path / f"model-0000{number + 1}-of-00002.gguf", "glm4moe")
+        if number == 0:
+            writer.add_block_count(4)
+            writer.add_nextn_predict_layers(1)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        finish(writer, {f"blk.{layer}.ffn_up.weight": np.ones((64, 64), np.float32) for layer in layers})
+    found = streamable_layers(tmp_path / "model-00001-of-00002.gguf")
+    assert [layer.layer for layer in found] == [1, 2]
+
+
 def test_a_model_is_closed_while_it_reads(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _load(copy)
     _slow(monkeypatch, 0.2)
@@ -221,6 +296,13 @@ class TestPlanning:
         assert plan.streaming.bytes_per_pass > 20 << 20
         assert plan.to_json()["streaming"]["seconds_per_pass"] > 0
         assert preview.advice
+
+    def test_a_context_extended_into_free_memory_is_planned_with_the_stream(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(planning, "stream_least", lambda choice, plan: choice)
+        plan = edgespec.plan(str(smollm2), "none", memory=short_bytes).plan
+        assert plan.streaming is not None
 
     def test_it_is_refused_if_the_user_wants_that(self, smollm2: Path, short_bytes: int) -> None:
         with pytest.raises(MemoryBudgetError):

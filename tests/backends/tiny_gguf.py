@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,7 +38,12 @@ def ones(size: int) -> NDArray[np.float32]:
 
 
 def open_writer(
-    path: Path, architecture: str, *, layers: int, feed_forward: int = FEED_FORWARD, context: int = 512
+    path: Path,
+    architecture: str,
+    *,
+    layers: int,
+    feed_forward: int | Sequence[int] = FEED_FORWARD,
+    context: int = 512,
 ) -> gguf.GGUFWriter:
     """Return a writer with the metadata that all architectures share."""
     writer = gguf.GGUFWriter(path, architecture)

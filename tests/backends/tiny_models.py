@@ -30,6 +30,7 @@ from tests.backends.tiny_gguf import (
 __all__ = [
     "CHATML",
     "WORDS",
+    "write_deci",
     "write_gemma2",
     "write_gemma3",
     "write_jamba",
@@ -81,6 +82,23 @@ def write_llama(
         writer.add_rope_scaling_orig_ctx_len(long_from)
         for name, factor in (("short", 1.0), ("long", 4.0)):
             tensors[f"rope_factors_{name}.weight"] = np.full(HEAD // 2, factor, np.float32)
+    finish(writer, tensors)
+    return path
+
+
+def write_deci(path: Path, *, layers: int, without_feed_forward: int, seed: int = 0) -> Path:
+    """Write a transformer, one of whose layers has no feed-forward block."""
+    random = np.random.default_rng(seed)
+    sizes = [0 if layer == without_feed_forward else FEED_FORWARD for layer in range(layers)]
+    writer = open_writer(path, "deci", layers=layers, feed_forward=sizes)
+    writer.add_head_count([2] * layers)
+    writer.add_head_count_kv([2] * layers)
+    tensors = ends(random, add_vocabulary(writer, WORDS, CHATML))
+    for layer in range(layers):
+        tensors |= attention(random, layer, heads_kv=2)
+        block = norms_and_feed_forward(random, layer)
+        is_without = layer == without_feed_forward
+        tensors |= {name: block[name] for name in block if not is_without or "attn" in name}
     finish(writer, tensors)
     return path
 

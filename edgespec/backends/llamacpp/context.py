@@ -16,7 +16,14 @@ from edgespec.backends.llamacpp.adapters import LoraAdapters
 from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
-from edgespec.backends.llamacpp.native import Interrupt, ggml, library, recent_errors, use_threads
+from edgespec.backends.llamacpp.native import (
+    Interrupt,
+    ggml,
+    library,
+    recent_errors,
+    take_lost_interrupt,
+    use_threads,
+)
 from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps
 from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.errors import (
@@ -448,7 +455,11 @@ class LlamaContext(KvSequences):
         run = self._lib.llama_encode if encode else self._lib.llama_decode
         if self._stream:
             self._stream.begin_pass(lambda: self.interrupt.requested)
+        take_lost_interrupt()
         status = run(self._context, batch.native)
+        if take_lost_interrupt():
+            # The callback may have been meant to copy hidden states, or to wait for streamed weights.
+            status = _ABORTED
         if status == 0:
             if self._stream:
                 self._stream.end_pass(is_partial=self._is_hooked and self._hook.stop_after)

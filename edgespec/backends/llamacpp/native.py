@@ -30,6 +30,7 @@ __all__ = [
     "ggml",
     "library",
     "recent_errors",
+    "take_lost_interrupt",
     "use_threads",
 ]
 
@@ -38,6 +39,8 @@ _LOG = logging.getLogger("edgespec.llamacpp")
 _DEBUG, _WARN, _ERROR = 1, 3, 4
 # Seconds to wait before resending a Ctrl-C that was lost because it arrived during a Python callback from C.
 _RESEND_SECONDS = 0.02
+# The threads whose callbacks have lost a Ctrl-C. See `take_lost_interrupt`.
+_lost_interrupts: set[int] = set()
 _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
@@ -173,6 +176,7 @@ def _resend_interrupts_in_callbacks() -> None:
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         module = getattr(unraisable.object, "__module__", None) or ""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and module.startswith("edgespec."):
+            _lost_interrupts.add(threading.get_ident())
             timer = threading.Timer(_RESEND_SECONDS, _interrupt_main_thread)
             timer.daemon = True
             timer.start()
@@ -180,6 +184,16 @@ def _resend_interrupts_in_callbacks() -> None:
             default_hook(unraisable)
 
     sys.unraisablehook = hook
+
+
+def take_lost_interrupt() -> bool:
+    """Return whether a Ctrl-C has ended a callback on this thread since the last call.
+
+    C code has then gone on as if the callback had returned 0.
+    """
+    lost = threading.get_ident() in _lost_interrupts
+    _lost_interrupts.discard(threading.get_ident())
+    return lost
 
 
 def _interrupt_main_thread() -> None:

@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,10 +66,13 @@ class LayerRanges(NamedTuple):
 
     Attributes:
         layer: Number of the layer.
+        before: Number of the layer before it that has feed-forward weights. At the end of that layer, a pass
+            waits for these weights. llama.cpp does not name the ends of some layers without such weights.
         ranges: Their parts of the model's files.
     """
 
     layer: int
+    before: int
     ranges: tuple[_Range, ...]
 
     @property
@@ -84,30 +88,33 @@ def can_stream() -> bool:
 def streamable_layers(path: Path) -> list[LayerRanges]:
     """Return the layers of a GGUF model whose feed-forward weights can be streamed, in order.
 
-    The first layer is always kept, because a pass waits for a layer's weights at the end of the layer before.
+    The first one is always kept, because a pass waits for a layer's weights at the end of the layer before.
 
     Raises:
         ModelFileError: A file cannot be read.
     """
     found: dict[int, list[_Range]] = defaultdict(list)
-    for number, file in enumerate(gguf_files(path)):
-        header = read_header(file)
-        layers = header.architecture_number("block_count") - header.architecture_number(
-            "nextn_predict_layers"
-        )
+    headers = [(file, read_header(file)) for file in gguf_files(path)]
+    # Only the first file of a multi-part model contains the metadata.
+    first = headers[0][1]
+    layers = first.architecture_number("block_count") - first.architecture_number("nextn_predict_layers")
+    for number, (file, header) in enumerate(headers):
         ends = sorted({*(tensor.offset_bytes for tensor in header.tensors)})
         following = dict(zip(ends, [*ends[1:], file.stat().st_size - header.size_bytes], strict=True))
         for tensor in header.tensors:
             match = _FEED_FORWARD.fullmatch(tensor.name)
-            if match is None or not 0 < int(match[1]) < (layers or sys.maxsize):
+            if match is None or int(match[1]) >= layers:
                 continue
             begin = header.size_bytes + tensor.offset_bytes
             end = header.size_bytes + following[tensor.offset_bytes]
             # Whole pages only. The pages at both ends also hold other weights, so they are kept.
-            first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-            if first < last:
-                found[int(match[1])].append(_Range(number, first, last - first))
-    return [LayerRanges(layer, tuple(ranges)) for layer, ranges in sorted(found.items())]
+            begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+            found[int(match[1])] += [_Range(number, begin, end - begin)] if begin < end else []
+    return [
+        LayerRanges(layer, before, tuple(found[layer]))
+        for before, layer in pairwise(sorted(found))
+        if found[layer]
+    ]
 
 
 def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges]:
@@ -150,12 +157,21 @@ class WeightStream:
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
-        # The layers before which a pass waits: the next layer is streamed.
-        self._stops = {layer.layer - 1 for layer in streamed} | set(self._order)
-        self._state = threading.Condition()
+        # The layers at whose end a pass waits for the next streamed layer.
+        self._waits = {layer.before for layer in streamed}
+        # A Ctrl-C can end methods of Condition at any place, also while they take its lock, but not those of
+        # RLock.
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         # Number of streamed layers that the passes have finished and that have been read. Both count on from
         # pass to pass. A cancelled pass sets them back to the beginning of a pass.
         self._done = self._read = 0
+        # Number of streamed layers that the passes have waited for. A layer that a pass computed without
+        # waiting for it may have been computed with weights that had not been read.
+        self._awaited = 0
+        self._missed = False
+        # Whether all passes so far have ended as planned. After others, `_done` may be wrong.
+        self._is_intact = True
         self._restarts = 0
         self._closed = False
         self._error: EdgespecError | None = None
@@ -272,19 +288,17 @@ class WeightStream:
             BackendError: The weights cannot be read.
         """
         self._is_interrupted, self._stopped = is_interrupted, False
-        with self._state:
-            if self._error is not None:
-                # The disk may be back.
-                self._error, begun = None, True
-            else:
-                begun = self._done % len(self._layers) > 0
-            if begun:
+        with self._lock:
+            if self._error is not None or not self._is_intact or self._done % len(self._layers) > 0:
+                # If the disk has failed, it may be back.
+                self._error = None
                 for number in range(self._done, self._read):
                     self._free(self._layers[number % len(self._layers)])
                 self._done = self._read = 0
                 self._restarts += 1
                 self._state.notify_all()
-            self._first = self._done
+            self._first = self._awaited = self._done
+            self._missed = self._is_intact = False
 
     def end_pass(self, *, is_partial: bool) -> None:
         """Check that a pass that llama.cpp calls successful had all weights.
@@ -302,29 +316,34 @@ class WeightStream:
         if self._stopped:
             raise CancelledError("the model's computation was cancelled")
         finished = self._done - self._first
-        if not is_partial and (not finished or finished % len(self._layers)):
+        if self._missed or (not is_partial and (not finished or finished % len(self._layers))):
             raise CapabilityError(
                 "this model cannot run from disk, because llama.cpp does not name its layers",
                 "choose a model that fits in memory",
             )
+        self._is_intact = True
 
     def is_stop(self, name: bytes) -> bool:
         """Return whether a pass must call `on_layer` when it has computed the tensor `name`."""
         match = _LAYER_OUTPUT.fullmatch(name)
-        return match is not None and int(match[1]) in self._stops
+        return match is not None and (int(match[1]) in self._waits or int(match[1]) in self._order)
 
     def on_layer(self, name: bytes) -> bool:
         """Free a computed layer, and wait for the next one. Return whether the pass can go on."""
         layer = int(name.rpartition(b"-")[2])
-        with self._state:
+        with self._lock:
             if layer in self._order:
+                self._missed |= self._awaited <= self._done or self._order[layer] != self._done % len(
+                    self._layers
+                )
                 self._free(self._layers[self._order[layer]])
                 self._done += 1
                 self._state.notify_all()
-            if layer + 1 in self._order:
+            if layer in self._waits:
                 while self._read <= self._done and self._error is None and not self._stopped:
                     self._state.wait(_POLL_SECONDS)
                     self._stopped = self._closed or self._is_interrupted()
+                self._awaited = self._done + 1
             return self._error is None and not self._stopped
 
     def close(self) -> None:
