@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
-from edgespec.loading.pairing import ModelPair, find_pair
+from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.memory import Budget
@@ -269,3 +269,10 @@ def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> Non
         assert runtime.plan is not None
         assert [each.what for each in runtime.plan.decisions] == ["16-bit weights, not converted to float32"]
         assert runtime.target.weight_bytes < 0.6 * widened
+
+
+@pytest.mark.parametrize(("given", "layers"), [(None, 3), (0, 0), (9, 9)])
+def test_the_draft_model_can_have_its_own_number_of_layers_on_the_gpu(given: int | None, layers: int) -> None:
+    drafting = DraftingOptions.of(method="model", draft_gpu_layers=given)
+    options = draft_load_options(LoadOptions(gpu_layers=3), drafting, 512, None)
+    assert options.gpu_layers == layers
