@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 import edgespec
+from edgespec.backends.llamacpp import devices
+from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError
@@ -276,3 +279,36 @@ def test_the_draft_model_can_have_its_own_number_of_layers_on_the_gpu(given: int
     drafting = DraftingOptions.of(method="model", draft_gpu_layers=given)
     options = draft_load_options(LoadOptions(gpu_layers=3), drafting, 512, None)
     assert options.gpu_layers == layers
+
+
+@pytest.fixture
+def small_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with 20 MiB, as far as planning goes."""
+    card = Gpu("GPU0", "card", 20 * 2**20, 20 * 2**20, has_own_memory=True)
+    monkeypatch.setattr(devices, "cards", lambda: (card,))
+
+
+def test_too_many_layers_on_the_gpu_are_advised_against(small_card: None) -> None:
+    options: dict[str, Any] = {"context": 4096, "kv_type": "f16", "reserve": "0", "headroom": "0"}
+    fewer = edgespec.plan("demo", "none", **options)
+    assert fewer.plan.fits
+    assert fewer.plan.decisions
+    with pytest.raises(MemoryBudgetError) as error:
+        edgespec.load("demo", "none", gpu_layers=99, **options)
+    (layers,) = re.findall(r"--gpu-layers (\d+) or less", error.value.next_step)
+    assert edgespec.plan("demo", "none", gpu_layers=int(layers), **options).plan.fits
+
+
+def test_models_prepared_for_early_exit_count_towards_the_gpu(small_card: None, demo_in_halves: Path) -> None:
+    options: dict[str, Any] = {"context": 512, "reserve": "0", "method": "layerskip"}
+    plans = {
+        layers: edgespec.plan(str(demo_in_halves), "none", gpu_layers=layers, **options).plan
+        for layers in (None, 4, 0)
+    }
+    weights = {
+        layers: {item.pool: item.bytes for item in plan.items if item.kind == "weights"}
+        for layers, plan in plans.items()
+    }
+    assert weights[None]["gpu"] > weights[4]["gpu"] > 0
+    assert "gpu" not in weights[0]
+    assert {item.pool for item in plans[None].items if item.kind == "cache"} == {"gpu"}
