@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -53,3 +55,21 @@ def test_a_library_without_a_backend_is_a_problem(copy_in: ModuleType) -> None:
     found = load_gpu_library(copy_in)
     assert found.name == "cuda"
     assert found.problem
+
+
+_LOAD_RPC = """
+import os, sys
+from edgespec.backends.llamacpp.native import ggml, library
+ggml().ggml_backend_load(os.fsencode(sys.argv[1]))
+print(library().llama_supports_rpc())
+"""
+
+
+def test_llama_cpp_knows_the_libraries_that_are_loaded() -> None:
+    """ggml must be loaded once: a second copy would have a list of devices of its own."""
+    path = library_path(library(), "rpc")
+    if not path.is_file():
+        pytest.skip("the RPC library is not built; run scripts/setup dev")
+    command = [sys.executable, "-c", _LOAD_RPC, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"

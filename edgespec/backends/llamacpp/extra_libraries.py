@@ -44,7 +44,9 @@ def load_gpu_library(llama_cpp: ModuleType) -> GpuLibrary:
     result = GpuLibrary()
     if llama_cpp.llama_supports_gpu_offload():
         return result
-    load = llama_cpp.llama_cpp._lib.ggml_backend_load
+    from llama_cpp.llama_cpp import _lib
+
+    load = _lib.ggml_backend_load
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     for name in _GPU_LIBRARIES:
         path = library_path(llama_cpp, name)
