@@ -21,6 +21,7 @@ from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, MissingDrafter
 from edgespec.options.methods import Method, MethodDocs, register, sources_text
+from tests.raising import raises
 
 PROMPT = "How do I list files by size?"
 CONTEXT_TOKENS = 512
@@ -100,7 +101,7 @@ def test_replies_equal_plain_decoding(method: str) -> None:
 def test_auto_uses_it_if_the_record_says_so(request: pytest.FixtureRequest) -> None:
     with edgespec.load("demo", "none", context=CONTEXT_TOKENS, **QUICK) as runtime:
         assert runtime.method.effective == "suffix"
-        with pytest.raises(OptionError, match="parrot was not requested when the model was loaded"):
+        with raises(OptionError, "parrot", code="method_unavailable", option="method"):
             runtime.generate(PROMPT, max_tokens=2, method="parrot")
     unregister = register(replace(PARROT, name="parrot2", auto="always", always_loaded=True))
     request.addfinalizer(unregister)
@@ -118,25 +119,25 @@ def test_it_says_why_it_cannot_draft() -> None:
 
 
 def test_its_options_are_checked() -> None:
-    with pytest.raises(OptionError, match="draft_sinks has no effect with method suffix") as caught:
+    with raises(OptionError, "suffix", code="option_without_effect", option="draft_sinks") as caught:
         edgespec.load("demo", "none", method="suffix", draft_sinks=3)
     assert "parrot" in caught.value.next_step
-    with pytest.raises(OptionError, match="draft_branches has no effect with method parrot"):
+    with raises(OptionError, "parrot", code="option_without_effect", option="draft_branches"):
         edgespec.load("demo", "none", method="parrot", draft_branches=(2,))
 
 
 @pytest.mark.parametrize(
-    ("flags", "options", "reason"),
+    ("flags", "options", "code", "reason"),
     [
-        ({"shares_passes": False}, {"parallel": 2}, "cannot draft for several replies at once"),
-        ({"works_on_workers": False}, {"workers": "127.0.0.1:1"}, "does not work with --workers yet"),
+        ({"shares_passes": False}, {"parallel": 2}, "method_unavailable", "replies at"),
+        ({"works_on_workers": False}, {"workers": "127.0.0.1:1"}, "option_not_supported", "--workers yet"),
     ],
 )
 def test_what_the_record_rules_out_is_refused(
-    flags: dict[str, bool], options: dict[str, Any], reason: str, request: pytest.FixtureRequest
+    flags: dict[str, bool], options: dict[str, Any], code: str, reason: str, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(register(replace(PARROT, name="lonely", **flags)))  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=reason):
+    with raises(OptionError, reason, code=code):
         edgespec.load("demo", "none", context=CONTEXT_TOKENS, method="lonely", **options)
 
 

@@ -18,6 +18,7 @@ from edgespec.errors import OptionError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.registry import Backend, FileFormat, register
+from tests.raising import raises
 from tests.tabular import TabularModel
 
 VOCAB = 8
@@ -30,11 +31,15 @@ class ToyEstimator:
     trained_context_tokens = CONTEXT_TOKENS
     layers = 0
     longrope_switch_tokens = 0
+    streamable_layers = 0
     why_not_shared = "toys run one reply at a time"
 
     def __init__(self, path: str, name: str, _options: LoadOptions) -> None:
         self.name = name
         self._weight_bytes = _table(path).nbytes
+
+    def streamed_bytes(self, _layers: int) -> int:
+        return 0
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         tokens = options.context_tokens or CONTEXT_TOKENS
@@ -122,7 +127,7 @@ def test_features_it_lacks_are_refused(toy: str, option: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("method", ["layerskip", "lowbit"])
 def test_drafting_with_itself_is_refused_with_a_reason(toy: str, method: str) -> None:
-    with pytest.raises(OptionError, match="cannot be used"):
+    with raises(OptionError, code="method_unavailable", option="method"):
         edgespec.load(toy, method=method)
 
 

@@ -122,7 +122,9 @@ class Chat:
         for i in range(len(self.messages) - 1, -1, -1):
             if self.messages[i].role in roles:
                 return i
-        raise OptionError("there is no user message to answer", "send a message first")
+        raise OptionError(
+            "there is no user message to answer", "send a message first", code="messages_invalid"
+        )
 
     def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> ReplyStream:
         before = self.messages, self.dropped_messages, self._used_tokens

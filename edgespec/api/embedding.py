@@ -85,7 +85,9 @@ def tokenize_texts(
                 "pass a string or token ids",
             )
         if not text:
-            raise OptionError(f"text {number} is empty", "leave it out, or add at least one word")
+            raise OptionError(
+                f"text {number} is empty", "leave it out, or add at least one word", code="prompt_empty"
+            )
         if isinstance(text, str):
             if not truncate:
                 check_size(vocabulary, [text], limit)

@@ -34,6 +34,7 @@ from edgespec.memory import check_room_to_plan
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.mapped_files import MappedFiles
+from edgespec.model.self_draft_methods import EarlyExit
 from edgespec.options.methods import method
 from edgespec.options.settings import LoadArguments, as_bytes
 from edgespec.store.acceptance_history import AcceptanceRecorder, measured_acceptance_rate
@@ -128,7 +129,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             pair,
             planned.target_options,
             arguments["exactness"],
-            exits_early=pair.target.file_format.fixed_exit or "layerskip" in drafting.named_drafters,
+            exits_early=pair.target.file_format.fixed_exit or EarlyExit.method in drafting.named_drafters,
             measures_costs=arguments["measure_costs"],
             file_states=states,
             progress=progress,

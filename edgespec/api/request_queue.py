@@ -92,7 +92,9 @@ class RequestQueue(Replies["QueuedReply"]):
             if self._closed:
                 raise ClosedError("the request queue is closed", "create a new one")
             if len(self._waiting) + len(self._running) >= self._max_waiting + len(self._threads):
-                raise BusyError(f"{self._max_waiting} requests are already waiting", "try again later")
+                raise BusyError(
+                    f"{self._max_waiting} requests are already waiting", "try again later", code="queue_full"
+                )
             self._waiting.append(queued)
             self._changed.notify_all()
             return queued
@@ -170,7 +172,7 @@ class QueuedReply:
     def reply(self) -> Reply:
         """The finished reply. Raises EdgespecError if the reply has not ended."""
         if self._stream is None:
-            raise EdgespecError("the reply has not started", "iterate over it first")
+            raise EdgespecError("the reply has not started", "iterate over it first", code="reply_unfinished")
         return self._stream.reply
 
     def __iter__(self) -> Iterator[TextChunk]:

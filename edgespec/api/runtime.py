@@ -323,6 +323,7 @@ class Runtime(Replies[ReplyStream]):
             raise OptionError(
                 f"{constraint.option} cannot be used together with a tool_choice that requires a call",
                 f"remove {constraint.option}, or use tool_choice auto or none",
+                code="option_conflict",
             )
         return self._constraints.answer_rule(constraint)
 
@@ -336,7 +337,9 @@ class Runtime(Replies[ReplyStream]):
             for name, schema in tools.schemas.items() if has_grammar else ():
                 if reason := self._refusal(schema, lenient=not tools.strict):
                     raise OptionError(
-                        f"the parameters of the tool {name} cannot be enforced: {reason}", error.next_step
+                        f"the parameters of the tool {name} cannot be enforced: {reason}",
+                        error.next_step,
+                        code="constraint_not_supported",
                     ) from None
             raise
 

@@ -53,6 +53,7 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
             raise EdgespecError(
                 f"the saved {each} data could not be deleted: {error_reason(error)}",
                 write_advice(error, Path(error.filename).parent if error.filename else data_folder()),
+                code="file_not_written",
             ) from error
     return freed_bytes
 
@@ -78,4 +79,5 @@ def delete_chat(store: ChatStore, chat_id: str) -> None:
         raise ChatFileError(
             f"the chat was deleted, but cached data containing its text was not: {error.what}",
             error.next_step,
+            code=error.code,
         ) from error

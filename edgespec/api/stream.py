@@ -121,7 +121,11 @@ class ReplyStream:
     def reply(self) -> Reply:
         """The finished reply. Raises EdgespecError if the stream has not ended."""
         if self._reply is None:
-            raise EdgespecError("the reply is not finished", "iterate over the stream to its end first")
+            raise EdgespecError(
+                "the reply is not finished",
+                "iterate over the stream to its end first",
+                code="reply_unfinished",
+            )
         return self._reply
 
     @property

@@ -22,6 +22,8 @@ _WILDCARDS = re.compile(r"[*?\[]")
 class NoSuchFileError(AttachmentError):
     """Raised when a path does not exist, or no file matches a pattern."""
 
+    code = "attachment_not_found"
+
 
 def find_files(path: str) -> tuple[Path, ...]:
     """Return the files that `path` refers to: a single file, all files in a folder, or a pattern's matches.
@@ -38,7 +40,9 @@ def find_files(path: str) -> tuple[Path, ...]:
         if os.path.lexists(found):
             return _matching(path, found, "**") if found.is_dir() else (found,)
     except (OSError, ValueError) as error:
-        raise AttachmentError(f"{path} cannot be read: {error_reason(error)}", "check the path") from error
+        raise AttachmentError(
+            f"{path} cannot be read: {error_reason(error)}", "check the path", code="attachment_unreadable"
+        ) from error
     parts = found.parts
     first = next((place for place, part in enumerate(parts) if _WILDCARDS.search(part)), None)
     if first is None:
@@ -51,7 +55,9 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
         listing = list_files(folder)
     except OSError as error:
         raise AttachmentError(
-            f"the folder {shown_path(folder)} cannot be read: {error_reason(error)}", "choose another folder"
+            f"the folder {shown_path(folder)} cannot be read: {error_reason(error)}",
+            "choose another folder",
+            code="attachment_unreadable",
         ) from error
     if pattern[-1] == "**":
         pattern = (*pattern, "*")
@@ -64,10 +70,16 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
     smaller = "attach a smaller folder, or a pattern such as @src/*.py"
     if len(found) > _MAX_FILES:
         raise AttachmentError(
-            f"{path} contains {len(found):,} files, but at most {_MAX_FILES} can be attached", smaller
+            f"{path} contains {len(found):,} files, but at most {_MAX_FILES} can be attached",
+            smaller,
+            code="attachment_too_large",
         )
     if not listing.complete:
-        raise AttachmentError(f"the folder {shown_path(folder)} has too many files to search", smaller)
+        raise AttachmentError(
+            f"the folder {shown_path(folder)} has too many files to search",
+            smaller,
+            code="attachment_too_large",
+        )
     if not found:
         raise NoSuchFileError(f"{path} contains no files", "check the path")
     return tuple(folder / each for each in found)

@@ -34,7 +34,9 @@ def pdf_text(name: str, data: bytes, max_seconds: float) -> str:
     try:
         process = ChildProcess(module_arguments("edgespec.attachments.pdf_worker"))
     except EdgespecError as error:
-        raise AttachmentError(f"{name} cannot be read: {error.what}", error.next_step) from error
+        raise AttachmentError(
+            f"{name} cannot be read: {error.what}", error.next_step, code=error.code
+        ) from error
     deadline = monotonic() + max_seconds
 
     def extract() -> bytes:

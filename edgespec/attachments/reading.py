@@ -63,6 +63,7 @@ def read_files(path: str) -> ReadFiles:
             raise AttachmentError(
                 f"reading the files in {path} takes more than {_MAX_SECONDS:.0f} seconds",
                 "attach fewer files",
+                code="attachment_too_large",
             )
         try:
             files.append(_read(each, left_seconds))
@@ -74,9 +75,12 @@ def read_files(path: str) -> ReadFiles:
             raise AttachmentError(
                 f"the files in {path} contain more than {format_bytes(_MAX_TOTAL_BYTES)} of text",
                 "attach fewer files",
+                code="attachment_too_large",
             )
     if problem and not files:
-        raise AttachmentError(f"none of the {len(paths)} files in {path} can be attached", problem.what)
+        raise AttachmentError(
+            f"none of the {len(paths)} files in {path} can be attached", problem.what, code=problem.code
+        )
     return ReadFiles(tuple(files), len(paths) - len(files))
 
 
@@ -90,13 +94,16 @@ def _read(path: Path, max_seconds: float) -> AttachedFile:
             data = start + file.read(limit_bytes + 1 - len(start)) if size_bytes <= limit_bytes else b""
     except (OSError, ValueError) as error:
         raise AttachmentError(
-            f"{name} cannot be read: {error_reason(error)}", "choose another file"
+            f"{name} cannot be read: {error_reason(error)}",
+            "choose another file",
+            code="attachment_unreadable",
         ) from error
     if max(size_bytes, len(data)) > limit_bytes:
         raise AttachmentError(
             f"{name} is {format_bytes(max(size_bytes, len(data)))} in size, which exceeds the limit of"
             f" {format_bytes(limit_bytes)} for attached files",
             "copy the part you need to a smaller file",
+            code="attachment_too_large",
         )
     is_pdf = b"%PDF-" in start
     return AttachedFile(name, pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
@@ -105,7 +112,9 @@ def _read(path: Path, max_seconds: float) -> AttachedFile:
 def _decoded(name: str, data: bytes) -> str:
     if data.startswith(_IMAGES) or (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
         raise AttachmentError(
-            f"{name} is an image, but edgespec can only attach text", "describe the image in words"
+            f"{name} is an image, but edgespec can only attach text",
+            "describe the image in words",
+            code="attachment_not_text",
         )
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
@@ -116,5 +125,6 @@ def _decoded(name: str, data: bytes) -> str:
         raise AttachmentError(
             f"{name} is not a text file in UTF-8 or UTF-16",
             "if it is text, convert it to UTF-8, for example with iconv",
+            code="attachment_not_text",
         )
     return text

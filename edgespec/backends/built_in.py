@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.errors import CapabilityError
@@ -19,16 +20,23 @@ from edgespec.model.formats.gguf_metadata import (
 )
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
-from edgespec.model.heads.residual_layout import RESIDUAL_METHODS
+from edgespec.model.heads.mtp_files import MTP_MODELS
 from edgespec.model.model_facts import Adapter
 from edgespec.model.pass_weights import PassWeights
-from edgespec.model.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.registry import (
+    Backend,
+    BenchmarkModels,
+    ExitMeasurement,
+    FileFormat,
+    HeadNetwork,
+    HeadSupport,
+)
+from edgespec.model.self_draft_methods import EarlyExit, Head, LowBit
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 
 if TYPE_CHECKING:
     from edgespec.model.drafter_training import Teacher
-    from edgespec.model.memory_estimate import MemoryEstimate, MemoryEstimator
+    from edgespec.model.memory_estimate import MemoryEstimator
 
 __all__ = ["BUILT_IN"]
 
@@ -91,22 +99,27 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
     return write_benchmark_model(path, type_name, size_bytes)
 
 
-def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
-    from edgespec.backends.llamacpp.dflash import estimate_dflash_head
-    from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_published_head
-    from edgespec.backends.llamacpp.mtp import estimate_mtp_head
-    from edgespec.backends.llamacpp.residual_target import estimate_gguf_residual_heads
+def _network(module: str) -> Callable[[], HeadNetwork]:
+    return lambda: cast(HeadNetwork, import_module(f"edgespec.backends.{module}"))
 
-    if head.method == "mtp":
-        return estimate_mtp_head(head.path, target, context_tokens)
-    assert head.path is not None
-    if head.method in RESIDUAL_METHODS:
-        return estimate_gguf_residual_heads(head.path, target, context_tokens)
-    if head.method == "dflash":
-        return estimate_dflash_head(head.path, context_tokens)
-    if head.path.is_dir():
-        return estimate_published_head(head.path, target, context_tokens)
-    return estimate_eagle_head(head.path, context_tokens)
+
+def _taps_layers(_architecture: str) -> bool:
+    from edgespec.backends.llamacpp.staging_api import target_layers_api
+
+    return target_layers_api() is not None
+
+
+def _returns_states(_architecture: str) -> bool:
+    from edgespec.backends.llamacpp.staging_api import nextn_api
+
+    return nextn_api() is not None
+
+
+def _has_mtp_graph(architecture: str) -> bool:
+    from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
+    from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
+
+    return architecture in (*MTP_GRAPHS, ASSISTANT_TARGET) and _returns_states(architecture)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:
@@ -162,25 +175,13 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
     try_model(path, name)
 
 
-def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
-    require_mlx(target.name)
-    from edgespec.backends.mlx.dflash import estimate_dflash_head
-    from edgespec.backends.mlx.eagle import estimate_eagle_head
-    from edgespec.backends.mlx.mtp import estimate_mtp_head
-    from edgespec.backends.mlx.residual_target import estimate_mlx_residual_heads
-
-    if head.method in RESIDUAL_METHODS:
-        assert head.path is not None
-        return estimate_mlx_residual_heads(head.path, target, context_tokens)
-    estimates = {"mtp": estimate_mtp_head, "eagle": estimate_eagle_head, "dflash": estimate_dflash_head}
-    return estimates[head.method](head.path or target, context_tokens)
-
-
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
     from edgespec.backends.mlx.model import MlxModel
 
     if not isinstance(model, MlxModel):
-        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
+        raise CapabilityError(
+            f"{model.facts.name} has no early exits", "choose another method", code="early_exit_not_supported"
+        )
     return model.measure_exits(tokens, first)
 
 
@@ -218,7 +219,9 @@ def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     from edgespec.backends.llamacpp.loading import repacks_weights
 
     # A folder is a model that was split for early exit.
-    return not path.is_dir() and repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
+    if path.is_dir() or options.streamed_layers:
+        return False
+    return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
 
 
 def _mlx_build() -> str:
@@ -232,6 +235,9 @@ _BITS_PER_WEIGHT = {
     "F16": 16, "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q4_0": 4.5, "Q3_K": 3.4375,
     "Q2_K": 2.625,
 }  # fmt: skip
+
+# Formats of head files: GGUF, and folders in the Hugging Face layout.
+_GGUF_FILES, _PUBLISHED = frozenset({"gguf"}), frozenset({"mlx"})
 
 _GGUF = FileFormat(
     name="gguf",
@@ -247,7 +253,7 @@ _GGUF = FileFormat(
     named_files=named_gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit"}),
+    preparations=frozenset({EarlyExit.method, LowBit.method}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -264,13 +270,21 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
-    head_formats={
-        **dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"gguf"})),
-        **dict.fromkeys(RESIDUAL_METHODS, frozenset({"mlx"})),
+    networks={
+        "mtp": HeadSupport(network=_network("llamacpp.mtp"), formats=_GGUF_FILES, runs_for=_has_mtp_graph),
+        "eagle": HeadSupport(
+            network=_network("llamacpp.eagle"),
+            formats=_GGUF_FILES,
+            runs_for=lambda architecture: _taps_layers(architecture) and _returns_states(architecture),
+            converts=True,
+            unconverted=frozenset({"EAGLE-1"}),
+        ),
+        "dflash": HeadSupport(
+            network=_network("llamacpp.dflash"), formats=_GGUF_FILES, runs_for=_taps_layers, converts=True
+        ),
+        # edgespec runs these heads itself, so any version of llama.cpp works.
+        "residual": HeadSupport(network=_network("llamacpp.residual_target"), formats=_PUBLISHED),
     },
-    converted_heads=frozenset({"eagle", "dflash"}),
-    unconverted_heads=frozenset({"EAGLE-1"}),
-    estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
@@ -281,7 +295,7 @@ _SPLIT_GGUF = FileFormat(
     read_info=read_split_info,
     read_tokens=_split_tokens,
     mapped=True,
-    preparations=frozenset({"lowbit"}),
+    preparations=frozenset({LowBit.method}),
     fixed_exit=True,
     low_bit_copy_format="gguf",
     trial=_try_split,
@@ -302,8 +316,12 @@ _MLX = FileFormat(
     trial=_try_mlx,
     worker_library=lambda: Library(MLX, installed_mlx()),
     splits_tensors=True,
-    head_formats=dict.fromkeys(("mtp", "eagle", "dflash", *RESIDUAL_METHODS), frozenset({"mlx"})),
-    estimate_head=_estimate_mlx_head,
+    networks={
+        "mtp": HeadSupport(network=_network("mlx.mtp"), formats=_PUBLISHED, runs_for=MTP_MODELS.__contains__),
+        "eagle": HeadSupport(network=_network("mlx.eagle"), formats=_PUBLISHED),
+        "dflash": HeadSupport(network=_network("mlx.dflash"), formats=_PUBLISHED),
+        "residual": HeadSupport(network=_network("mlx.residual_target"), formats=_PUBLISHED),
+    },
     load_teacher=_load_mlx_teacher,
 )
 

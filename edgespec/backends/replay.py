@@ -175,6 +175,7 @@ class ReplayModel(BaseModel):
             raise CapabilityError(
                 f"a verify pass of {tree.width} tokens exceeds the limit of {limits.max_width}",
                 "use a shorter --draft-length",
+                code="draft_too_wide",
             )
 
     def _begin_round(self, width: int) -> list[int]:
@@ -229,6 +230,7 @@ class ReplayModel(BaseModel):
         raise CapabilityError(
             f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}",
             "truncate the cache, and process the rest again",
+            code="rollback_not_supported",
         )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002

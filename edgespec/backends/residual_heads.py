@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from edgespec.backends.head_view import AttentionHeadView, HeadView
+from edgespec.backends.head_view import AttentionCells, HeadView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.model.base import LoadOptions, Snapshot
+from edgespec.model.base import LoadOptions
 from edgespec.model.base_model import BaseModel
 from edgespec.model.heads.cached_attention import CachedAttention, Projections
 from edgespec.model.heads.products import Array, MakeProduct, Product, WeightLoader, rms_norm, silu
@@ -26,7 +26,7 @@ from edgespec.model.heads.residual_layout import (
 )
 from edgespec.model.heads.rotation import RopeSettings, Rotation
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
-from edgespec.model.memory_check import check_tokens_fit, check_weights_fit
+from edgespec.model.memory_check import check_weights_fit
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
@@ -189,6 +189,7 @@ class ResidualHeadTarget:
             f"the head {path} was made for another target: it needs {what} of size {needed:,}, not"
             f" {own:,} as in {self.model.facts.name}",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
 
 
@@ -209,6 +210,7 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
             f"the head {path} was made for another target: it reads the hidden states before the last"
             f" {heads.layers_before_last} layers, but {model.name} has only {target.layers} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     facts = _facts(target, heads, path)
     if target.memory_bytes is not None:
@@ -261,10 +263,8 @@ class LoadedResidualHeads:
             release: Called when the view is closed.
         """
         log = target.log_hidden_states([self._state])
-        parts = target, log, release, self._facts, self._network, self._embed
-        if self._prefix is None:
-            return ResidualHeadView(*parts)
-        return PrefixHeadView(*parts, self._prefix.with_own_cache())
+        prefix = self._prefix.with_own_cache() if self._prefix else None
+        return ResidualHeadView(target, log, release, self._facts, self._network, self._embed, prefix)
 
     def close(self) -> None:
         """See `SharedHead` of the llama.cpp backend. Python frees the weights together with the last view."""
@@ -281,6 +281,7 @@ def _check_attention(
             f"the head {path} was made for another target: its keys of size {keys:,} cannot be divided among"
             f" the {heads_of_target} attention heads of {target.model.facts.name}",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
 
 
@@ -356,16 +357,20 @@ class _Node(NamedTuple):
 class ResidualHeadView(HeadView[BaseModel]):
     """Medusa or Hydra heads as a draft model that predicts from the target's last known hidden state.
 
-    The draft model has no KV cache. The first head predicts the children of a draft tree's root, and each
-    further head predicts one level deeper. Hydra heads also read the embeddings of the tokens on the path
-    from the root to the node.
+    The first head predicts the children of a draft tree's root, and each further head predicts one level
+    deeper. Hydra heads also read the embeddings of the tokens on the path from the root to the node. Hydra++
+    heads read an attention layer's output instead of the target's hidden states. Only this layer has a KV
+    cache. Drafted tokens have no entries in it, because their hidden states are not known yet.
 
     Args:
         target: See `HeadView`, also for `log` and `release`.
         facts: Properties of the heads.
         network: The heads.
         embed: Returns the embeddings of token ids. None if the heads do not read tokens.
+        prefix: The attention layer of Hydra++ heads. None for other heads.
     """
+
+    _batch_tokens = 256
 
     def __init__(
         self,
@@ -375,39 +380,18 @@ class ResidualHeadView(HeadView[BaseModel]):
         facts: ModelFacts,
         network: ResidualNetwork,
         embed: Callable[[Sequence[int]], Array] | None,
+        prefix: PrefixLayer | None,
     ) -> None:
-        super().__init__(target, log, release)
+        super().__init__(target, log, release, AttentionCells(prefix.attention) if prefix else None)
         self.facts = facts
-        self._network, self._embed = network, embed
+        self._network, self._embed, self._prefix = network, embed, prefix
         self._nodes: list[_Node] = []
 
-    @property
-    def length(self) -> int:
-        # A recurrent target may have been rewound, so it can lag behind the sequence until its next pass. The
-        # log still covers the whole sequence.
-        return max(self._target.length, self.log.end)
+    def _append(self, tokens: Sequence[int]) -> None:
+        if self._prefix:
+            self._prefix.append(self._logged_states(self.length, len(tokens)))
 
-    def _states_before(self, count: int) -> Array:
-        """Return the head input for each of the next `count` tokens: the preceding hidden state."""
-        return self._logged_states(self.length, count)
-
-    def start_at(self, position: int) -> None:  # noqa: ARG002
-        """Do nothing, because there is no KV cache."""
-        self._check()
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Return a snapshot without data, because there is no KV cache."""
-        self._check()
-        return Snapshot(self.length if end is None else end, b"", start)
-
-    def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        """Do nothing, because there is no KV cache."""
-        self._check()
-
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check()
-        self._check_not_interrupted()
-        check_tokens_fit(self, tree.width)
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
         if first == 0:
             self._nodes = []
         self._add_nodes(tree, first)
@@ -437,8 +421,11 @@ class ResidualHeadView(HeadView[BaseModel]):
 
         The root is always included, so that a warm-up pass works before the target has processed any tokens.
         """
+        self._keep(self.length)
         last = max(self.log.end - self.length, 0)
-        return self._states_before(sum(depth <= last for depth in tree.depths))
+        self._known_nodes = sum(depth <= last for depth in tree.depths)
+        states = self._logged_states(self.length, self._known_nodes)
+        return self._prefix.run(states) if self._prefix else states
 
     def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
         """Fill in the logits of all nodes that belong to this head."""
@@ -448,40 +435,3 @@ class ResidualHeadView(HeadView[BaseModel]):
         logits = dict(zip(inputs, self._network.logits(head, np.array([*inputs.values()])), strict=True))
         for i in at:
             rows[i] = logits[id(nodes[i].inputs)]
-
-
-class PrefixHeadView(AttentionHeadView, ResidualHeadView):
-    """Hydra++ heads, which read an attention layer's output instead of the target's hidden states.
-
-    The attention layer has a KV cache. The entry for position p is computed from the target's hidden state at
-    position p - 1. Drafted tokens have no entries, because their hidden states are not known yet.
-    """
-
-    _batch_tokens = 256
-
-    def __init__(
-        self,
-        target: BaseModel,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-        facts: ModelFacts,
-        network: ResidualNetwork,
-        embed: Callable[[Sequence[int]], Array] | None,
-        prefix: PrefixLayer,
-    ) -> None:
-        super().__init__(target, log, release, facts, network, embed)
-        self._prefix, self._attention = prefix, prefix.attention
-        self._length = 0
-
-    def _append(self, tokens: Sequence[int]) -> None:
-        self._prefix.append(super()._states_before(len(tokens)))
-
-    def _states_before(self, count: int) -> Array:
-        """Return the attention layer's output for each of the next `count` tokens."""
-        self._keep(self.length)
-        return self._prefix.run(super()._states_before(count))
-
-    def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the KV cache entries of the last pass, all of which come from the target's hidden states."""
-        self._known_nodes = self._attention.end - self._length
-        super().commit(path)

@@ -238,6 +238,7 @@ def check_race(method: str, options: Mapping[str, Any]) -> None:
         raise OptionError(
             "a race compares replies token by token, which acceptance 'rejection' does not allow",
             "use acceptance 'invariant'",
+            code="option_conflict",
         )
 
 

@@ -189,7 +189,9 @@ def save_picture(race: Race, prompt: str, path: Path) -> None:
         path.write_text(Picture(race, prompt, _PICTURE_COLUMNS).svg(), "utf-8")
     except OSError as error:
         raise OptionError(
-            f"cannot write {str(path)!r}: {error_reason(error)}", "use another file name"
+            f"cannot write {str(path)!r}: {error_reason(error)}",
+            "use another file name",
+            code="file_not_written",
         ) from error
 
 

@@ -53,6 +53,7 @@ def as_attached_files(number: int, items: object) -> tuple[AttachedFile, ...]:
         raise OptionError(
             f"the files of message {number} must be a list of objects with the keys {', '.join(kinds)}",
             "pass the text of the files, or leave the files out",
+            code="messages_invalid",
         )
     return tuple(AttachedFile(**item) for item in items)
 

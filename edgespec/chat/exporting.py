@@ -143,13 +143,17 @@ def write_export(chat: SavedChat, file: str) -> Path:
             is_created = True
             opened.write(data)
     except FileExistsError:
-        raise OptionError(f"the file {path} already exists", "choose another file name") from None
+        raise OptionError(
+            f"the file {path} already exists", "choose another file name", code="output_exists"
+        ) from None
     except (OSError, ValueError) as error:
         # Opening a file whose name contains a NUL character raises ValueError.
         if is_created:
             with suppress(OSError):
                 path.unlink()
-        raise OptionError(f"cannot write {path}: {error_reason(error)}", "choose another file") from None
+        raise OptionError(
+            f"cannot write {path}: {error_reason(error)}", "choose another file", code="file_not_written"
+        ) from None
     return path.resolve()
 
 

@@ -162,6 +162,7 @@ class ExportedChats:
             raise ChatFileError(
                 f"{self.path.name} contains no chats in a known format",
                 "choose a file that ChatGPT, Claude, Open WebUI or edgespec exported",
+                code="wrong_file",
             )
 
     def _items(self) -> Iterator[Any]:
@@ -171,17 +172,21 @@ class ExportedChats:
                 yield from json_items(text, _MAX_CHAT_CHARACTERS)
         except OSError as error:
             raise ChatFileError(
-                f"cannot read {path}: {error_reason(error)}", "check the path and the permissions of the file"
+                f"cannot read {path}: {error_reason(error)}",
+                "check the path and the permissions of the file",
+                code="chat_file_unreadable",
             ) from error
         except ItemTooLargeError as error:
             raise ChatFileError(
                 f"cannot read {path}: a chat in it has more than {_MAX_CHAT_CHARACTERS:,} characters",
                 "remove this chat from the file",
+                code="chat_too_large",
             ) from error
         except (ValueError, RecursionError) as error:
             raise ChatFileError(
                 f"{path.name} is not a chat export: it is not valid JSON",
                 "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
+                code="wrong_file",
             ) from error
 
 

@@ -102,12 +102,17 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         raise OptionError(
             f"messages must be a list, not {type(items).__name__}",
             "for example, pass [{'role': 'user', 'content': 'Hello'}]",
+            code="messages_invalid",
         )
     messages = [as_message(number, item) for number, item in enumerate(items, 1)]
     only_system = all(message.role == "system" for message in messages)
     if not messages or not (only_system or messages[-1].role in ("user", "tool")):
         last = f"ends with the role {messages[-1].role}" if messages else "is empty"
-        raise OptionError(f"the list of messages {last}", "the last message must have the role user or tool")
+        raise OptionError(
+            f"the list of messages {last}",
+            "the last message must have the role user or tool",
+            code="messages_invalid",
+        )
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     return [
         replace(message, name=names.get(message.tool_call_id, ""))
@@ -128,11 +133,14 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
         raise OptionError(
             f"message {number} must be a Message or a dictionary, not {type(item).__name__}",
             "pass dictionaries with the keys role and content",
+            code="messages_invalid",
         )
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise OptionError(
-            f"message {number} has an unknown role: {item.get('role')!r}", f"use one of {', '.join(_ROLES)}"
+            f"message {number} has an unknown role: {item.get('role')!r}",
+            f"use one of {', '.join(_ROLES)}",
+            code="messages_invalid",
         )
     calls = as_tool_calls(number, item.get("tool_calls") or ()) if role == "assistant" else ()
     content = item.get("content")
@@ -142,18 +150,21 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
         raise OptionError(
             f"the content of message {number} must be a string, not {type(content).__name__}",
             "pass the content as a string",
+            code="messages_invalid",
         )
     reasoning = item.get("reasoning") or item.get("reasoning_content") or ""
     if not isinstance(reasoning, str):
         raise OptionError(
             f"the reasoning of message {number} must be a string, not {type(reasoning).__name__}",
             "pass the reasoning as a string, or leave it out",
+            code="messages_invalid",
         )
     markers = item.get("markers") or ["", ""]
     if not isinstance(markers, list) or [type(marker) for marker in markers] != [str, str]:
         raise OptionError(
             f"the reasoning markers of message {number} must be a list of two strings",
             "pass two strings, such as <think> and </think>, or leave the markers out",
+            code="messages_invalid",
         )
     if role == "assistant" and not reasoning and not any(markers):
         return replace(reply_message(content), tool_calls=calls)
@@ -171,6 +182,7 @@ def _seconds(number: int, value: object) -> float | None:
         raise OptionError(
             f"the reasoning_seconds of message {number} must be a number of seconds, not {value!r}",
             "pass a number that is at least 0, or leave it out",
+            code="messages_invalid",
         )
     return float(value)
 
@@ -181,6 +193,7 @@ def _text(number: int, item: Mapping[str, Any], key: str) -> str:
         raise OptionError(
             f"the {key} of message {number} must be a string, not {type(value).__name__}",
             "pass the value from the tool call",
+            code="messages_invalid",
         )
     return value
 

@@ -133,9 +133,12 @@ class MessagePrompts:
                 f"{self._model_name} has no chat template: its GGUF file contains none, and edgespec cannot"
                 " use the one in Ollama's manifest, which is written in another language",
                 f"use a GGUF file of the model that contains one, for example from Hugging Face, or {hint}",
+                code="template_missing",
             )
         return TemplateError(
-            f"{self._model_name} has no chat template", f"choose an instruct model, or {hint}"
+            f"{self._model_name} has no chat template",
+            f"choose an instruct model, or {hint}",
+            code="template_missing",
         )
 
     def check_template(self) -> None:

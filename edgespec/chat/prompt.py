@@ -62,6 +62,7 @@ def build_single_prompt(
         raise TemplateError(
             "a system prompt requires the model's chat template",
             "omit --system or --raw, or use an instruct model",
+            code="template_missing",
         )
     check_size(vocabulary, [message], context_tokens)
     return RenderedPrompt(message, tokenize_whole(vocabulary, message, progress))

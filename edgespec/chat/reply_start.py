@@ -36,6 +36,7 @@ def text_to_continue(messages: Sequence[Message]) -> str:
         raise OptionError(
             f"the last message calls the tool {call.name[:80]!r}, but its result is missing",
             "add a message with the role tool for each call, or remove the calls",
+            code="messages_invalid",
         )
     if len(messages) == 1:
         return whole_characters(messages[0].text)

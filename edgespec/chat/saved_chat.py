@@ -8,14 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from edgespec.chat.message import Message, as_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
 
-__all__ = ["MAX_CHAT_BYTES", "SavedChat", "Setting", "chat_from_json", "in_utc", "read_chat", "title_of"]
+__all__ = [
+    "MAX_CHAT_BYTES",
+    "NO_MODELS",
+    "ModelReferences",
+    "SavedChat",
+    "Setting",
+    "chat_from_json",
+    "in_utc",
+    "read_chat",
+    "title_of",
+]
 
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
@@ -48,6 +58,16 @@ def title_of(messages: Sequence[Message]) -> str:
     return (head or line[: _MAX_TITLE - 1]) + "…"
 
 
+class ModelReferences(NamedTuple):
+    """The models that a chat used last, in the form of `--target` and `--draft`. Empty if unknown."""
+
+    target: str = ""
+    draft: str = ""
+
+
+NO_MODELS = ModelReferences()
+
+
 @dataclass(frozen=True, slots=True)
 class SavedChat:
     """A chat as saved to a file.
@@ -59,6 +79,7 @@ class SavedChat:
         updated: Time of the last change, in UTC.
         title: The title. If empty, it is taken from the first message.
         target: Name of the model.
+        models: References to the model and its draft model.
         system: The system prompt.
         sampling: Settings that differ from their defaults.
         unfinished: Whether the last message has no reply or an incomplete one, because the program exited
@@ -76,6 +97,7 @@ class SavedChat:
     sampling: Mapping[str, Setting] = field(default_factory=dict)
     unfinished: bool = False
     pinned: bool = False
+    models: ModelReferences = NO_MODELS
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -92,6 +114,7 @@ class SavedChat:
                 f"the chat has {format_bytes(len(data))}, but a chat can have at most"
                 f" {format_bytes(_MAX_FILE_BYTES)}",
                 "start a new chat",
+                code="chat_too_large",
             )
         return data
 
@@ -108,6 +131,7 @@ class SavedChat:
             "messages": _tree_json(self.tree),
             "open": self.tree.tip,
             "sampling": dict(self.sampling),
+            **({"models": self.models._asdict()} if self.models.target else {}),
             **({"unfinished": True} if self.unfinished else {}),
             **({"pinned": True} if self.pinned else {}),
         }
@@ -150,10 +174,14 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
             )
         return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8-sig")))
     except FileNotFoundError:
-        raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
+        raise ChatFileError(
+            f"there is no saved chat at {path}", "choose from the list of chats", code="chat_not_found"
+        ) from None
     except OSError as error:
         raise ChatFileError(
-            f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
+            f"cannot read {path.name}: {error_reason(error)}",
+            f"check the permissions of {path}",
+            code="chat_file_unreadable",
         ) from error
     except UnicodeDecodeError as error:
         reason = f"the file is not UTF-8 text (byte {error.start})"
@@ -179,6 +207,7 @@ def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
             f"{path.name} has format version {version}, but this version of edgespec reads only versions 1"
             f" to {VERSION}",
             "upgrade edgespec, or open the chat with the version that wrote it",
+            code="chat_version_unknown",
         )
     chat = _from_json(data, version)
     if chat.id != chat_id:
@@ -221,6 +250,16 @@ def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
         sampling={name: _setting(name, value) for name, value in sampling.items()},
         unfinished=_typed(data.get("unfinished", False), bool, "`unfinished`"),
         pinned=_typed(data.get("pinned", False), bool, "`pinned`"),
+        models=_models(data.get("models")),
+    )
+
+
+def _models(value: object) -> ModelReferences:
+    if value is None:
+        return NO_MODELS
+    references = _typed(value, dict, "`models`")
+    return ModelReferences(
+        *(_typed(references.get(name, ""), str, f"`{name}`") for name in ModelReferences._fields)
     )
 
 

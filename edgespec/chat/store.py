@@ -89,6 +89,7 @@ class ChatStore:
             raise ChatFileError(
                 f"cannot save the chat to {path}: {reason}",
                 write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
+                code="file_not_written",
             ) from error
         return path
 
@@ -161,7 +162,9 @@ class ChatStore:
             (hidden if hidden.exists() else path).unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
-                f"cannot delete {path}: {error_reason(error)}", write_advice(error, self.folder)
+                f"cannot delete {path}: {error_reason(error)}",
+                write_advice(error, self.folder),
+                code="file_not_written",
             ) from error
 
     def hide(self, chat_id: str) -> None:
@@ -198,6 +201,7 @@ class ChatStore:
             raise ChatFileError(
                 f"cannot {purpose} the chat {path}: {error_reason(error)}",
                 write_advice(error, self.folder),
+                code="file_not_written",
             ) from error
 
     def hidden_before(self, time: float) -> Sequence[str]:
@@ -224,6 +228,7 @@ class ChatStore:
             raise ChatFileError(
                 f"cannot list the chats in {self.folder}: {error_reason(error)}",
                 "set EDGESPEC_DATA_DIR to a folder you can read",
+                code="chat_file_unreadable",
             ) from error
         self._entries = dict(map(self._read_entry, found))
         entries = [entry for _, entry in self._entries.values()]
@@ -243,7 +248,11 @@ class ChatStore:
     def _path(self, chat_id: str) -> Path:
         # The ID becomes a file name, so an invalid one could escape the folder.
         if not _ID.fullmatch(chat_id):
-            raise ChatFileError(f"{chat_id!r} is not a chat ID", "choose one from the list of saved chats")
+            raise ChatFileError(
+                f"{chat_id!r} is not a chat ID",
+                "choose one from the list of saved chats",
+                code="chat_not_found",
+            )
         return self.folder / f"{chat_id}.json"
 
 

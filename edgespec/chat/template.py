@@ -158,7 +158,9 @@ class ChatTemplate:
                 "use `edgespec generate --raw` or another model",
             )
         return TemplateError(
-            f"the model's chat template rejects these messages: {reason}", "change or shorten the chat"
+            f"the model's chat template rejects these messages: {reason}",
+            "change or shorten the chat",
+            code="template_rejects_messages",
         )
 
     def _content_form(self, kind: str, progress: Progress | None) -> str | None:

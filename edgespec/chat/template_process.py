@@ -45,6 +45,7 @@ class TemplateProcess:
             raise TemplateError(
                 f"the model's chat template cannot be used: {error.what}",
                 f"{error.next_step}, or use `edgespec generate --raw`",
+                code=error.code,
             ) from error
 
     @property

@@ -47,6 +47,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"cache type {plan.kv_type}"),
         *([] if preview.spread else [_line(f"expected speed {_expected_speed(preview)}")]),
+        *([_line(f"larger than memory: {plan.streaming.text}")] if plan.streaming else []),
     ]
     if preview.draft_window:
         parts.append(
@@ -64,6 +65,8 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         heading = "changed to save memory:" if plan.fits else "tried, but still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
+    if plan.streaming:
+        parts += [Text(), _line(f"to keep all weights in memory: {preview.advice}")]
     if not plan.fits:
         parts += [Text(), _line(f"does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
@@ -71,6 +74,9 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
 
 def _expected_speed(preview: Preview) -> str:
     speed = preview.prediction
+    if streaming := preview.plan.streaming:
+        tokens_per_second = 1 / streaming.seconds_per_pass
+        return f"at most {rate(tokens_per_second)} passes per second, each with all accepted draft tokens"
     if speed is None:
         return "unknown, because this machine has not been measured (run `edgespec recommend`)"
     drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""

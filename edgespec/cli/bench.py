@@ -163,7 +163,9 @@ def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt
 def _check_outputs(save: Path | None, plots: Path | None) -> None:
     """Raise OptionError if the output files cannot be written. Called before any measurement."""
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
-        raise OptionError(f"cannot write to {save}", "specify a file in an existing folder")
+        raise OptionError(
+            f"cannot write to {save}", "specify a file in an existing folder", code="file_not_written"
+        )
     if plots is not None:
         from edgespec.bench.plots import check_plots
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,11 +17,13 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, WORKER_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
-from edgespec.cli.settings import preset_of
+from edgespec.cli.settings import ignore_setting, preset_of
+from edgespec.options.default_model import default_model
 from edgespec.options.reply_options import REPLY_OPTIONS
 
 if TYPE_CHECKING:
     from edgespec import Preview, Runtime
+    from edgespec.chat.saved_chat import ModelReferences
     from edgespec.store.download import Progress
     from edgespec.tui.worker import Load
 
@@ -38,7 +43,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat
     short_help="Chat in the terminal.",
     examples=(
         "edgespec chat",
-        "edgespec chat --target 8b-q4",
+        "edgespec chat 8b-q4",
         "edgespec chat --resume",
         "edgespec chat --preset reviewer",
         "edgespec chat --target 70b-q4 --draft 8b-q4 --memory 48GiB",
@@ -46,6 +51,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat
     ),
 )
 @preset_option
+@click.argument("model", required=False)
 @click.option(
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
@@ -64,6 +70,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat
 def command(
     ctx: click.Context,
     /,
+    model: str | None,
     system: str | None,
     resume: str | None,
     plain: bool,
@@ -75,13 +82,18 @@ def command(
     """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
     The chat is saved as you go: each message when you send it, and the reply about once a second. --resume
-    opens the last chat, and /continue finishes a reply that was interrupted. Without --target, you chat with
-    SmolLM2, a small model that `scripts/setup` installs, or with the tiny demo model if it is missing.
+    opens the last chat, and /continue finishes a reply that was interrupted.
+
+    MODEL is short for --target MODEL. Without it, --resume opens the chat's own models, and a new chat opens
+    the models that you used last. The first chat is with SmolLM2, a small model that `scripts/setup`
+    installs, or with the tiny demo model if it is missing.
     """
+    _choose_models(ctx, options, model, resume)
     if sys.stdin is None:
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
+    from edgespec.chat.saved_chat import ModelReferences
     from edgespec.options.settings import load_arguments_for_another_model
     from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
@@ -92,13 +104,19 @@ def command(
 
         return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
 
-    def load_other(reference: str) -> Load:
-        arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+    models = ModelReferences(_lasting(options["target"]), _lasting(options["draft"]))
+
+    def load_other(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
+        if changed is not None and reference == models.target:
+            arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
+        else:
+            arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+        arguments |= {"target": reference, **(changed or {})}
 
         def load(progress: Progress) -> Runtime:
             import edgespec
 
-            return edgespec.load(reference, **arguments, progress=progress)
+            return edgespec.load(**arguments, progress=progress)
 
         return load
 
@@ -114,7 +132,7 @@ def command(
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     asked: dict[str, Any] = {
-        "model_name": options["target"],
+        "models": models,
         "system": system,
         "settings": settings,
         "resume": resume,
@@ -134,23 +152,86 @@ def command(
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:
-        models = (
-            ["--target", ended.switched_to]
-            if ended.switched_to
-            else [
-                word
-                for name in ("target", "draft")
-                if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-                for word in (f"--{name}", options[name])
-            ]
-        )
-        if (preset := preset_of(ctx)) is not None:
-            models += ["--preset", preset]
-        resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]
-        click.echo(
-            f"To continue this chat: {chat_command()} {shlex.join([*models, *resume_words])}", err=is_plain
-        )
+        preset = preset_of(ctx)
+        words = [] if preset is None else ["--preset", preset]
+        words += ["--resume", *([ended.resume] if ended.resume != "last" else [])]
+        click.echo(f"To continue this chat: {chat_command()} {shlex.join(words)}", err=is_plain)
     return DONE
+
+
+def _choose_models(
+    ctx: click.Context, options: dict[str, Any], model: str | None, resume: str | None
+) -> None:
+    """Set the target and the draft model, unless the user has named them on the command line.
+
+    A saved chat opens with its own models. A new one opens with the models that were used last, unless the
+    settings name others.
+    """
+    source = ctx.get_parameter_source("target")
+    if model is not None:
+        if source is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"both {model!r} and --target name a model; omit one of them", ctx)
+        options["target"] = model
+        ignore_setting(ctx, "target")
+        return
+    models = None
+    if resume is not None and source is not ParameterSource.COMMANDLINE:
+        models = _models_of_chat(resume)
+    if models is None and source is ParameterSource.DEFAULT:
+        models = _models_used_last()
+    if models is not None:
+        options["target"] = models.target
+        ignore_setting(ctx, "target")
+        if ctx.get_parameter_source("draft") is not ParameterSource.COMMANDLINE:
+            options["draft"] = models.draft or options["draft"]
+
+
+def _models_of_chat(wanted: str) -> ModelReferences | None:
+    """Return the models of a saved chat, or None if they are unknown or no longer on this machine."""
+    from edgespec.chat.search import find_chat
+    from edgespec.chat.store import ChatStore
+    from edgespec.errors import ChatFileError
+
+    # The chat reports a damaged file when it opens it.
+    with suppress(ChatFileError):
+        store = ChatStore()
+        if (found := find_chat(store.list(), wanted)) is not None:
+            return _if_here(store.load(found.id).models)
+    return None
+
+
+def _models_used_last() -> ModelReferences | None:
+    """Return the models that the last chat used, or None if they are no longer on this machine."""
+    from edgespec.chat.saved_chat import ModelReferences
+    from edgespec.chat.store import ChatStore
+    from edgespec.tui.preferences import Preferences, preferences_path
+
+    preferences = Preferences.read(preferences_path(ChatStore()))
+    return _if_here(ModelReferences(preferences.target, preferences.draft))
+
+
+def _if_here(models: ModelReferences) -> ModelReferences | None:
+    return models if models.target and all(map(_is_here, models)) else None
+
+
+def _is_here(reference: str) -> bool:
+    """Return whether a model can be loaded without a download."""
+    if reference in ("", "auto", "none", default_model()):
+        return True
+    from edgespec.errors import EdgespecError
+    from edgespec.store.reference import resolve
+
+    try:
+        resolve(reference, allow_download=False)
+    except EdgespecError:
+        return False
+    return True
+
+
+def _lasting(reference: str) -> str:
+    """Return a reference that is valid in other folders too."""
+    path = Path(reference)
+    return str(path.resolve()) if path.exists() else reference
 
 
 def _has_screen() -> bool:

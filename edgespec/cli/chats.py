@@ -189,7 +189,7 @@ def import_chats(file: str, as_json: bool) -> None:
         if not added:
             raise
         raise ChatFileError(
-            f"only the first {len(added)} chats were imported: {error.what}", error.next_step
+            f"only the first {len(added)} chats were imported: {error.what}", error.next_step, code=error.code
         ) from error
     if as_json:
         print_json({"ids": added, "left_out": dict(+chats.left_out)})
@@ -217,7 +217,11 @@ def delete_chat(chat: str, yes: bool, as_json: bool) -> None:
     stored = _find(store, chat, only=True)
     if not yes:
         if as_json or not is_terminal(sys.stdin):
-            raise OptionError(f"deleting the chat “{stored.title}” needs confirmation", "add --yes")
+            raise OptionError(
+                f"deleting the chat “{stored.title}” needs confirmation",
+                "add --yes",
+                code="confirmation_needed",
+            )
         click.confirm(printable(f"Delete “{stored.title}”?"), abort=True, err=True)
     delete_chat(store, stored.id)
     if as_json:
@@ -249,10 +253,13 @@ def _find(store: ChatStore, wanted: str, *, only: bool = False) -> StoredChat:
             if chats
             else "there are no saved chats yet",
             "choose one from `edgespec chats list`" if chats else "start one with `edgespec chat`",
+            code="chat_not_found",
         )
     matching = [chat for chat in chats if wanted.casefold() in chat.title.casefold()]
     if only and wanted not in ("last", found.id) and len(matching) > 1:
         raise OptionError(
-            f"{len(matching)} chats have {wanted!r} in their titles", f"use an ID, such as {found.id}"
+            f"{len(matching)} chats have {wanted!r} in their titles",
+            f"use an ID, such as {found.id}",
+            code="ambiguous",
         )
     return found

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-__all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
+__all__ = ["ALIASES", "COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 
 # The names of all commands, in the order of the help text.
 COMMANDS = (
@@ -31,9 +31,11 @@ COMMANDS = (
     "completion",
 )
 
+# Other names of commands: Ollama's name for its chat.
+ALIASES = {"run": "chat"}
+
 # Ollama's commands, and what to suggest instead. MODEL stands for the next word that the user typed.
 OLLAMA_COMMANDS = {
-    "run": "chat --target MODEL",
     "list": "models list",
     "ls": "models list",
     "pull": "models pull MODEL",

@@ -296,7 +296,8 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
             f"{'.'.join(path)!r} is not a valid key; use a key such as chat.temperature", ctx
         )
     if path[-1] not in options:
-        raise click.UsageError("; ".join(unknown_setting(path[-1], options)), ctx)
+        unknown = OptionError(*unknown_setting(path[-1], options), code="option_unknown")
+        raise click.UsageError(str(unknown), ctx) from unknown
     return options[path[-1]]
 
 

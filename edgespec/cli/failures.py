@@ -1,10 +1,11 @@
-"""Convert exceptions to one-line error messages and exit statuses."""
+"""Convert exceptions to one-line error messages, JSON and exit statuses."""
 
 from __future__ import annotations
 
 import os
 import traceback
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,7 +13,7 @@ from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.system.files import error_reason, write_advice
 from edgespec.system.spelling import nearest
 
-__all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "exit_status"]
+__all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "error_json", "exit_status"]
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 _DEBUG = "EDGESPEC_DEBUG"
@@ -35,6 +36,27 @@ def describe(error: Exception) -> str:
     return trace + _line(error)
 
 
+def error_json(error: BaseException) -> dict[str, Any]:
+    """Return what `--json` prints for an error."""
+    if isinstance(error, click.UsageError) and isinstance(error.__cause__, EdgespecError):
+        error = error.__cause__
+    if isinstance(error, EdgespecError):
+        fields = (error.code, error.what, error.next_step, error.option)
+    elif isinstance(error, click.NoSuchOption):
+        fields = ("option_unknown", *_unknown_option(error), error.option_name)
+    elif isinstance(error, click.UsageError):
+        what, _, next_step = _plain(error.format_message()).partition("; ")
+        fields = (OptionError.code, what, next_step, "")
+    elif isinstance(error, click.Abort | KeyboardInterrupt):
+        fields = (CancelledError.code, "interrupted", "", "")
+    else:
+        assert isinstance(error, Exception)
+        what, _, next_step = _line(error).removeprefix("error: ").partition("; ")
+        expected = isinstance(error, click.ClickException | OSError)
+        fields = (EdgespecError.code if expected else "internal_error", what, next_step, "")
+    return {"error": dict(zip(("code", "message", "next_step", "option"), fields, strict=True))}
+
+
 def _line(error: Exception) -> str:
     if isinstance(error, CancelledError):
         return f"interrupted: {error}"
@@ -54,9 +76,7 @@ def _line(error: Exception) -> str:
 
 def _wrong_usage(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
-        near = nearest(error.option_name, _options(error.ctx))
-        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options"
-        line = f"no such option {error.option_name}; {hint}"
+        line = "; ".join(_unknown_option(error))
     else:
         line = _plain(error.format_message())
     if error.ctx is None:
@@ -64,6 +84,13 @@ def _wrong_usage(error: click.UsageError) -> str:
     usage = " ".join(error.ctx.get_usage().split())
     usage = usage[0].lower() + usage[1:]
     return f"error: {line}\n{usage} (see `{error.ctx.command_path} --help`)"
+
+
+def _unknown_option(error: click.NoSuchOption) -> tuple[str, str]:
+    """Return what is wrong and what to do about it."""
+    near = nearest(error.option_name, _options(error.ctx))
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options"
+    return f"no such option {error.option_name}", hint
 
 
 def _options(context: click.Context | None) -> list[str]:

@@ -90,7 +90,7 @@ def _prompt_text(words: tuple[str, ...]) -> str:
     text = read_stdin() if must_read else read_piped_text()
     prompt = "\n\n".join(part for part in (text, *words) if part.strip() and part != "-")
     if not prompt:
-        raise OptionError("the prompt is empty", "enter at least one word")
+        raise OptionError("the prompt is empty", "enter at least one word", code="prompt_empty")
     return prompt
 
 

@@ -67,10 +67,12 @@ class HelpfulCommand(_Helpful):
         ctx.allow_extra_args = True
         rest = super().parse_args(ctx, args)
         if rest and not ctx.resilient_parsing:
-            model = shlex.quote(rest[0])
-            raise click.UsageError(
-                f"unexpected argument {model}; to choose a model, use --target {model}", ctx
-            )
+            word = shlex.quote(rest[0])
+            hint = f"to choose a model, use --target {word}"
+            if named := ctx.params.get("model"):
+                # As in `ollama run MODEL PROMPT`.
+                hint = f"to get one reply, use: edgespec generate --target {shlex.quote(named)} {word}"
+            raise click.UsageError(f"unexpected argument {word}; {hint}", ctx)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -124,7 +124,9 @@ def _server(url: str, model: str | None, api_key: str | None) -> Server:
         # Do not use a proxy, because it cannot reach a server on this machine.
         reply = httpx2.get(f"{url}/v1/models", headers=headers, timeout=_CONNECT_SECONDS, trust_env=False)
         if reply.status_code == 401:
-            raise EdgespecError(f"the server at {url} needs an API key", "pass --api-key")
+            raise EdgespecError(
+                f"the server at {url} needs an API key", "pass --api-key", code="api_key_missing"
+            )
         known = reply.raise_for_status().json()["data"]
         chosen = next(each for each in known if model in (None, each["id"]))
         return Server(url, str(chosen["id"]), key, chosen["meta"]["n_ctx"])
@@ -134,6 +136,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> Server:
         raise EdgespecError(
             f"no edgespec server answers at {url}",
             "start it with `edgespec serve`, or pass its address with --url or the model with --model",
+            code="server_not_found",
         ) from error
 
 
@@ -164,7 +167,9 @@ def _write(path: Path, text: str, shared: bool) -> _Written:
     try:
         old = path.read_text("utf-8-sig") if path.exists() else ""
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is not a UTF-8 text file", "move it elsewhere") from error
+        raise ConfigurationError(
+            f"{path} is not a UTF-8 text file", "move it elsewhere", code="invalid_encoding"
+        ) from error
     new = _with_entry(old, text) if shared else text
     if new == old:
         return _Written(path, changed=False)

@@ -57,6 +57,7 @@ def reject_remember(options: dict[str, Any]) -> None:
             " replies to the same prompts",
             "remove --remember",
             option="remember",
+            code="option_conflict",
         )
 
 

@@ -230,7 +230,9 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     size = format_bytes(removal.size_bytes)
     if not yes:
         if as_json or not is_terminal(sys.stdin):
-            raise OptionError(f"deleting {found.path} ({size}) needs confirmation", "add --yes")
+            raise OptionError(
+                f"deleting {found.path} ({size}) needs confirmation", "add --yes", code="confirmation_needed"
+            )
         click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
     freed_bytes = removal.execute()
     _print_change(

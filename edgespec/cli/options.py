@@ -147,7 +147,9 @@ def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
     try:
         return kind.check(name, value)
     except OptionError as error:
-        raise OptionError(error.what.replace(name, param.opts[-1], 1), error.next_step) from error
+        raise OptionError(
+            error.what.replace(name, param.opts[-1], 1), error.next_step, code=error.code
+        ) from error
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:

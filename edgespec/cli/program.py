@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import click
 
 from edgespec import __version__
-from edgespec.cli.commands import COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, load_command
-from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, exit_status
+from edgespec.cli.commands import ALIASES, COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, load_command
+from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, error_json, exit_status
 from edgespec.cli.help import HelpfulGroup
-from edgespec.cli.screen import printable
+from edgespec.cli.screen import print_json, printable
 from edgespec.errors import EdgespecError
 from edgespec.system.stdio import use_utf8
 
@@ -28,6 +30,11 @@ class Program(HelpfulGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return super().resolve_command(ctx, [ALIASES.get(args[0], args[0]), *args[1:]])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         return load_command(name)
@@ -53,12 +60,16 @@ class Program(HelpfulGroup):
             raise with_setting_source(error, ctx) from error
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
-        """Run a command and exit with 0 (success), 1 (failure), 2 (usage error) or 130 (interrupted)."""
+        """Run a command and exit with 0 (success), 1 (failure), 2 (usage error) or 130 (interrupted).
+
+        Errors are reported on stderr. With `--json`, they are also printed to stdout, as JSON.
+        """
         if sys.stdout is None:
             # stdout was already closed when the program started, so report the error on stderr.
             if sys.stderr is not None:
                 sys.stderr.write("error: cannot write output because stdout is closed\n")
             sys.exit(FAILED)
+        given = extra.get("args", sys.argv[1:])
         use_utf8(sys.stdout)
         if sys.stderr is not None:
             use_utf8(sys.stderr)
@@ -68,14 +79,22 @@ class Program(HelpfulGroup):
             sys.stdout.flush()
         except BrokenPipeError:
             status = _reader_left()
-        except (click.Abort, KeyboardInterrupt):
-            click.echo("interrupted", err=True)
+        except (click.Abort, KeyboardInterrupt) as error:
+            _report("interrupted", error, given)
             sys.exit(INTERRUPTED)
         except Exception as error:
-            with suppress(BrokenPipeError):
-                click.echo(printable(describe(error)), err=True)
+            _report(printable(describe(error)), error, given)
             sys.exit(exit_status(error))
         sys.exit(status if isinstance(status, int) else DONE)
+
+
+def _report(line: str, error: BaseException, args: Sequence[str]) -> None:
+    with suppress(BrokenPipeError):
+        click.echo(line, err=True)
+    # The option's value is unknown if the error is about an earlier argument.
+    if "--json" in takewhile(lambda each: each != "--", args):
+        with suppress(OSError):
+            print_json(error_json(error))
 
 
 def _reader_left() -> int:

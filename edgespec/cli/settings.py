@@ -16,12 +16,8 @@ from edgespec.cli.commands import COMMANDS, load_command
 from edgespec.cli.help import BEFORE_RUN, SectionOption
 from edgespec.errors import (
     CancelledError,
-    CapabilityError,
     ConfigurationError,
-    DownloadError,
     EdgespecError,
-    ModelFileError,
-    ModelNotFoundError,
     OptionError,
 )
 from edgespec.options.presets import preset_path, read_preset
@@ -36,6 +32,7 @@ __all__ = [
     "SettingOption",
     "SettingValue",
     "Settings",
+    "ignore_setting",
     "preset_of",
     "settings_of",
     "settings_path",
@@ -204,13 +201,17 @@ def _from_environment(problems: list[ConfigurationError]) -> Iterator[tuple[str,
         if variable not in names:
             step = suggestion(variable, [*names, *VARIABLES], _PREFIX)
             problems.append(
-                ConfigurationError(f"the environment variable {variable} does not match any setting", step)
+                ConfigurationError(
+                    f"the environment variable {variable} does not match any setting",
+                    step,
+                    code="option_unknown",
+                )
             )
             continue
         try:
             value = setting_value(names[variable], text)
         except OptionError as error:
-            problems.append(ConfigurationError(f"{variable}: {error.what}", error.next_step))
+            problems.append(ConfigurationError(f"{variable}: {error.what}", error.next_step, code=error.code))
         else:
             yield names[variable], SettingValue(value, ParameterSource.ENVIRONMENT, variable)
 
@@ -278,18 +279,17 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 
+def ignore_setting(ctx: click.Context, name: str) -> None:
+    """Do not name the source of a setting in errors, because another value replaces it."""
+    ctx.meta.get(_USED_KEY, {}).pop(name, None)
+
+
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
     """If a setting caused the error, add the setting's file or environment variable to the message."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
-    name = error.option or _model_setting(error, used)
+    name = error.option
     if name not in used or isinstance(error, CancelledError):
         return error
-    return ConfigurationError(f"{error.what} ({name} is set in {used[name].where})", error.next_step)
-
-
-def _model_setting(error: EdgespecError, used: Mapping[str, SettingValue]) -> str:
-    """Return the name of the setting whose model could not be loaded, or an empty string."""
-    if not isinstance(error, ModelNotFoundError | ModelFileError | CapabilityError | DownloadError):
-        return ""
-    models = [name for name in ("target", "draft", "head") if name in used]
-    return next((name for name in models if str(used[name].value).strip() in error.what), "")
+    return ConfigurationError(
+        f"{error.what} ({name} is set in {used[name].where})", error.next_step, code=error.code, option=name
+    )

@@ -37,12 +37,15 @@ def read_stdin() -> str:
         data = sys.stdin.buffer.read(_MAX_BYTES + 1)
     except OSError as error:
         raise OptionError(
-            f"stdin cannot be read: {(error.strerror or str(error)).lower()}", "use a pipe or a text file"
+            f"stdin cannot be read: {(error.strerror or str(error)).lower()}",
+            "use a pipe or a text file",
+            code="file_not_read",
         ) from error
     if len(data) > _MAX_BYTES:
         raise OptionError(
             f"stdin contains more than {format_bytes(_MAX_BYTES)} of text",
             "shorten it to fit the model's context",
+            code="input_too_large",
         )
     return decode_input(data).removesuffix("\n").removesuffix("\r")
 

@@ -16,6 +16,7 @@ from edgespec.cli.measuring import duration_text, prompts_option
 from edgespec.cli.options import Decorator, KindType, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import CancelledError
+from edgespec.options.methods import HeadTraining, methods
 from edgespec.options.option_kinds import Integer
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _MIN_TOKENS = 1_000
 # Minimum tokens per pass of a useful drafter. With fewer, drafting and wider passes cost most of the time
 # saved. The value is a heuristic.
 _USEFUL_TOKENS_PER_PASS = 2.0
-_SAME_FOLDER = "The heads need no conversion to GGUF."
 _CONTINUE = "run the same command again to continue"
 
 
@@ -45,22 +45,6 @@ def command() -> None:
 
     If the command is interrupted, run it again to continue.
     """
-
-
-class _Kind(NamedTuple):
-    """A kind of head.
-
-    Attributes:
-        name: Name of the command, such as `eagle3`.
-        title: Name with an article, such as `an EAGLE-3 head`.
-        method: Name of the drafting method.
-        with_gguf: A sentence on how to use the head with a GGUF model.
-    """
-
-    name: str
-    title: str
-    method: str
-    with_gguf: str
 
 
 class _Request(NamedTuple):
@@ -136,32 +120,33 @@ def _training_options(example: str) -> Decorator:
     return decorate
 
 
-def _add_head_command(kind: _Kind) -> None:
-    """Add the command that trains a kind of head."""
+def _add_head_command(training: HeadTraining, method: str) -> None:
+    """Add the command that trains heads for a method."""
+    name, title = training.command, training.title
 
     @command.command(
-        kind.name,
-        short_help=f"Train {kind.title}.",
-        help=f"""Train {kind.title} for REF, for `--method {kind.method}`.
+        name,
+        short_help=f"Train {title}.",
+        help=f"""Train {title} for REF, for `--method {method}`.
 
         No data is needed. REF writes both the questions and the replies, and the head learns to predict the
         replies. Training takes hours for a model with several billion parameters. Press Ctrl-C to stop, and
         run the same command again to continue.
 
-        If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). {kind.with_gguf}
+        If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). {training.with_gguf}
         """,
         examples=(
-            f"edgespec train {kind.name} demo-mlx --to my-head",
-            f"edgespec train {kind.name} demo --weights ./demo-hf --to my-head",
-            f"edgespec train {kind.name} ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
+            f"edgespec train {name} demo-mlx --to my-head",
+            f"edgespec train {name} demo --weights ./demo-hf --to my-head",
+            f"edgespec train {name} ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
         ),
     )
     @_training_options("my-head")
     def train(**options: Any) -> None:
-        request = _Request(kind.name, **options)
+        request = _Request(name, **options)
         result = _run(request)
         if request.as_json:
-            print_json({"kind": "head", "method": kind.name, **result.to_json()})
+            print_json({"kind": "head", "method": name, **result.to_json()})
             return
         print_result(result, "head")
         if result.kept:
@@ -169,12 +154,9 @@ def _add_head_command(kind: _Kind) -> None:
             note(printable(f"Use it with: edgespec chat --target {request.reference} --head {used}"))
 
 
-for _kind in (
-    _Kind("eagle3", "an EAGLE-3 head", "eagle", "The head is then also converted to GGUF."),
-    _Kind("medusa", "Medusa heads", "medusa", _SAME_FOLDER),
-    _Kind("hydra", "Hydra heads", "hydra", _SAME_FOLDER),
-):
-    _add_head_command(_kind)
+for _method in methods():
+    if _method.head and _method.head.training:
+        _add_head_command(_method.head.training, _method.name)
 
 
 @command.command(

@@ -102,6 +102,7 @@ def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, libr
         raise WorkerError(
             f"the worker {address} is busy with another model",
             "wait until that model is closed, or use another worker",
+            code="worker_busy",
         )
     if (version := status.version_of(library.name)) != library.version:
         theirs = f"{library.name} {version}" if version else f"no {library.name}"
@@ -109,6 +110,7 @@ def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, libr
         raise WorkerError(
             f"the worker {address} has {theirs}, but this machine has {library.version or 'none'}",
             f"install the same version of edgespec on both machines with `{setup}`",
+            code="worker_version_mismatch",
         )
     wanted = address.memory_bytes
     if wanted is not None and wanted > status.memory_bytes:

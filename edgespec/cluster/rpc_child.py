@@ -57,10 +57,14 @@ class RpcChild:
     def _read_start(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerError("llama.cpp's RPC server exited during startup", "run `edgespec doctor`")
+            raise WorkerError(
+                "llama.cpp's RPC server exited during startup",
+                "run `edgespec doctor`",
+                code="worker_not_started",
+            )
         started: dict[str, Any] = json.loads(line)
         if "error" in started:
-            raise WorkerError(started["error"], started["next_step"])
+            raise WorkerError(started["error"], started["next_step"], code="worker_not_started")
         return started
 
     def _wait_until_ready(self) -> RpcServer:
@@ -71,7 +75,9 @@ class RpcChild:
             except (OSError, ValueError) as error:
                 if time.monotonic() > end or not self._process.alive:
                     raise WorkerError(
-                        f"llama.cpp's RPC server did not start: {error}", "run `edgespec doctor`"
+                        f"llama.cpp's RPC server did not start: {error}",
+                        "run `edgespec doctor`",
+                        code="worker_not_started",
                     ) from error
                 time.sleep(0.05)
 

@@ -113,6 +113,7 @@ def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress
             raise WorkerError(
                 f"the worker on {waiting[0]} did not start within {_START_SECONDS:g} seconds",
                 f"run `ssh {waiting[0]} edgespec worker` to see why",
+                code="worker_not_started",
             )
         for machine in tuple(waiting):
             try:
@@ -124,6 +125,7 @@ def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress
                     raise WorkerError(
                         f"no free port was found for the worker on {machine}: {error}",
                         "if ~/.ssh/config forwards a port for this host, close the SSH connections to it",
+                        code="worker_not_started",
                     ) from error
                 attempts[machine] += 1
                 started[machine] = _Ssh(machine)
@@ -156,6 +158,7 @@ class _Ssh:
             raise WorkerError(
                 f"cannot start the program `ssh` to connect to {machine}: {error.strerror}",
                 "install OpenSSH here, or start `edgespec worker` there yourself and use its host:port",
+                code="worker_not_started",
             ) from error
         assert self._process.stdin
         self._stdin = self._process.stdin
@@ -211,12 +214,16 @@ class _Ssh:
                 f"edgespec was not found on {self._machine}: {last}",
                 "install it there with `scripts/setup workers`, then run `mkdir -p ~/.local/bin && ln -s"
                 " $PWD/.venv/bin/edgespec ~/.local/bin/` in its source folder",
+                code="worker_not_started",
             )
         if f"cannot listen on {LOOPBACK}:{self._worker_port}" in text:
             return _PortTakenError(last)
         # `edgespec worker` prints its own error on a line that starts with `error: ` and says what to do.
         own = next((line for line in lines if line.startswith("error: ")), last)
-        return WorkerError(f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}")
+        return WorkerError(
+            f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}",
+            code="worker_not_started",
+        )
 
     def _show_life(self) -> None:
         """Send a heartbeat to the worker's stdin until it is closed."""
@@ -249,9 +256,11 @@ def _connection_error(machine: SshAddress, text: str, last: str) -> Exception:
         return _PortTakenError(last)
     by_hand = f"`ssh {machine}` must connect without asking for a password or for anything else"
     if "Permission denied" in text or "Too many authentication failures" in text:
-        return WorkerError(f"{machine} refused the SSH key: {last}", by_hand)
+        return WorkerError(f"{machine} refused the SSH key: {last}", by_hand, code="access_denied")
     if "Host key verification failed" in text:
-        return WorkerError(f"the host key of {machine} is not known or has changed: {last}", by_hand)
+        return WorkerError(
+            f"the host key of {machine} is not known or has changed: {last}", by_hand, code="access_denied"
+        )
     return WorkerError(f"{machine} is unreachable by SSH: {last}", by_hand)
 
 

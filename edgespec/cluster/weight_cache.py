@@ -86,6 +86,7 @@ class WeightCache:
             raise WorkerError(
                 f"the weight cache {self.folder} cannot be used: {error_reason(error)}",
                 write_advice(error, self.folder),
+                code="file_not_written",
             ) from error
         return self.folder
 

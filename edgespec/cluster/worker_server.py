@@ -385,4 +385,5 @@ def _listen(host: str, port: int) -> socket.socket:
         raise WorkerError(
             f"the worker cannot listen on {host}:{port}: {reason}",
             "stop the worker or other program that uses this port, or choose another address with --listen",
+            code="address_unavailable",
         ) from error

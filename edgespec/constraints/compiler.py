@@ -140,6 +140,7 @@ class ConstraintCompiler:
             raise OptionError(
                 f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
                 f"continue the reply without the {name}, or ask for a new reply",
+                code="constraint_violated",
             )
         return ConstraintProcessor(tokenizer, matcher, start)
 
@@ -180,6 +181,7 @@ class ConstraintCompiler:
             raise OptionError(
                 f"the {_KINDS[option].name} cannot be used: {result}",
                 f"use a simpler {_KINDS[option].name}",
+                code="constraint_not_supported",
             )
         with self._lock:
             tokenizer = self._tokenizer.for_llguidance
@@ -195,6 +197,7 @@ class ConstraintCompiler:
                 "the JSON schema cannot be used: no finite text satisfies it, because each value must contain"
                 " another value of the same kind",
                 "make the property that refers to its own schema optional",
+                code="constraint_not_supported",
             )
         return _Compiled(matcher, result)
 
@@ -210,6 +213,7 @@ def _checked_text(constraint: Constraint) -> str:
             f"the {_KINDS[constraint.option].name} has {len(text):,} characters, more than the limit of"
             f" {_MAX_CHARACTERS:,}",
             f"use a shorter {_KINDS[constraint.option].name}",
+            code="constraint_not_supported",
         )
     return _enforceable(text) if constraint.option == "schema" else text
 
@@ -237,32 +241,47 @@ def _refused(option: str, text: str, message: str) -> OptionError:
         return OptionError(
             "this looks like llama.cpp's GBNF, but edgespec needs a grammar in Lark's format",
             'write rules with a colon, such as start: "yes" | "no"',
+            code="constraint_invalid",
         )
     if option == "regex" and (error := _REGEX_ERROR.search(message)):
-        return OptionError(f"invalid regular expression {_shortened(text)!r}: {error[1]}", kind.hint)
+        return OptionError(
+            f"invalid regular expression {_shortened(text)!r}: {error[1]}",
+            kind.hint,
+            code="constraint_invalid",
+        )
     if option == "regex" and (look := _LOOK_AROUND.search(message)):
         return OptionError(
             f"the regular expression {_shortened(text)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
             "remove it, because the whole reply must match anyway, or write out what may stand there",
+            code="constraint_not_supported",
         )
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
         verb = "are" if "," in keywords[1] else "is"
         names = _shortened(keywords[1].replace('"', ""))
         place = _place(text, lambda part: all(name in part for name in json.loads(f"[{keywords[1]}]")))
-        return OptionError(f"the {kind.name} cannot be used: {names} {verb} not supported{place}", kind.hint)
+        return OptionError(
+            f"the {kind.name} cannot be used: {names} {verb} not supported{place}",
+            kind.hint,
+            code="constraint_not_supported",
+        )
     if unknown := _UNKNOWN_FORMAT.fullmatch(message):
         place = _place(text, lambda part: part.get("format") == unknown[1])
         return OptionError(
-            f"the {kind.name} cannot be used: format {unknown[1]} is not supported{place}", kind.hint
+            f"the {kind.name} cannot be used: format {unknown[1]} is not supported{place}",
+            kind.hint,
+            code="constraint_not_supported",
         )
     if option == "schema" and message.startswith("oneOf constraints are not supported"):
         place = _place(text, lambda part: "oneOf" in part)
         return OptionError(
             f"the {kind.name} cannot be used: more than one alternative of oneOf could match{place}",
             "use anyOf, or give the alternatives different values of a required property",
+            code="constraint_not_supported",
         )
     reason = "no text satisfies it" if message == "NoExtensionBias" else _shortened(message)
-    return OptionError(f"the {kind.name} cannot be used: {reason}", kind.hint)
+    return OptionError(
+        f"the {kind.name} cannot be used: {reason}", kind.hint, code="constraint_not_supported"
+    )
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:

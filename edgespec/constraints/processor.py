@@ -189,4 +189,5 @@ class ConstraintProcessor(LogitsProcessor):
             raise OptionError(
                 f"the constraint became too complex while the reply was being generated ({message})",
                 "use a simpler schema, regular expression or grammar",
+                code="constraint_not_supported",
             )

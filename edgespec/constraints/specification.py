@@ -27,5 +27,7 @@ def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
     given = [Constraint(name, values[name]) for name in CONSTRAINT_NAMES if values[name] not in (None, ())]
     if len(given) > 1:
         names = " and ".join(constraint.option for constraint in given)
-        raise OptionError(f"{names} cannot be used together", "choose one of them for each reply")
+        raise OptionError(
+            f"{names} cannot be used together", "choose one of them for each reply", code="option_conflict"
+        )
     return given[0] if given else None

@@ -109,4 +109,6 @@ def _start() -> ChildProcess:
     try:
         return ChildProcess(module_arguments("edgespec.constraints.trial_worker"))
     except EdgespecError as error:
-        raise CapabilityError(f"constraints cannot be used: {error.what}", error.next_step) from error
+        raise CapabilityError(
+            f"constraints cannot be used: {error.what}", error.next_step, code=error.code
+        ) from error

@@ -156,12 +156,14 @@ class DrafterSet:
                 "max_loss limits what drafting can cost, but the method none drafts nothing",
                 "leave max_loss out, or choose another method",
                 option="max_loss",
+                code="option_without_effect",
             )
         if limited and names and self._auto_config is None:
             raise OptionError(
                 "max_loss needs measured costs, which this model was loaded without",
                 "load it with the method auto, or with max_loss",
                 option="max_loss",
+                code="option_not_supported",
             )
 
     def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
@@ -190,9 +192,14 @@ class DrafterSet:
             if name not in self._drafters:
                 missing = self._missing.get(name, _UNKNOWN_DRAFTER)
                 raise OptionError(
-                    f"method {method!r} cannot be used: {missing.reason}", missing.hint, option="method"
+                    f"method {method!r} cannot be used: {missing.reason}",
+                    missing.hint,
+                    option="method",
+                    code="method_unavailable",
                 )
-        report = MethodReport(method, "+".join(names) or "none", reason)
+        # In the chat, a command takes the place of the option.
+        chat_reason = reason.replace("--draft ", "/draft ").replace("it with --draft", "its name to /draft")
+        report = MethodReport(method, "+".join(names) or "none", reason, chat_reason=chat_reason)
         return tuple(each.name for each in methods() if each.name in names), report
 
     def _auto_names(self, constrained: bool) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def checked_prompt(tokens: Sequence[int], facts: ModelFacts, context_tokens: int
             f"the prompt must be a list of token ids, not {tokens!r}", "use `Runtime.stream` for text"
         ) from None
     if not tokens:
-        raise OptionError("the prompt is empty", "enter at least one word")
+        raise OptionError("the prompt is empty", "enter at least one word", code="prompt_empty")
     if len(tokens) > context_tokens:
         raise ContextFullError(
             f"the prompt has {len(tokens):,} tokens, but the context holds only {context_tokens:,}",
@@ -234,4 +234,5 @@ def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> N
         raise OptionError(
             f"token {unknown[0]!r} in the {source} is not in the vocabulary of {facts.name}",
             f"use token ids from 0 to {facts.vocab_size - 1}",
+            code="token_unknown",
         )

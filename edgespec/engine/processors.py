@@ -317,7 +317,11 @@ def max_logit(logits: NDArray[np.float64]) -> float:
     peak = float(logits.max(initial=-np.inf))
     if not peak < np.inf:
         what = f"a logits processor returned a logit of {peak}"
-        raise BackendError(what, "make the logits processor return finite logits, or -inf to forbid a token")
+        raise BackendError(
+            what,
+            "make the logits processor return finite logits, or -inf to forbid a token",
+            code="logits_not_finite",
+        )
     return peak
 
 

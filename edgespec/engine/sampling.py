@@ -116,10 +116,12 @@ class Sampler:
             raise BackendError(
                 f"the model returned non-finite logits at position {self.position}",
                 "try --kv-type f16, or download the model again in case its file is damaged",
+                code="logits_not_finite",
             )
 
     def _nothing_left(self) -> BackendError:
         return BackendError(
             f"logit_bias or a constraint forbids every token at position {self.position}",
             "allow at least one token",
+            code="every_token_forbidden",
         )

@@ -40,6 +40,9 @@ from edgespec.loading.constants import (
     POSITIONS_AGAIN,
     SHORT_CONTEXT,
     SHORT_TRIAL_WIDTH,
+    SLOW_PASS_POSITIONS,
+    SLOW_PASS_SECONDS,
+    SLOW_PASS_WIDTHS,
     SLOW_STEP_SECONDS,
     SPLIT_TOKENS,
     STEPS_AFTER,
@@ -49,6 +52,7 @@ from edgespec.loading.constants import (
 )
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
+from edgespec.model.self_draft_methods import EarlyExit
 
 __all__ = ["WidthClass", "find_width_classes", "restricted_to"]
 
@@ -97,6 +101,10 @@ class WidthClass:
 def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
     """Find the width classes that are usable for decoding: those that contain width 1 or width 2.
 
+    If a pass takes long, for example because it reads weights from disk, wide passes take hardly longer than
+    one token. Then only a few widths are tested, and the widest one can be a class of its own, to which all
+    other passes are padded.
+
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
     short and a long context. It runs about 80 single-token passes and as many wider ones. The result is valid
     only for this model with these options, on this machine and build. The cache is empty afterwards.
@@ -106,8 +114,8 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
         progress: Called between the passes. Returning False cancels the trial.
 
     Returns:
-        The class of width 1, followed by the class of width 2 if it is different. A model that cannot roll
-        back has only width 1.
+        The class of width 1, followed by the class of width 2, or of the widest pass, if it is different. A
+        model that cannot roll back has only width 1.
 
     Raises:
         CancelledError: `progress` returned False, or the model was interrupted.
@@ -142,7 +150,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
             self_draft_methods=frozenset(),
             self_draft_refusals=dict.fromkeys(capabilities.self_draft_methods, reason),
         )
-    refused = set() if found.is_contiguous else capabilities.self_draft_methods & {"layerskip"}
+    refused = set() if found.is_contiguous else capabilities.self_draft_methods & {EarlyExit.method}
     reason = f"it keeps passes over single tokens, but only {found.text} tokens give the same bits"
     no_trees = "passes over trees do not give the same bits as passes over one token"
     return replace(
@@ -177,6 +185,7 @@ class _Trial:
     tokens: list[int] = field(init=False)
     positions: int = POSITIONS
     is_short: bool = False
+    has_slow_passes: bool = False
     seconds: dict[int, float] = field(default_factory=dict)
     disagreeing: set[int] = field(default_factory=set)
     references: dict[tuple[int, int], _Reference] = field(default_factory=dict)
@@ -194,11 +203,15 @@ class _Trial:
         contexts = self._read_contexts() if able.rollback else []
         if not contexts:
             return [WidthClass((1,))]
-        limit = min(SHORT_TRIAL_WIDTH if self.is_short else MAX_TESTED_WIDTH, able.max_width)
-        alone, wide = set(range(1, limit + 1)), set(range(2, limit + 1))
+        is_narrow = self.is_short and not self.has_slow_passes
+        limit = min(SHORT_TRIAL_WIDTH if is_narrow else MAX_TESTED_WIDTH, able.max_width)
+        alone, wide, other = set(range(1, limit + 1)), set(range(2, limit + 1)), 2
+        if self.has_slow_passes:
+            alone &= set(SLOW_PASS_WIDTHS)
+            wide, other = {max(alone)}, max(alone)
         # Let the number of threads follow the load unless results depend on it, because a pass with too many
         # threads takes ten times as long.
-        any_threads = self._threads_agree(contexts[0], min(5, limit))
+        any_threads = not self.has_slow_passes and self._threads_agree(contexts[0], min(5, limit))
         if not any_threads:
             model.fix_threads(True)
             model.truncate(0)
@@ -207,15 +220,15 @@ class _Trial:
         whole = self._cells(0, SPLIT_TOKENS) if contexts[0] >= SPLIT_TOKENS else b""
         for length in contexts:
             alone = self._agreeing(1, alone, length)
-            if 2 in alone or limit < 2 or not able.partial_truncate:
+            if other in alone or limit < 2 or not able.partial_truncate:
                 wide = set()
             if wide:
-                wide = self._agreeing(2, wide, length)
+                wide = self._agreeing(other, wide, length)
         if not able.partial_truncate:
             # Replaying accepted tokens makes passes wider, so only a set of widths without gaps can be used.
             alone = {width for width in alone if alone >= set(range(1, width))}
         found = []
-        for base, members in ((1, alone), *([(2, wide)] if wide else [])):
+        for base, members in ((1, alone), *([(other, wide)] if wide else [])):
             widths = tuple(sorted(members))
             trees = able.tree and self._trees_agree(base, widths, contexts[-1])
             block = self._block_tokens(base, widths, whole)
@@ -242,9 +255,16 @@ class _Trial:
         step_seconds = now() - began
         model.truncate(0)
         self.positions = POSITIONS if step_seconds < SLOW_STEP_SECONDS else FEWER_POSITIONS
+        self.has_slow_passes = step_seconds > SLOW_PASS_SECONDS
+        if self.has_slow_passes:
+            self.positions = SLOW_PASS_POSITIONS
         most = len(self.tokens) - self.positions - STEPS_AFTER
         if most < 1:
             return []
+        if self.has_slow_passes:
+            self._prefill(min(SHORT_CONTEXT, most))
+            self.is_short = True
+            return [model.length]
         began = now()
         self._prefill(min(SHORT_CONTEXT, most))
         seconds = (now() - began) / model.length * TRIAL_TOKENS + 2 * self.positions * step_seconds
@@ -302,6 +322,9 @@ class _Trial:
         if (base, length) not in self.references:
             is_first = all(tested == length for _, tested in self.references)
             positions = self.positions if is_first else min(self.positions, POSITIONS_AGAIN)
+            if self.has_slow_passes:
+                # Wide passes compute more positions in the same time.
+                positions = max(positions, 2 * base)
             self._rewind(length)
             found = self.references[base, length] = _Reference([], {})
             while (at := self.model.length - length) < positions:
@@ -326,7 +349,7 @@ class _Trial:
         for width in sorted(agreeing):
             if not self._could_pay(width):
                 agreeing.discard(width)
-            elif not self._width_agrees(width, reference, length, EQUAL_PASSES if width == base else None):
+            elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
                 if width == base:
                     # Even identical passes differ, for example because the device sums in no fixed order.
                     return {base}
@@ -334,9 +357,11 @@ class _Trial:
                 self.disagreeing.add(width)
         return agreeing
 
-    def _width_agrees(
-        self, width: int, reference: _Reference, length: int, passes: int | None = None
-    ) -> bool:
+    @property
+    def _equal_passes(self) -> int:
+        return FEWER_PASSES if self.has_slow_passes else EQUAL_PASSES
+
+    def _width_agrees(self, width: int, reference: _Reference, length: int, passes: int = 0) -> bool:
         """Return whether consecutive passes of one width agree with `reference` at all tested positions.
 
         Activations are rounded to 8 bits, which hides small differences: about half of a different kernel's
@@ -344,14 +369,15 @@ class _Trial:
         """
         self._rewind(length)
         positions = len(reference.logits)
-        is_first = positions == self.positions and width <= SURELY_TESTED_WIDTH
+        is_first = positions == self.positions and width <= SURELY_TESTED_WIDTH and not self.has_slow_passes
         most = passes or (PASSES if is_first else FEWER_PASSES)
         for count in range(most):
             at = self.model.length - length
             if at + width > positions:
                 break
-            # Alternate between passes that are kept whole and passes that are partly rolled back.
-            real = width - 1 if width > 2 and count % 2 else width
+            # Alternate between passes that are partly rolled back and passes that are kept whole, so that
+            # positions are computed in other rows than in the reference.
+            real = width - 1 if width > 2 and count % 2 == 0 else width
             if not self._agrees(reference, length, at, self._pass(width, real)):
                 return False
         return True
@@ -359,6 +385,8 @@ class _Trial:
     def _could_pay(self, width: int) -> bool:
         """Return whether a pass could save time, judging by the duration of a pass with one token less."""
         if width <= SURELY_TESTED_WIDTH or width in self.seconds or self.seconds[1] < FAST_STEP_SECONDS:
+            return True
+        if self.has_slow_passes:
             return True
         before = self.seconds.get(width - 1)
         return before is not None and before <= MAX_SHARE_OF_SINGLE_PASSES * (width - 1) * self.seconds[1]

@@ -111,6 +111,7 @@ class _DrafterFactory:
                 "--learn trains the draft model, but no draft model is loaded",
                 "pass an MLX draft model with --draft REF",
                 option="learn",
+                code="draft_missing",
             )
         needed = self._options.named_drafters | self._automatic_drafters()
         for method in methods():

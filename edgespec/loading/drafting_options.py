@@ -43,7 +43,10 @@ class DraftingOptions:
         if arguments["exact"]:
             if arguments["exactness"] == "off":
                 raise OptionError(
-                    "--exact contradicts --exactness off", "omit one of them", option="exactness"
+                    "--exact contradicts --exactness off",
+                    "omit one of them",
+                    option="exactness",
+                    code="option_conflict",
                 )
             arguments["exactness"] = "bits"
         return cls(arguments, arguments["draft_window"])

@@ -119,14 +119,27 @@ class _Choice:
         found: The class. If None, passes are unrestricted.
         repack: Whether the weights are repacked.
         speed: Expected speed, as a fraction of the speed of unrestricted passes. None if it was not measured.
-        is_disturbed: Whether other programs were busy, so that the speeds must be remeasured when the machine
-            is idle.
     """
 
     found: WidthClass | None
     repack: bool
     speed: float | None
-    is_disturbed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _TrialResult:
+    """What the trial of a configuration found out, whatever drafts for the target.
+
+    Attributes:
+        classes: The width classes.
+        seconds: Returns the duration of a pass of a given width. None if it was not needed.
+        is_disturbed: Whether other programs were busy, so that the trial must be repeated when the machine is
+            idle.
+    """
+
+    classes: Sequence[WidthClass]
+    seconds: Callable[[int], float] | None
+    is_disturbed: bool
 
 
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
@@ -193,7 +206,10 @@ def _described(loaded: LoadedTarget, exactness: Exactness) -> LoadedTarget:
 
 @dataclass
 class _ExactLoading:
-    """Loads a target in the saved configuration, or tries all configurations and saves the best one."""
+    """Tries the configurations of a target, saves the results, and loads the best one.
+
+    The result of a trial does not depend on the drafters. The choice does.
+    """
 
     pair: ModelPair
     options: LoadOptions
@@ -202,75 +218,89 @@ class _ExactLoading:
     load: _Loader
     file_states: Sequence[str]
     progress: Progress | None
+    # The target in the configuration that was tried last.
+    _loaded: LoadedTarget | None = None
 
     def run(self) -> LoadedTarget:
-        key = self._key()
-        saved = _from_json(Facts().get("classes", key)) if self.file_states else None
-        # On a machine that is always busy, remeasuring at every start would not give a better result.
-        if saved is not None and (not saved.is_disturbed or _machine_is_busy()):
-            return self._restricted(self.load(self._options(saved.repack)), saved)
-        choice, loaded = self._try_configurations()
-        if self.file_states:
-            Facts().put("classes", {key: _to_json(choice)})
-        wanted = self._options(choice.repack)
-        if wanted != loaded.options:
-            loaded.close()
-            loaded = self.load(wanted)
+        try:
+            choice = self._choose()
+            wanted = self._options(choice.repack)
+            if self._loaded is not None and self._loaded.options != wanted:
+                self._close()
+            loaded, self._loaded = self._loaded or self.load(wanted), None
+        finally:
+            self._close()
         return self._restricted(loaded, choice)
-
-    def _key(self) -> str:
-        backend = self.pair.target.backend
-        drafts = [str(each.path) for each in (self.pair.draft,) if each]
-        context_tokens = self.options.context_tokens or 0
-        return repr(
-            (
-                backend.build_identity(),
-                settings_key(self.options),
-                tuple(self.file_states),
-                min(context_tokens, 2048),
-                self.options.max_branches,
-                (self.requested, self.exits_early),
-                [*drafts, *(option.method for option in self.pair.heads)],
-            )
-        )
 
     def _options(self, repack: bool) -> LoadOptions:
         # Kernels that do not depend on the pass width keep replies close to plain decoding in any case.
         return replace(self.options, exact=True, repack=repack)
 
-    def _try_configurations(self) -> tuple[_Choice, LoadedTarget]:
-        """Return the best configuration, and the target as loaded in the last configuration tried."""
-        loaded, classes, curve = self._try_one(repack=True)
-        if curve is None:
+    def _close(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+
+    def _choose(self) -> _Choice:
+        """Return the best configuration, from saved trials where possible."""
+        first = self._trial(repack=True)
+        if first.seconds is None:
             # A busy machine can make the trial so slow that it tests narrow passes only.
-            return _Choice(classes[0], True, 1.0, _machine_is_busy()), loaded
+            return _Choice(first.classes[0], True, 1.0)
         forecast = forecast_drafting(self.pair)
-        free = forecast.speed(curve, COMPARED_WIDTHS), _repeating(curve, COMPARED_WIDTHS)
-        choices = self._speeds(forecast, classes, curve, repack=True)
+        free = forecast.speed(first.seconds, COMPARED_WIDTHS), _repeating(first.seconds, COMPARED_WIDTHS)
+        choices = self._speeds(forecast, first.classes, first.seconds, repack=True)
         if not choices:
-            return _Choice(None, True, None), loaded
-        can_change = self.pair.target.backend.repacks(self.pair.target.path, loaded.options)
+            return _Choice(None, True, None)
+        can_change = self.pair.target.backend.repacks(self.pair.target.path, self._options(repack=True))
         fastest = max((typical, repeating) for typical, repeating, _, _ in choices)
+        is_disturbed = first.is_disturbed
         if can_change and (fastest[0] < free[0] or fastest[1] < free[1]):
-            loaded.close()
-            loaded, classes, unpacked_curve = self._try_one(repack=False)
-            choices += self._speeds(forecast, classes, unpacked_curve or curve, repack=False)
+            second = self._trial(repack=False)
+            is_disturbed = is_disturbed or second.is_disturbed
+            choices += self._speeds(forecast, second.classes, second.seconds or first.seconds, repack=False)
         typical, repeating, found, repack = _best(choices)
         speed = min(1.0, typical / free[0])
         if found.max_width == 1:
             # Without drafting, repetitive texts would lose most of their speed-up.
             speed = min(speed, repeating / free[1])
-        is_disturbed = _machine_is_busy()
         # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
             # `bits` pads plain decoding, or gives up drafting.
+            seconds = first.seconds
             bits_speed = max(
-                min(curve(1) / curve(each.widths[0]), _repeating(curve, each.widths) / free[1])
-                for each in classes
+                min(seconds(1) / seconds(each.widths[0]), _repeating(seconds, each.widths) / free[1])
+                for each in first.classes
             )
-            return _Choice(None, True, min(1.0, bits_speed), is_disturbed), loaded
-        return _Choice(found, repack, speed, is_disturbed), loaded
+            return _Choice(None, True, min(1.0, bits_speed))
+        return _Choice(found, repack, speed)
+
+    def _trial(self, *, repack: bool) -> _TrialResult:
+        """Return the saved trial of a configuration. If there is none, load the target and try it."""
+        key = self._key(repack)
+        saved = _from_json(Facts().get("classes", key)) if self.file_states else None
+        # On a machine that is always busy, remeasuring at every start would not give a better result.
+        if saved is not None and (not saved.is_disturbed or _machine_is_busy()):
+            return saved
+        self._close()
+        self._loaded, classes, seconds = self._try_one(repack=repack)
+        result = _TrialResult(classes, seconds, _machine_is_busy())
+        if self.file_states:
+            Facts().put("classes", {key: _to_json(result)})
+        return result
+
+    def _key(self, repack: bool) -> str:
+        context_tokens = self.options.context_tokens or 0
+        return repr(
+            (
+                self.pair.target.backend.build_identity(),
+                settings_key(self._options(repack)),
+                tuple(self.file_states),
+                min(context_tokens, 2048),
+                self.options.max_branches,
+            )
+        )
 
     def _try_one(
         self, *, repack: bool
@@ -286,7 +316,7 @@ class _ExactLoading:
             raise
 
     def _measure(self, model: LanguageModel) -> Callable[[int], float]:
-        curve: CostCurve = measure_costs(
+        curve = measure_costs(
             model,
             COMPARED_WIDTHS,
             repeats=COMPARED_REPEATS,
@@ -294,7 +324,7 @@ class _ExactLoading:
             progress=self.progress,
         )
         model.truncate(0)
-        return lambda width: curve.v(width) * curve.target_step_seconds
+        return _duration(curve)
 
     def _speeds(
         self,
@@ -359,26 +389,41 @@ def _exactness(requested: str, choice: _Choice) -> Exactness:
     return Exactness(requested, True, outcome, found.widths, speed)
 
 
-def _to_json(choice: _Choice) -> dict[str, Any]:
-    found = choice.found or WidthClass((1,))
-    flags = (found.trees, found.any_threads, found.is_complete, choice.repack, choice.is_disturbed)
+def _to_json(result: _TrialResult) -> dict[str, Any]:
+    seconds = result.seconds
     return {
-        "widths": list(map(int, found.widths)) if choice.found else [],
-        "flags": list(map(bool, flags)),
-        "block": found.block_tokens,
-        "speed": choice.speed,
+        "classes": [
+            {
+                "widths": list(map(int, found.widths)),
+                "flags": list(map(bool, (found.trees, found.any_threads, found.is_complete))),
+                "block": found.block_tokens,
+            }
+            for found in result.classes
+        ],
+        "seconds": seconds and [seconds(width) for width in COMPARED_WIDTHS],
+        "disturbed": result.is_disturbed,
     }
 
 
-def _from_json(saved: Any) -> _Choice | None:
+def _from_json(saved: Any) -> _TrialResult | None:
     try:
-        widths = tuple(int(width) for width in saved["widths"])
-        trees, any_threads, is_complete, repack, is_disturbed = map(bool, saved["flags"])
-        block = int(saved["block"])
-        speed = None if saved["speed"] is None else float(saved["speed"])
+        classes = [_class_from_json(each) for each in saved["classes"]]
+        seconds = saved["seconds"]
+        if seconds is not None:
+            seconds = _duration(CostCurve(COMPARED_WIDTHS, tuple(map(float, seconds))))
+        return _TrialResult(classes, seconds, bool(saved["disturbed"])) if classes else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    if list(widths) != sorted(set(widths)) or min(widths, default=1) < 1 or block < 1:
-        return None
-    found = WidthClass(widths, trees, block, any_threads, is_complete) if widths else None
-    return _Choice(found, repack, speed, is_disturbed)
+
+
+def _class_from_json(saved: Any) -> WidthClass:
+    widths = tuple(int(width) for width in saved["widths"])
+    trees, any_threads, is_complete = map(bool, saved["flags"])
+    block = int(saved["block"])
+    if list(widths) != sorted(set(widths)) or min(widths, default=0) < 1 or block < 1:
+        raise ValueError("invalid widths")
+    return WidthClass(widths, trees, block, any_threads, is_complete)
+
+
+def _duration(curve: CostCurve) -> Callable[[int], float]:
+    return lambda width: curve.v(width) * curve.target_step_seconds

@@ -65,11 +65,12 @@ def find_heads(
     if drafting.head == "none":
         return FoundHeads(why_none="--head none was given")
     if drafting.head != "auto":
-        if not target.file_format.head_formats:
+        if not target.file_format.heads:
             raise OptionError(
                 f"a head needs a GGUF model, but {target.name} is not one",
                 "use --head none, or a GGUF version of the model",
                 option="head",
+                code="option_not_supported",
             )
         if find_head is not None:
             return FoundHeads((named_head(find_head(drafting.head), target, convert=False),))
@@ -120,6 +121,7 @@ def without_heads(found: FoundHeads, why: str) -> FoundHeads:
             f"a head cannot be used: {why}",
             "use --head none, or a method other than layerskip",
             option="head",
+            code="option_not_supported",
         )
     return FoundHeads(why_none=why)
 
@@ -160,10 +162,9 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:
     """Return the head, marked as unusable if its memory cannot be estimated, as when it is damaged."""
-    estimate = target.file_format.estimate_head
-    if estimate is not None and option.head is not None and option.is_usable:
+    if option.head is not None and option.is_usable:
         try:
-            estimate(option.head, target.path, BLOCK_TOKENS)
+            target.file_format.estimate_head(option.head, target.path, BLOCK_TOKENS)
         except EdgespecError as error:
             return replace(option, problem=error.what)
     return option

@@ -54,6 +54,7 @@ class LoadRequest:
                 "--split-mode has no effect without --workers",
                 "omit it, or add --workers",
                 option="split_mode",
+                code="option_without_effect",
             )
         arguments = drafting.arguments
         options = _backend_options(drafting)

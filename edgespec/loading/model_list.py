@@ -179,6 +179,7 @@ def measure_speed(progress: Progress | None = None) -> str:
             f"measuring the speed of this machine needs {format_bytes(MEASURING_BYTES)} of memory, but only"
             f" {format_bytes(free_bytes)} is free",
             "close other programs",
+            code="out_of_memory",
         )
     return measure_machine(format_of("gguf"), progress).notice
 

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
-from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, shared_items
+from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimator
-from edgespec.model.self_draft_methods import Head
 from edgespec.options.methods import method as method_of_name
 from edgespec.options.methods import methods
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
+from edgespec.system.disk_speed import read_bytes_per_second
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -56,7 +56,8 @@ class PairEstimator:
         self._options = replace(
             options, low_bits=pair.target.file_format.low_bit_weights and drafting.names_copy
         )
-        self.target = open_estimator(pair.target, self._options)
+        with about_option("target", ModelFileError):
+            self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
         # Keyed by the names of the draft model's lower-bit versions, and by "" for the requested draft model.
@@ -79,7 +80,8 @@ class PairEstimator:
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
-        estimator = open_estimator(draft, self._options.for_draft())
+        with about_option("draft", ModelFileError):
+            estimator = open_estimator(draft, self._options.for_draft())
         self._undo.callback(estimator.close)
         return estimator
 
@@ -113,14 +115,33 @@ class PairEstimator:
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
-        heads = [option.head for option in self._pair.heads[: choice.heads]]
+        heads = [option.head for option in self._pair.heads[: choice.heads] if option.head]
         return replace(
             self._options,
-            mtp=Head("mtp") in heads,
+            own_head=any(head.path is None for head in heads),
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
+            streamed_layers=choice.streamed_layers,
         )
+
+    def streaming(self, choice: PlanChoice) -> Streaming | None:
+        """Return what would be read from disk in every pass. Measures the speed of the disk.
+
+        Raises:
+            ModelFileError: The model's file cannot be read.
+        """
+        if not choice.streamed_layers:
+            return None
+        path = self._pair.target.file_format.files(self._pair.target.path)[-1]
+        try:
+            speed = read_bytes_per_second(path)
+        except OSError as error:
+            raise ModelFileError(
+                f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+            ) from error
+        streamed = self.target.streamed_bytes(choice.streamed_layers)
+        return Streaming(choice.streamed_layers, self.target.streamable_layers, streamed, speed)
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
         """Return the memory plan for a choice of load options. May raise OptionError or MemoryBudgetError."""
@@ -143,11 +164,10 @@ class PairEstimator:
             copy_options = replace(options, adapters=(), context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
         for option in pair.heads[: choice.heads]:
-            estimate = pair.target.file_format.estimate_head
-            assert estimate is not None
             assert option.head is not None
             role = "head" if len(pair.heads) == 1 else f"{option.method} head"
-            one = estimate(option.head, pair.target.path, target.context_tokens).for_replies(options.parallel)
+            one = pair.target.file_format.estimate_head(option.head, pair.target.path, target.context_tokens)
+            one = one.for_replies(options.parallel)
             items += create_items(role, one.without_gpu() if options.gpu_layers == 0 else one)
         for method in map(method_of_name, sorted(self._drafting.named_drafters)):
             size = method.estimate_bytes(pair.target, target.context_tokens) * options.parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.errors import OptionError
+from edgespec.errors import ModelFileError, OptionError, about_option
 from edgespec.loading.constants import FOREIGN_CONTEXT_TOKENS, TOKEN_RATIO
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, options_in_pair
@@ -46,7 +46,8 @@ def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None
 
     Raises the same errors as the backend's `load`.
     """
-    return _load_models(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
+    with about_option("target", ModelFileError):
+        return _load_models(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
 def load_draft(
@@ -84,7 +85,8 @@ def load_draft(
         window = window_for(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    models = _load_models(found, replace(options, choose_context_tokens=context_for), progress)
+    with about_option("draft", ModelFileError):
+        models = _load_models(found, replace(options, choose_context_tokens=context_for), progress)
     try:
         use_fastest_threads(models[0], settings_key(options), progress)
         compared = compare_vocabularies(
@@ -139,6 +141,7 @@ def _adapted_to_target(
             f"{name} cannot draft branches, because its vocabulary differs from {pair.target.name}'s",
             "omit --draft-branches",
             option="draft_branches",
+            code="option_not_supported",
         )
     min_confidence = drafting.arguments["draft_confidence"]
     drafter = RetokenisedDrafter(
@@ -166,7 +169,10 @@ def _check_trainable(
     else:
         return
     raise OptionError(
-        f"the draft model {found.name} cannot be trained: {why}", f"{hint}, or omit --learn", option="learn"
+        f"the draft model {found.name} cannot be trained: {why}",
+        f"{hint}, or omit --learn",
+        option="learn",
+        code="option_not_supported",
     )
 
 

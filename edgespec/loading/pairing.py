@@ -181,7 +181,7 @@ def find_pair(
     else:
         drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
         found = _prepared_target(found, drafting, drafts_otherwise)
-    if heads.chosen and not found.file_format.head_formats:
+    if heads.chosen and not found.file_format.heads:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and drafting.needs_draft_model:
         needing = {each.name for each in methods() if each.needs == "draft model"}
@@ -190,6 +190,7 @@ def find_pair(
             f"method {method!r} needs a draft model: {why_none}",
             "pass a draft model with --draft REF",
             option="method",
+            code="draft_missing",
         )
     return ModelPair(
         found,
@@ -226,6 +227,7 @@ def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: Dra
             f"{target.name} does not support adapters",
             "omit --adapter, or use another model",
             option="adapter",
+            code="option_not_supported",
         )
     form.check_adapters(adapters, target.path)
     named = [each.name for each in methods() if each.name in drafting.named_drafters and each.find_target]
@@ -236,6 +238,7 @@ def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: Dra
             f" `edgespec prepare {name}` makes do not support adapters",
             "omit --adapter, or use another method, such as suffix",
             option="method",
+            code="option_not_supported",
         )
 
 

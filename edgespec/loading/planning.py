@@ -19,7 +19,9 @@ from edgespec.memory import (
     Preference,
     find_budget,
     fit_to_budget,
+    stream_least,
 )
+from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.prefix_cache import default_memory_bytes
 from edgespec.methods.model.windowed import AttentionWindow
@@ -80,7 +82,7 @@ class LoadPlan:
         options: Load options that apply to both models.
         float32: Whether MLX converts 16-bit weights to float32 where that is faster.
         plan: The memory plan.
-        advice: Advice for the user if the plan does not fit, otherwise empty.
+        advice: Advice for the user if the target does not fit in memory as a whole, otherwise empty.
         trained_tokens: Context length that the target was trained for. 0 if unknown.
         longrope_switch_tokens: Context size above which the target switches to its long LongRoPE factors. 0
             if it does not use LongRoPE.
@@ -127,8 +129,9 @@ class LoadPlan:
         """Message about what differs from the user's request. Empty if nothing does."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        streaming = f"larger than memory: {self.plan.streaming.text}" if self.plan.streaming else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
-        return " · ".join(filter(None, (fitted, in_turns)))
+        return " · ".join(filter(None, (streaming, fitted, in_turns)))
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
@@ -176,7 +179,7 @@ def plan_pair(
         )
         forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start)
 
-        def fit(fixed: set[PlanOption]) -> tuple[PlanChoice, MemoryPlan]:
+        def fit(fixed: set[PlanOption], start: PlanChoice = start) -> tuple[PlanChoice, MemoryPlan]:
             return fit_to_budget(
                 start,
                 estimator.plan,
@@ -187,6 +190,23 @@ def plan_pair(
             )
 
         choice, plan = fit(fixed)
+        # An option that the user set may be the reason, such as a long context. Then the advice names it.
+        is_too_large = not plan.fits and not (fixed and fit(set())[1].fits)
+        if is_too_large and _may_stream(options, drafting) and target.streamable_layers:
+            # Keep the drafters: they gain most where passes are slow. A long context would take memory from
+            # the weights even while it is not used.
+            tokens = start.context_tokens
+            if "context" not in fixed:
+                tokens = min(tokens, SHORT_CONTEXT_TOKENS)
+            all_streamed = replace(start, context_tokens=tokens, streamed_layers=target.streamable_layers)
+            streamed, streamed_plan = fit(fixed, all_streamed)
+            if streamed_plan.fits:
+                choice = stream_least(streamed, estimator.plan)
+                plan = replace(
+                    estimator.plan(choice),
+                    decisions=streamed_plan.decisions,
+                    streaming=estimator.streaming(choice),
+                )
         plan = _with_prefix_cache(plan, plan, request.prefix_cache_bytes)
         initial_tokens = estimator.initial_context_tokens
         grows = initial_tokens is not None and has_room_to_resize(plan)
@@ -196,7 +216,11 @@ def plan_pair(
         window = estimator.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
             pair = replace(pair, draft=estimator.draft_file(choice))
-        advice = "" if plan.fits else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
+        advice = (
+            ""
+            if plan.fits_without_streaming
+            else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
+        )
     if pair.draft and not choice.draft:
         why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)
@@ -232,6 +256,12 @@ def plan_pair(
         why_in_turns,
         "context" in fixed,
     )
+
+
+def _may_stream(options: LoadOptions, drafting: DraftingOptions) -> bool:
+    """Return whether weights may be read from disk in every pass if they do not fit in memory."""
+    is_wanted = drafting.arguments["larger_than_memory"] == "auto"
+    return is_wanted and options.mmap and not options.mlock and options.workers is None
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:

@@ -140,6 +140,9 @@ def _preview(pair: ModelPair, request: LoadRequest, progress: Progress | None) -
             return Preview(planned, predict_pair(planned.pair))
         whole = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         spread = predict_spread(
-            planned.pair.target, connected.workers, planned.plan.machines, fits_here=whole.plan.fits
+            planned.pair.target,
+            connected.workers,
+            planned.plan.machines,
+            fits_here=whole.plan.fits_without_streaming,
         )
         return Preview(planned, spread=spread)

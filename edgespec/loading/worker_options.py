@@ -37,9 +37,19 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
     for name in _UNSUPPORTED:
         if arguments[name] != LOAD_OPTIONS[name].default:  # type: ignore[literal-required]
             dashed = f"--{name.replace('_', '-')}"
-            raise OptionError(f"{dashed} does not work with --workers yet", f"omit {dashed}", option=name)
+            raise OptionError(
+                f"{dashed} does not work with --workers yet",
+                f"omit {dashed}",
+                option=name,
+                code="option_not_supported",
+            )
     if arguments["exactness"] == "bits":
-        raise OptionError("--exactness bits does not work with --workers yet", "omit it", option="exactness")
+        raise OptionError(
+            "--exactness bits does not work with --workers yet",
+            "omit it",
+            option="exactness",
+            code="option_not_supported",
+        )
     supported = [each.name for each in methods() if each.works_on_workers]
     unsupported = drafting.named_drafters.difference(supported)
     if unsupported:
@@ -47,6 +57,7 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
             f"method {min(unsupported)!r} does not work with --workers yet",
             f"use {', '.join(supported)}, auto or none",
             option="method",
+            code="option_not_supported",
         )
     # Reading hidden states slows down every pass on workers, so `auto` could not stay within `--max-loss`.
     uses_head = not drafting.named_drafters.isdisjoint(head_names())
@@ -56,6 +67,7 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
             "the method auto does not use it",
             "select the head's method, such as --method eagle, or omit --head",
             option="head",
+            code="option_not_supported",
         )
     head = drafting.head if uses_head else "none"
     changed = cast(LoadArguments, {**arguments, "head": head, "prefix_cache": "none"})
@@ -86,6 +98,7 @@ def connect_workers(
             f"{pair.target.name} cannot run on workers, because its format is {form.label}",
             "use an ordinary GGUF or MLX version of the model, or omit --workers",
             option="workers",
+            code="option_not_supported",
         )
     if options.split_tensors:
         _check_tensor_split(machines, pair.target.name, form)
@@ -94,6 +107,7 @@ def connect_workers(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
             "start `edgespec worker` on this machine too, and name 127.0.0.1:50052 instead of local",
             option="workers",
+            code="option_not_supported",
         )
     workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
@@ -121,5 +135,8 @@ def _check_tensor_split(machines: Machines, name: str, form: FileFormat) -> None
     else:
         return
     raise OptionError(
-        f"--split-mode tensor {reason}", f"{next_step}, or use --split-mode layer", option="split_mode"
+        f"--split-mode tensor {reason}",
+        f"{next_step}, or use --split-mode layer",
+        option="split_mode",
+        code="option_not_supported",
     )

@@ -84,6 +84,11 @@ def check_at_once(acceptance: str, cases: int) -> None:
             f"--acceptance {acceptance} cannot be combined with --parallel",
             "omit one of them, because concurrent replies are compared token by token",
             option="acceptance",
+            code="option_conflict",
         )
     if cases < 2:
-        raise OptionError("there is only one reply, so --parallel has no effect", "use more prompts")
+        raise OptionError(
+            "there is only one reply, so --parallel has no effect",
+            "use more prompts",
+            code="option_without_effect",
+        )

@@ -58,9 +58,15 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error_reason(error)
-        raise OptionError(f"cannot read prompts from {file}: {reason}", "check the path") from error
+        raise OptionError(
+            f"cannot read prompts from {file}: {reason}", "check the path", code="file_not_read"
+        ) from error
     if len(data) > _MAX_BYTES:
-        raise OptionError(f"{file} has more than {format_bytes(_MAX_BYTES)} of prompts", "use fewer prompts")
+        raise OptionError(
+            f"{file} has more than {format_bytes(_MAX_BYTES)} of prompts",
+            "use fewer prompts",
+            code="input_too_large",
+        )
     prompts = [_prompt(line, at, file) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:
         raise OptionError(f"{file} contains no prompts", 'write one per line, such as {"prompt": "Hello"}')

@@ -127,6 +127,7 @@ def verify(
                 f"{runtime.target.name} generates only one reply at a time, so there are no concurrent"
                 " replies to compare",
                 "omit --parallel",
+                code="option_without_effect",
             )
     compared, sampled = count_case_replies(cases, acceptance, samples)
     run = _Verification(

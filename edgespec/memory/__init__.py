@@ -8,9 +8,9 @@ from edgespec.memory.budget import (
     peak_bytes,
     resident_bytes,
 )
-from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
 from edgespec.memory.limits import Limit
-from edgespec.memory.plan import Decision, Item, MemoryPlan, create_items, shared_items
+from edgespec.memory.plan import Decision, Item, MemoryPlan, Streaming, create_items, shared_items
 
 __all__ = [
     "Budget",
@@ -21,6 +21,7 @@ __all__ = [
     "PlanChoice",
     "PlanOption",
     "Preference",
+    "Streaming",
     "available_bytes",
     "check_room_to_plan",
     "create_items",
@@ -29,4 +30,5 @@ __all__ = [
     "peak_bytes",
     "resident_bytes",
     "shared_items",
+    "stream_least",
 ]

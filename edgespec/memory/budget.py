@@ -104,6 +104,7 @@ def check_room_to_plan() -> None:
             f"planning needs {format_bytes(PLANNING_BYTES)} of memory, but {least.what} leaves"
             f" {format_bytes(least.free_bytes)}",
             "close other programs, or raise the limit",
+            code="out_of_memory",
         )
 
 

@@ -134,6 +134,7 @@ class ResizableContext:
                 f"the prompt has {tokens:,} tokens, but there is only enough memory for a context of"
                 f" {size:,} tokens",
                 "shorten the prompt, close other programs, or choose a smaller model",
+                code="out_of_memory",
             )
 
     def _grow_target(self, generous: int, least: int) -> bool:

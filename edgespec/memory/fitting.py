@@ -14,7 +14,7 @@ from edgespec.memory.constants import MIN_CONTEXT_TOKENS, SAVING_WINDOW_TOKENS, 
 from edgespec.memory.plan import Decision, MemoryPlan
 from edgespec.model.memory_check import BLOCK_TOKENS
 
-__all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget"]
+__all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget", "stream_least"]
 
 Preference = Literal["speed", "context"]
 """What to keep where memory is short: the draft model (speed), or a long context."""
@@ -66,6 +66,7 @@ class PlanChoice:
         draft_form: Name of a smaller, lower-bit version of the draft model. Empty means the originally chosen
             one.
         heads: Number of heads to load.
+        streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass.
     """
 
     context_tokens: int
@@ -78,6 +79,7 @@ class PlanChoice:
     draft_kv_type: str = ""
     draft_form: str = ""
     heads: int = 0
+    streamed_layers: int = 0
 
 
 _Plan = Callable[[PlanChoice], MemoryPlan]
@@ -127,6 +129,18 @@ def fit_to_budget(
         for name in unused:
             choice = replace(choice, **_values(name, start))
     return choice, replace(plan(choice), decisions=_decisions(start, choice, plan))
+
+
+def stream_least(choice: PlanChoice, plan: _Plan) -> PlanChoice:
+    """Return the choice with as few streamed layers as fit the memory budget."""
+    fewest, most = 0, choice.streamed_layers
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if _fits(plan, replace(choice, streamed_layers=middle)):
+            most = middle
+        else:
+            fewest = middle + 1
+    return replace(choice, streamed_layers=most)
 
 
 def _fits(plan: _Plan, choice: PlanChoice) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from edgespec.memory.budget import Budget
 from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES
 from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
+from edgespec.system.files import format_bytes
 
-__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "create_items", "shared_items"]
+__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "Streaming", "create_items", "shared_items"]
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
@@ -45,6 +46,45 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """The target's weights that are read from disk in every pass, because the target is larger than memory.
+
+    Attributes:
+        layers: Number of layers whose feed-forward weights are streamed.
+        all_layers: Number of layers that could be streamed.
+        bytes_per_pass: Number of bytes that each pass reads.
+        disk_bytes_per_second: Measured speed of the disk.
+    """
+
+    layers: int
+    all_layers: int
+    bytes_per_pass: int
+    disk_bytes_per_second: float
+
+    @property
+    def seconds_per_pass(self) -> float:
+        """The time in which the disk reads the weights of a pass."""
+        return self.bytes_per_pass / self.disk_bytes_per_second
+
+    @property
+    def text(self) -> str:
+        """What is streamed and how long that takes, for the user."""
+        return (
+            f"{format_bytes(self.bytes_per_pass)} of the weights are read from disk in every pass, which"
+            f" takes about {self.seconds_per_pass:.2g} s at {self.disk_bytes_per_second / 1e9:.1f} GB/s"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as in `edgespec plan --json`."""
+        return {
+            "layers": self.layers,
+            "bytes_per_pass": self.bytes_per_pass,
+            "disk_bytes_per_second": round(self.disk_bytes_per_second),
+            "seconds_per_pass": round(self.seconds_per_pass, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The planned memory use of the target, its drafters and this process, compared with a budget.
 
@@ -56,6 +96,7 @@ class MemoryPlan:
         decisions: Reductions that the planner made to fit the items into the budget.
         prefix_cache_bytes: Size limit of the prefix cache, which uses the memory that the items leave over.
         machines: The target's shares on several machines, this machine's first. Empty without workers.
+        streaming: What is read from disk in every pass, or None if the models fit in memory.
     """
 
     budget: Budget
@@ -65,11 +106,17 @@ class MemoryPlan:
     decisions: tuple[Decision, ...] = ()
     prefix_cache_bytes: int = 0
     machines: tuple[MachineShare, ...] = ()
+    streaming: Streaming | None = None
 
     @property
     def fits(self) -> bool:
         """Whether the plan fits in system memory and, if separate, GPU memory."""
         return all(self.free_bytes(pool) >= 0 for pool in self.pools)
+
+    @property
+    def fits_without_streaming(self) -> bool:
+        """Whether the plan fits with all weights in memory."""
+        return self.fits and self.streaming is None
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -118,6 +165,7 @@ class MemoryPlan:
             "decisions": [
                 {"what": each.what, "why": each.why, "bytes": each.bytes} for each in self.decisions
             ],
+            **({"streaming": self.streaming.to_json()} if self.streaming else {}),
             **({"machines": [_share_json(share) for share in self.machines]} if self.machines else {}),
         }
 

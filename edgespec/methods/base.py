@@ -206,4 +206,5 @@ def check_rollback(model: LanguageModel) -> None:
         raise CapabilityError(
             f"{model.facts.name} cannot be a draft model: {model.facts.capabilities.reason}",
             "choose a draft model that supports rollback, or use --draft none",
+            code="rollback_not_supported",
         )

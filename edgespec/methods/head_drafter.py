@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, about_option
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, LoadedHead, MissingDrafter, why_no_view
 from edgespec.methods.head_cache import HeadCache
@@ -41,7 +41,8 @@ def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDr
         context.dropped_heads.append(f"not drafting with the head {option.name}: {missing.reason}")
         return missing
     try:
-        view = cast(HeadModel, context.target.self_draft(option.head))
+        with about_option("head"):
+            view = cast(HeadModel, context.target.self_draft(option.head))
     except EdgespecError as error:
         if option.source == "named" or name in context.named:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgespec.options.methods import Method, MethodDocs
+from edgespec.options.methods import HeadKind, Method, MethodDocs
 
 if TYPE_CHECKING:
     from edgespec.methods.base import Drafter
@@ -14,7 +14,14 @@ __all__ = ["head_method"]
 
 
 def head_method(
-    name: str, *, label: str, help_text: str, docs: MethodDocs, order: int, works_on_workers: bool = True
+    name: str,
+    *,
+    label: str,
+    help_text: str,
+    docs: MethodDocs,
+    order: int,
+    head: HeadKind,
+    works_on_workers: bool = True,
 ) -> Method:
     """Create the record of a method that drafts with a head. The arguments are fields of `Method`."""
 
@@ -32,6 +39,7 @@ def head_method(
         order=order,
         make=make,
         needs="head",
+        head=head,
         reads=frozenset({"draft_confidence", "draft_branches", "head"}),
         works_on_workers=works_on_workers,
         experimental=True,

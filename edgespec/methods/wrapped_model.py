@@ -50,7 +50,8 @@ class WrappedModel(BaseModel):
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
-            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}"
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}",
+            code="rollback_not_supported",
         )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
@@ -69,6 +70,7 @@ class WrappedModel(BaseModel):
             raise BackendError(
                 "the saved KV cache belongs to another model or exceeds the context",
                 "process the prompt again",
+                code="state_not_restored",
             )
         self._append(tokens)
 

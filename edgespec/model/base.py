@@ -57,13 +57,15 @@ class LoadOptions:
         repack: Whether the backend may convert weights to a layout that is faster on this CPU.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
-        mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
-            draft with `Head("mtp")`.
+        own_head: Whether to load the layers in the model's own files that can draft, such as those for
+            multi-token prediction (MTP). Required to draft with a `Head` without a path.
         parallel: Number of concurrent replies that share the model's passes. Each has a context of
             `context_tokens`.
         workers: The machines that hold the layers, or None if all layers are on this machine. The model
             closes the connections.
         split_tensors: Whether each worker holds a shard of every layer instead of whole layers.
+        streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass, because
+            the model is larger than memory.
         output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
             memory.
     """
@@ -86,15 +88,25 @@ class LoadOptions:
     exact: bool = True
     repack: bool = True
     low_bits: bool = False
-    mtp: bool = False
+    own_head: bool = False
     parallel: int = 1
     workers: ConnectedWorkers | None = None
     split_tensors: bool = False
     output_on_worker: bool = False
+    streamed_layers: int = 0
 
     def for_draft(self) -> LoadOptions:
         """Return these options without those that apply only to the target, for a draft model."""
-        return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False, workers=None)
+        return replace(
+            self,
+            is_draft=True,
+            adapters=(),
+            exact=False,
+            low_bits=False,
+            own_head=False,
+            workers=None,
+            streamed_layers=0,
+        )
 
 
 @dataclass(frozen=True, slots=True)

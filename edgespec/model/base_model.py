@@ -124,6 +124,7 @@ class BaseModel(ABC):
         raise CapabilityError(
             f"{self.facts.name} cannot embed texts",
             "choose a GGUF model that was not prepared for early exit",
+            code="embeddings_not_supported",
         )
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
@@ -157,7 +158,8 @@ class BaseModel(ABC):
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:  # noqa: ARG002
         """See `HiddenStateSource`."""
         raise CapabilityError(
-            f"the hidden states of {self.facts.name} cannot be read", "choose a method that needs no head"
+            f"the hidden states of {self.facts.name} cannot be read",
+            "choose a method that needs no head",
         )
 
     def stop_logging(self, log: HiddenStateLog) -> None:

@@ -89,6 +89,7 @@ def check_draft_width(width: int, max_width: int) -> None:
         raise CapabilityError(
             f"a draft of {width} tokens exceeds the limit of {max_width} per pass",
             "use a shorter --draft-length or fewer --draft-branches",
+            code="draft_too_wide",
         )
 
 

@@ -134,6 +134,8 @@ class MemoryEstimator(Protocol):
         longrope_switch_tokens: Context size in tokens above which the model switches to its long LongRoPE
             factors. 0 if it never does.
         why_not_shared: Why concurrent replies cannot share the model's forward passes. Empty if they can.
+        streamable_layers: Number of layers whose feed-forward weights can be read from disk in every pass. 0
+            if the model must be in memory as a whole.
     """
 
     name: str
@@ -141,6 +143,12 @@ class MemoryEstimator(Protocol):
     layers: int
     longrope_switch_tokens: int
     why_not_shared: str
+
+    @property
+    def streamable_layers(self) -> int: ...
+
+    def streamed_bytes(self, layers: int) -> int:
+        """Return how many bytes each pass reads if the weights of `layers` layers are streamed."""
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from edgespec.cluster.libraries import Library
 from edgespec.errors import ModelFileError
@@ -23,12 +23,15 @@ from edgespec.model.model_info import ModelInfo
 from edgespec.model.pass_weights import PassWeights
 from edgespec.model.self_draft_methods import Head
 from edgespec.model.token_list import TokenList
+from edgespec.options.methods import methods
 
 __all__ = [
     "Backend",
     "BenchmarkModels",
     "ExitMeasurement",
     "FileFormat",
+    "HeadNetwork",
+    "HeadSupport",
     "all_files",
     "backend_of",
     "backends",
@@ -37,6 +40,7 @@ __all__ = [
     "is_registered",
     "process_bytes",
     "register",
+    "register_head",
     "same_backend",
 ]
 
@@ -61,6 +65,7 @@ def _no_info(path: Path) -> ModelInfo:
     raise ModelFileError(
         f"edgespec cannot read the metadata of {path}, which it needs to choose a draft model",
         "select a draft model yourself with --draft",
+        code="model_file_not_supported",
     )
 
 
@@ -78,6 +83,53 @@ class BenchmarkModels:
     types: Mapping[str, float]
     write: Callable[[Path, str, int], PassWeights]
     mixtures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+class HeadNetwork(Protocol):
+    """The code that runs a kind of head: a module of the built-in backends."""
+
+    def load_head(self, target: Any, head: Head, /) -> Any:
+        """Load a head for a loaded target, whose cache must be empty. Each backend defines the result.
+
+        Raises:
+            CapabilityError: The head was made for a different target, or cannot be run.
+            ModelFileError: The head is damaged.
+            MemoryBudgetError: The head does not fit in memory.
+        """
+
+    def estimate_head(self, head: Head, target: Path, context_tokens: int, /) -> MemoryEstimate:
+        """Estimate a head's memory, including the hidden-state log that it reads.
+
+        Args:
+            head: The head.
+            target: The target's path.
+            context_tokens: Size of the head's KV cache in tokens.
+
+        Raises:
+            CapabilityError: The head cannot be run.
+            ModelFileError: The files are missing or damaged.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSupport:
+    """How a backend runs one kind of head.
+
+    Attributes:
+        network: Imports the code that runs the heads.
+        formats: Names of the head file formats that it can read.
+        runs_for: Returns whether the heads can draft for loaded targets with this architecture.
+        converts: Whether heads in other formats are converted first (`edgespec prepare head`).
+        unconverted: Kinds of heads, such as `EAGLE-1`, that are read as published nevertheless.
+        can_crash: Whether a damaged head can crash the process, so that it is first loaded in another one.
+    """
+
+    network: Callable[[], HeadNetwork]
+    formats: frozenset[str]
+    runs_for: Callable[[str], bool] = lambda _architecture: True
+    converts: bool = False
+    unconverted: frozenset[str] = frozenset()
+    can_crash: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +173,7 @@ class FileFormat:
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
-        head_formats: Maps each head-based method that the backend can run to the head file formats that it
-            can read.
-        converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
-        unconverted_heads: Kinds of heads, such as `EAGLE-1`, that the backend reads as published, although
-            other heads of the method must be converted.
-        estimate_head: Returns the memory that a head needs, given the head, the target's path, and the
-            context size in tokens. Raises ModelFileError. None if the format supports no heads.
+        networks: How the backend runs heads, by `HeadKind.network`.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
             progress callback. None if drafters cannot be trained for models in this format.
         worker_library: Returns the library that runs the model, whose version must be the same on all
@@ -160,13 +206,34 @@ class FileFormat:
     try_adapters: Callable[[str, str, Sequence[Adapter], Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
-    head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    converted_heads: frozenset[str] = frozenset()
-    unconverted_heads: frozenset[str] = frozenset()
-    estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
+    networks: Mapping[str, HeadSupport] = field(default_factory=dict)
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
     worker_library: Callable[[], Library] | None = None
     splits_tensors: bool = False
+
+    @property
+    def heads(self) -> dict[str, HeadSupport]:
+        """How the backend runs the heads of each method that it supports."""
+        networks = {**self.networks, **_registered_heads.get(self.name, {})}
+        named = {each.name: each.head.network or each.name for each in methods() if each.head}
+        return {name: networks[network] for name, network in named.items() if network in networks}
+
+    @property
+    def converted_heads(self) -> frozenset[str]:
+        """The methods whose heads can be converted to this format (`edgespec prepare head`)."""
+        return frozenset(name for name, support in self.heads.items() if support.converts)
+
+    def load_head(self, target: Any, head: Head) -> Any:
+        """Load a head for a target in this format. See `HeadNetwork`."""
+        return self.heads[head.method].network().load_head(target, head)
+
+    def estimate_head(self, head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+        """Estimate a head's memory. See `HeadNetwork`.
+
+        Raises BackendMissingError if the backend is not installed.
+        """
+        backend_of(self.name).require(target.name)
+        return self.heads[head.method].network().estimate_head(head, target, context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +277,7 @@ class Backend:
 
 
 _registered: list[Backend] = []
+_registered_heads: dict[str, dict[str, HeadSupport]] = {}
 
 
 @cache
@@ -237,6 +305,26 @@ def register(backend: Backend) -> Callable[[], None]:
     def unregister() -> None:
         if backend in _registered:
             _registered.remove(backend)
+
+    return unregister
+
+
+def register_head(format_name: str, network: str, support: HeadSupport) -> Callable[[], None]:
+    """Register how heads defined outside of edgespec draft for targets in a format.
+
+    Returns:
+        A function that removes the support.
+
+    Raises:
+        ValueError: The format already has a network with this name.
+    """
+    added = _registered_heads.setdefault(format_name, {})
+    if network in added or network in format_of(format_name).networks:
+        raise ValueError(f"a network named {network!r} is already registered for {format_name}")
+    added[network] = support
+
+    def unregister() -> None:
+        added.pop(network, None)
 
     return unregister
 

@@ -1,10 +1,13 @@
-"""Methods for self-drafting: running fewer layers, running at lower precision, or using a head."""
+"""Methods for self-drafting: running fewer layers, running at lower precision, or using a head.
+
+The attribute `method` of each class is the name of the drafting method.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 __all__ = ["EarlyExit", "Head", "LowBit", "SelfDraft"]
 
@@ -16,6 +19,7 @@ class EarlyExit:
     The verify pass reuses the hidden states computed by these layers.
     """
 
+    method: ClassVar[str] = "layerskip"
     exit_layer: int
 
 
@@ -32,6 +36,7 @@ class LowBit:
             context.
     """
 
+    method: ClassVar[str] = "lowbit"
     copy: str | None = None
     sink_tokens: int = 4
     window_tokens: int | None = None

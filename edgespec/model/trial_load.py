@@ -111,7 +111,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
     for model in models:
         if (
             model.form.trial is None
-            or (model.head and model.form.try_head is None)
+            or (model.head and not (model.form.try_head and model.form.heads[model.head.method].can_crash))
             or (model.adapters and model.form.try_adapters is None)
         ):
             continue
@@ -302,6 +302,7 @@ class _Child:
                 " CPU time",
                 "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
                 " skips this check",
+                code="trial_failed",
             )
         if status < 0 and name not in _CRASHES:
             raise _stopped(model, f"killed by {name}")
@@ -370,6 +371,7 @@ def _stopped(model: TrialModel, why: str) -> BackendError:
     return BackendError(
         f"the trial of {model.tested_path} in a separate process failed: {why}",
         "close other programs and try again; if you trust this file, `edgespec chat --trust` skips the trial",
+        code="trial_failed",
     )
 
 

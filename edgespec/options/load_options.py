@@ -78,6 +78,11 @@ class LoadArguments(TypedDict, total=False):
     mmap: Annotated[bool, Option(Flag(), "model",
         "Memory-map the model file instead of reading all of it at load time.",
         default=True)]
+    larger_than_memory: Annotated[str, Option(Choice(("auto", "no")), "model",
+        "Whether to run a model that does not fit in memory. `auto` reads part of its weights from disk in"
+        " every pass, which is slow, but drafting saves most of these passes. `no` refuses. GGUF models on a"
+        " Linux CPU only.",
+        default="auto")]
     mlock: Annotated[bool, Option(Flag(), "model",
         "Lock the model in RAM so the system never swaps it out.",
         default=False)]

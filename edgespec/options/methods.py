@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,9 +19,12 @@ from edgespec.errors import OptionError
 from edgespec.system.spelling import REMOVED_NAMES, nearest
 
 __all__ = [
+    "HeadKind",
+    "HeadTraining",
     "Method",
     "MethodDocs",
     "Needs",
+    "head_kinds",
     "head_names",
     "method",
     "method_names",
@@ -59,6 +62,41 @@ class MethodDocs:
     memory: str
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTraining:
+    """The command that trains a kind of head.
+
+    Attributes:
+        command: Name of the command, such as `eagle3`.
+        title: Name of the head with an article, such as `an EAGLE-3 head`.
+        with_gguf: A sentence on how to use the head with a GGUF model.
+    """
+
+    command: str
+    title: str
+    with_gguf: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadKind:
+    """The heads that a method drafts with.
+
+    Attributes:
+        kinds: Maps a name in a head's metadata or file name, such as `eagle3`, to the kind of head that users
+            see, such as `EAGLE-3`. A name that contains another one comes first. The first word of a kind
+            identifies the method.
+        network: The key of the code that runs the heads in `FileFormat.networks`. Methods can share it. Empty
+            if it is the method's name.
+        drafts_in_one_pass: Whether a head drafts several tokens in one pass, rather than one.
+        training: How `edgespec train` trains such heads. None if it cannot.
+    """
+
+    kinds: Mapping[str, str]
+    network: str = ""
+    drafts_in_one_pass: bool = False
+    training: HeadTraining | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A drafting method.
@@ -75,6 +113,7 @@ class Method:
             model, it is called only if one is loaded. Put its imports inside the function, because records
             are read at every start.
         needs: What the method drafts with.
+        head: The heads that the method drafts with, if `needs` is `head`.
         reads: The options of `load` that the method uses. An option is rejected if no selected method uses
             it.
         uses_target_cache: Whether drafts are written to the target's KV cache. A reply can use only one such
@@ -108,6 +147,7 @@ class Method:
     order: int
     make: Callable[[Any], Any]
     needs: Needs = "nothing"
+    head: HeadKind | None = None
     reads: frozenset[str] = frozenset()
     uses_target_cache: bool = False
     shares_passes: bool = True
@@ -185,6 +225,11 @@ def head_names() -> tuple[str, ...]:
     return tuple(each.name for each in methods() if each.needs == "head")
 
 
+def head_kinds() -> dict[str, tuple[str, Method]]:
+    """Return the kind and the method of heads, by their names in metadata and file names."""
+    return {name: (kind, each) for each in methods() if each.head for name, kind in each.head.kinds.items()}
+
+
 def methods_by_need() -> tuple[Method, ...]:
     """Return all methods in the order shown to users: grouped by what they draft with."""
     return tuple(sorted(methods(), key=lambda each: _NEEDS.index(each.needs)))
@@ -213,7 +258,12 @@ def parse_method(method: str) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             if name in REMOVED_NAMES:
-                raise OptionError(f"method {name!r} was removed", REMOVED_NAMES[name], option="method")
+                raise OptionError(
+                    f"method {name!r} was removed",
+                    REMOVED_NAMES[name],
+                    option="method",
+                    code="option_removed",
+                )
             near = nearest(name, (*_NOT_METHODS, *known))
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(

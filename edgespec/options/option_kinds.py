@@ -396,7 +396,9 @@ class TextFile(Kind):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
             raise OptionError(
-                f"the file {text!r} cannot be read: {reason}", "pass the path of a text file"
+                f"the file {text!r} cannot be read: {reason}",
+                "pass the path of a text file",
+                code="file_not_read",
             ) from None
 
 
@@ -409,6 +411,7 @@ class JsonSchema(TextFile):
             raise OptionError(
                 f"the schema must be given as the path of a file, not as JSON: {text[:40]!r}",
                 "save the schema to a file, and pass its path",
+                code="constraint_invalid",
             )
         schema = super().parse(text)
         try:
@@ -417,11 +420,14 @@ class JsonSchema(TextFile):
             place = ""
             if isinstance(error, json.JSONDecodeError):
                 place = f" (line {error.lineno}, column {error.colno})"
-            raise OptionError(f"{text} is not valid JSON{place}", "correct the file") from None
+            raise OptionError(
+                f"{text} is not valid JSON{place}", "correct the file", code="constraint_invalid"
+            ) from None
         if not is_object:
             raise OptionError(
                 f"{text} contains {schema[:40]!r}, but a JSON schema must be a JSON object",
                 "pass the path of a JSON schema",
+                code="constraint_invalid",
             )
         return schema
 
@@ -433,9 +439,11 @@ class JsonSchema(TextFile):
             schema = json.loads(value) if isinstance(value, str) else value
             text = json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise OptionError(f"{name} is not valid JSON: {error}", hint) from None
+            raise OptionError(f"{name} is not valid JSON: {error}", hint, code="constraint_invalid") from None
         if not isinstance(schema, Mapping):
-            raise OptionError(f"{name} must be a JSON object, not {text[:40]}", hint)
+            raise OptionError(
+                f"{name} must be a JSON object, not {text[:40]}", hint, code="constraint_invalid"
+            )
         return json.dumps(read_schema(schema, name), ensure_ascii=False)
 
 
@@ -444,12 +452,16 @@ def _pydantic_schema(name: str, model: type, hint: str) -> Any:
     from pydantic.errors import PydanticUserError
 
     if not issubclass(model, BaseModel):
-        raise OptionError(f"{name} must be a JSON schema, not the class {model.__name__}", hint)
+        raise OptionError(
+            f"{name} must be a JSON schema, not the class {model.__name__}", hint, code="constraint_invalid"
+        )
     try:
         # Pydantic ignores undeclared properties by default. OpenAI's library forbids them in its requests.
         return closed_objects(model.model_json_schema())
     except PydanticUserError as error:
-        raise OptionError(f"{name}: {model.__name__} has no JSON schema: {error.message}", hint) from None
+        raise OptionError(
+            f"{name}: {model.__name__} has no JSON schema: {error.message}", hint, code="constraint_invalid"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def read_preset(name: str) -> Preset:
     for key, given in tomllib.loads(text).items():
         try:
             if key not in SETTINGS:
-                raise OptionError(*unknown_setting(key))
+                raise OptionError(*unknown_setting(key), code="option_unknown")
             settings[key] = setting_value(key, given)
         except OptionError as error:
             raise error_at(path, text, (key,), error.what, error.next_step) from error
@@ -103,6 +103,7 @@ def write_preset(preset: Preset) -> Path:
         raise ConfigurationError(
             f"the preset {preset.name} cannot be written to {path}: {error_reason(error)}",
             write_advice(error, path.parent, "EDGESPEC_CONFIG_DIR"),
+            code="file_not_written",
         ) from error
     return path
 

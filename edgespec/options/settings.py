@@ -79,6 +79,7 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
             raise OptionError(
                 f"unknown option {name!r}",
                 f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",
+                code="option_unknown",
             )
 
 
@@ -123,6 +124,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
                 f"{name} has no effect with method {', '.join(dict.fromkeys(methods))}",
                 f"remove it, or choose a method that uses it: {', '.join((*automatic, *readers_of(name)))}",
                 option=name,
+                code="option_without_effect",
             )
     return arguments
 

@@ -76,12 +76,13 @@ def read_text(path: Path) -> str | None:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigurationError(
-            f"{path}, line {line}: the text is not UTF-8", "save the file as UTF-8"
+            f"{path}, line {line}: the text is not UTF-8", "save the file as UTF-8", code="invalid_encoding"
         ) from error
     except OSError as error:
         raise ConfigurationError(
             f"the settings file {path} cannot be read: {error_reason(error)}",
             "fix its permissions or delete it",
+            code="file_not_read",
         ) from error
     except ValueError as error:
         reason = str(error)
@@ -104,6 +105,7 @@ def encoded(path: Path, text: str) -> bytes:
         raise ConfigurationError(
             f"{path} would have {len(data):,} bytes, but at most {_MAX_BYTES:,} are allowed",
             "shorten the longest value, such as the system prompt",
+            code="input_too_large",
         )
     return data
 
@@ -142,12 +144,13 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
         ) from None
     except Timeout as error:
         raise ConfigurationError(
-            f"another program is writing to {file}", "try again when it is done"
+            f"another program is writing to {file}", "try again when it is done", code="file_in_use"
         ) from error
     except OSError as error:
         raise ConfigurationError(
             f"{file} cannot be written: {error_reason(error)}",
             write_advice(error, file.parent, "EDGESPEC_CONFIG_DIR"),
+            code="file_not_written",
         ) from error
     return True
 
@@ -157,7 +160,9 @@ def quoted(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OptionError(f"{text!r} cannot be encoded as UTF-8", "remove the invalid characters") from error
+        raise OptionError(
+            f"{text!r} cannot be encoded as UTF-8", "remove the invalid characters", code="invalid_encoding"
+        ) from error
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

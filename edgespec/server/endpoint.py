@@ -88,6 +88,7 @@ class PathEndpoint:
                 405,
                 f"{scope['method']} {scope['path'][:100]} is not supported; use {allowed}, or"
                 f" {base_url_advice(scope)}",
+                code="method_not_allowed",
                 headers={"Allow": allowed},
             )
         try:
@@ -124,13 +125,18 @@ class PathEndpoint:
                     if len(body) > MAX_BODY_BYTES:
                         raise _too_large()
                     if self._service.buffered_bytes > MAX_BUFFERED_BYTES:
-                        raise BusyError("too many large requests are arriving at once", "try again later")
+                        raise BusyError(
+                            "too many large requests are arriving at once",
+                            "try again later",
+                            code="queue_full",
+                        )
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(
                 408,
                 f"the request body did not arrive within {BODY_SECONDS:.0f} seconds; send it again",
+                code="request_timeout",
                 headers={"Connection": "close"},
             ) from None
         finally:
@@ -160,7 +166,10 @@ def error_response(protocol: Protocol, error: ApiError) -> Response:
 def _too_large() -> ApiError:
     limit = format_bytes(MAX_BODY_BYTES)
     return ApiError(
-        413, f"the request body is larger than {limit}; shorten the prompt", headers={"Connection": "close"}
+        413,
+        f"the request body is larger than {limit}; shorten the prompt",
+        code="request_too_large",
+        headers={"Connection": "close"},
     )
 
 

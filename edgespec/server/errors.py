@@ -45,7 +45,7 @@ class ApiError(Exception):
         status: The HTTP status.
         message: What failed, with the value, and what to do.
         kind: The OpenAI error type, such as `invalid_request_error`.
-        code: A machine-readable name, such as `model_not_found`.
+        code: A machine-readable name, such as `model_not_found`. For an `EdgespecError`, its code.
         param: The request field that caused the error.
         details: Further machine-readable values, such as the number of tokens in the prompt.
         headers: HTTP headers of the response.
@@ -54,13 +54,13 @@ class ApiError(Exception):
     status: int
     message: str
     kind: str = "invalid_request_error"
-    code: str | None = None
+    code: str = "invalid_request"
     param: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def invalid_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> ApiError:
     """Return the error for an invalid request, with status 400."""
     return ApiError(400, message, code=code, param=param)
 
@@ -89,27 +89,27 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
         case ContextFullError():
             return _context_error(error, prompt_field)
         case ModelNotFoundError():
-            return ApiError(404, str(error), code="model_not_found", param="model")
+            return ApiError(404, str(error), code=error.code, param="model")
         case MemoryBudgetError():
-            return ApiError(400, str(error), code="model_does_not_fit", param="model")
+            return ApiError(400, str(error), code=error.code, param="model")
         case OptionError() | TemplateError() | CapabilityError():
-            return invalid_request(_shortened(str(error)))
+            return invalid_request(_shortened(str(error)), param=error.option or None, code=error.code)
         case BusyError():
-            return ApiError(429, str(error), "rate_limit_error", "queue_full", headers=retry)
+            return ApiError(429, str(error), "rate_limit_error", error.code, headers=retry)
         case ClosedError() | CancelledError():
             message = "the server is stopping or unloading this model; send the request again"
             return ApiError(503, message, "server_error", "unavailable", headers=retry)
         case WorkerError() | WorkerLostError():
-            return ApiError(503, str(error), "server_error", "worker_unavailable", headers=retry)
+            return ApiError(503, str(error), "server_error", error.code, headers=retry)
         case EdgespecError():
-            return ApiError(500, str(error), "server_error")
+            return ApiError(500, str(error), "server_error", error.code)
         case _:
             message = "the server failed because of a bug; its log shows where"
-            return ApiError(500, message, "server_error")
+            return ApiError(500, message, "server_error", "internal_error")
 
 
 def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiError:
-    code, kind = "context_length_exceeded", "exceed_context_size_error"
+    code, kind = error.code, "exceed_context_size_error"
     if error.prompt_tokens is None or error.context_tokens is None:
         return ApiError(400, str(error), kind, code, prompt_field)
     # Use OpenAI's wording about the maximum context length. Programs such as opencode, and those that use
@@ -145,7 +145,7 @@ def validation_error(
         # The client chose this name, so it may look like a type name.
         place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
-        return invalid_request(_shortened(str(wrong)), param=place)
+        return invalid_request(_shortened(str(wrong)), param=place, code=wrong.code)
     if problem["type"] == "extra_forbidden":
         near = _near(place[:_MAX_SHOWN_CHARACTERS], known)
         option = FOREIGN_NAMES.get(place, place)
@@ -166,7 +166,9 @@ def validation_error(
             code="unknown_field",
         )
     if not place:
-        return invalid_request("the request body must be a JSON object; enclose its fields in braces")
+        return invalid_request(
+            "the request body must be a JSON object; enclose its fields in braces", code="invalid_json"
+        )
     if problem["type"] == "too_short" and not problem["input"]:
         return invalid_request(f"{place} is empty; add at least one", param=place)
     messages = [
@@ -174,7 +176,8 @@ def validation_error(
     ]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"
-    return invalid_request(f"{place}: {message}{given}", param=place)
+    code = "missing_field" if problem["type"] == "missing" else "invalid_request"
+    return invalid_request(f"{place}: {message}{given}", param=place, code=code)
 
 
 def _near(place: str, known: Sequence[str]) -> list[str]:

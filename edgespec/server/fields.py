@@ -50,7 +50,11 @@ Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored.
 def _require(neutral: int, value: Any, name: str | None) -> Any:
     """Raise OptionError unless an option has its neutral value."""
     if value is not None and value != neutral:
-        raise OptionError(f"{name} {value!r} is not supported", f"leave {name} out, or set it to {neutral}")
+        raise OptionError(
+            f"{name} {value!r} is not supported",
+            f"leave {name} out, or set it to {neutral}",
+            code="option_not_supported",
+        )
     return value
 
 
@@ -255,7 +259,9 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
         if value is None:
             return None
         if isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
-            raise OptionError(f"{name} has {len(value):,} entries", f"use at most {_MAX_ENTRIES:,}")
+            raise OptionError(
+                f"{name} has {len(value):,} entries", f"use at most {_MAX_ENTRIES:,}", code="input_too_large"
+            )
         if isinstance(option.kind, TokenBiases):
             value = token_biases(value)
         return option.check(name, value)
@@ -309,4 +315,6 @@ def require_fields(place: str, given: BaseModel, names: Sequence[str]) -> None:
     """Raise ApiError if one of the fields in `names` is missing."""
     for name in names:
         if getattr(given, name) is None:
-            raise invalid_request(f"{place}.{name} is missing; add this field", param=f"{place}.{name}")
+            raise invalid_request(
+                f"{place}.{name} is missing; add this field", param=f"{place}.{name}", code="missing_field"
+            )

@@ -62,7 +62,9 @@ class ChatPrompt:
             replies.insert(0, as_message(len(conversation), conversation.pop()))
         if not conversation:
             raise OptionError(
-                "the conversation has no message to reply to", "add a message with the role user"
+                "the conversation has no message to reply to",
+                "add a message with the role user",
+                code="messages_invalid",
             )
         reply_start = text_to_continue(replies)
         if len(conversation) > 1 and conversation[-1]["role"] == "system":

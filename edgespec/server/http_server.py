@@ -234,7 +234,9 @@ def _bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise EdgespecError(
-            f"--host {host} is not an address of this machine: {error_reason(error)}", "use 127.0.0.1"
+            f"--host {host} is not an address of this machine: {error_reason(error)}",
+            "use 127.0.0.1",
+            code="address_unavailable",
         ) from error
     try:
         # Without this option, a restarted server could not bind its port for a minute.
@@ -245,5 +247,6 @@ def _bind(host: str, port: int) -> socket.socket:
         raise EdgespecError(
             f"cannot listen on {host} port {port}: {error_reason(error)}",
             "another server may be using this port; choose a different port with --port",
+            code="address_unavailable",
         ) from error
     return bound

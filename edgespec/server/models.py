@@ -221,7 +221,9 @@ class ModelPool:
             # Retrieve the exception even if no request is waiting, because asyncio would otherwise log it.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
-            raise BusyError(f"{entry.users} requests are already waiting for {name}", "try again later")
+            raise BusyError(
+                f"{entry.users} requests are already waiting for {name}", "try again later", code="queue_full"
+            )
         with entry.in_use():
             try:
                 # Shield the task, because other requests may be waiting for it.
@@ -528,4 +530,4 @@ def _fits(options: dict[str, Any]) -> bool:
         plan = edgespec.plan(**options).plan
     except EdgespecError:
         return False
-    return plan.fits and not plan.decisions
+    return plan.fits_without_streaming and not plan.decisions

@@ -63,7 +63,9 @@ class Guard:
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy could interpret the headers differently and see another request in the body (request
             # smuggling).
-            return invalid_request("send either Content-Length or Transfer-Encoding, but not both")
+            return invalid_request(
+                "send either Content-Length or Transfer-Encoding, but not both", code="option_conflict"
+            )
         origin = headers.get("origin")
         if origin is not None and not (self._origins and self._origins.fullmatch(origin)):
             allowed = (

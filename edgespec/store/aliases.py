@@ -36,13 +36,16 @@ def check_alias(name: str, reference: str) -> str:
         raise OptionError(
             f"{name!r} is not a valid alias",
             "use letters and digits, with dots and dashes between them",
+            code="alias_invalid",
         )
     aliases = catalogue.user_aliases() | {name.lower(): reference}
     seen, text = [name.lower()], reference
     while text.lower() in aliases:
         if text.lower() in seen:
             raise OptionError(
-                f"the alias {name} would refer to itself via {reference}", "use another reference"
+                f"the alias {name} would refer to itself via {reference}",
+                "use another reference",
+                code="alias_invalid",
             )
         seen.append(text.lower())
         text = aliases[text.lower()].strip()

@@ -314,11 +314,14 @@ def _user_table(name: str, example: str) -> dict[str, str]:
     except (OSError, ValueError) as error:
         reason = error_reason(error) if isinstance(error, OSError) else error
         raise ModelNotFoundError(
-            f"the alias file {path} cannot be read: {reason}", "correct, move or delete the file"
+            f"the alias file {path} cannot be read: {reason}",
+            "correct, move or delete the file",
+            code="alias_invalid",
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(
             f"the [{name}] table in the alias file {path} has values that are not model references",
             f"write lines such as {example}",
+            code="alias_invalid",
         )
     return {name.lower(): reference for name, reference in table.items()}

@@ -126,6 +126,7 @@ def fetch(
         raise DownloadError(
             f"{repository} is incomplete: it lacks {', '.join(missing[:3])}",
             "choose another repository of the same model",
+            code="repository_unusable",
         )
     return folder
 
@@ -139,6 +140,7 @@ def _choose_model(repository: str, files: list[HubFile], quantisation: str | Non
         raise ModelNotFoundError(
             f"{repository} is an MLX model with one quantisation, so {quantisation} is not available",
             f"use {repository}, or a repository of the same model that ends in -GGUF",
+            code="quantisation_unavailable",
         )
     require_mlx(repository)
     return chosen
@@ -167,6 +169,7 @@ def _check_disk(repository: str, files: list[HubFile]) -> None:
             f" but {cache} has only {format_bytes(free_bytes)} free",
             "free some space, choose a smaller quantisation, or set HF_HUB_CACHE to a folder on a larger"
             " disk",
+            code="disk_full",
         )
 
 
@@ -262,6 +265,7 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
                         f"the connection was lost {failures} times at {format_bytes(done_bytes)} of"
                         f" {format_bytes(size_bytes)}: {_network_reason(error)}",
                         "try again later to resume the download",
+                        code="download_interrupted",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
                 # The user may have cancelled the download while no data arrived.
@@ -275,7 +279,9 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
         return
     path.unlink()
     name = url.rsplit("/", 1)[-1]
-    raise DownloadError(f"the downloaded file {name} is damaged: {problem}", "download it again")
+    raise DownloadError(
+        f"the downloaded file {name} is damaged: {problem}", "download it again", code="download_damaged"
+    )
 
 
 def _new_digest(etag: str, size_bytes: int) -> Any:
@@ -334,11 +340,13 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             return DownloadError(
                 f"{repository} is not on this machine and offline mode is on",
                 "unset HF_HUB_OFFLINE, or specify the path of a file",
+                code="offline",
             )
         case errors.GatedRepoError():
             return DownloadError(
                 f"{repository} is gated: its licence must be accepted first",
                 f"accept it at {constants.ENDPOINT}/{repository}, then {_SIGN_IN}",
+                code="access_denied",
             )
         case errors.RepositoryNotFoundError():
             near = load_catalogue().nearest_repository(repository)
@@ -350,26 +358,33 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             return _http_error(repository, error.response.status_code)
         case errors.HFValidationError():
             return ModelNotFoundError(
-                f"{repository} is not a valid repository name", "write it as user/repo or hf:user/repo:Q4_K_M"
+                f"{repository} is not a valid repository name",
+                "write it as user/repo or hf:user/repo:Q4_K_M",
+                code="reference_invalid",
             )
         case httpx2.HTTPError():
             return DownloadError(
                 f"cannot reach {constants.ENDPOINT} to download {repository}: {_network_reason(error)}",
                 "check the network and try again, or specify the path of a file",
+                code="network_unreachable",
             )
         case Timeout():
             return DownloadError(
-                f"another program is downloading {repository}", "wait until it finishes, then try again"
+                f"another program is downloading {repository}",
+                "wait until it finishes, then try again",
+                code="file_in_use",
             )
         case NotImplementedError():
             return DownloadError(
                 f"the file system of {cache} cannot lock files",
                 "set HF_HUB_CACHE to a folder on a local disk",
+                code="file_not_written",
             )
         case OSError():
             return DownloadError(
                 f"{repository} cannot be stored in {cache}: {error_reason(error)}",
                 f"{write_advice(error, cache, 'HF_HUB_CACHE')}; then try again to resume the download",
+                code="file_not_written",
             )
     return DownloadError(f"{repository} cannot be downloaded: {error_reason(error)}", "try again later")
 
@@ -380,6 +395,7 @@ def _http_error(repository: str, status: int) -> DownloadError:
             return DownloadError(
                 f"access to {repository} was denied (status {status})",
                 f"{_SIGN_IN} with a token that has access",
+                code="access_denied",
             )
         case 404:
             return DownloadError(

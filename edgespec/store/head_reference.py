@@ -70,6 +70,7 @@ def resolve_head_with(reference: str, download: Downloader) -> Resolved:
                 f"there is no head named {name}",
                 (f"did you mean {' or '.join(nearest)}? " if nearest else "")
                 + "`edgespec models show TARGET` lists the heads for a model; a path or user/repo also works",
+                code="head_not_found",
             )
 
 
@@ -90,6 +91,7 @@ def refused_model(name: str) -> ModelFileError:
     return ModelFileError(
         f"{name} is a model, not a head",
         f"pass draft models with --draft, for example --draft {name}",
+        code="wrong_file",
     )
 
 

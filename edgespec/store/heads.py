@@ -25,7 +25,7 @@ from edgespec.model.formats.head_files import (
 from edgespec.model.model_info import ModelInfo
 from edgespec.model.registry import FileFormat, format_at
 from edgespec.model.self_draft_methods import Head
-from edgespec.options.methods import head_names
+from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.head_reference import cached_head, refused_model
 from edgespec.store.installed import model_info_or_none, read_model_info
@@ -39,8 +39,6 @@ __all__ = ["HeadOption", "head_options", "named_head", "published_heads"]
 
 HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
-# Matches the names of files and folders beside a model that may be heads.
-_SIDECAR = re.compile(r"^(?:mtp|eagle\d?|dflash|dspark|medusa|hydra)(?:[-_.]|$)", re.IGNORECASE)
 # Maximum number of entries to read from a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
 # Where to find heads, most preferred first. A head beside the model comes before the catalogue, because
@@ -161,6 +159,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
         raise CapabilityError(
             f"the head {found.name} {made_for}: {problem}",
             f"{_other_head(found, target)}, or use --head none",
+            code="head_mismatch",
         )
     head = Head(method_of(kind), path, converted_from)
     return HeadOption(found.name, kind, head, "named", info.size_bytes if path else 0)
@@ -176,11 +175,13 @@ def _other_head(refused: Resolved, target: Resolved) -> str:
 
 def _sidecars(target: Path) -> Iterator[Path]:
     """Yield files and folders in or next to a model's folder whose names look like heads."""
+    names = "|".join({*head_names(), *head_kinds()})
+    is_sidecar = re.compile(rf"(?:{names})\d?(?:[-_.]|$)", re.IGNORECASE).match
     for folder in (target, target.parent) if target.is_dir() else (target.parent,):
         files = files_below(folder, 0, EntryBudget(_MAX_ENTRIES))
-        yield from (path for path in files if path.suffix == ".gguf" and _SIDECAR.match(path.name))
+        yield from (path for path in files if path.suffix == ".gguf" and is_sidecar(path.name))
         folders = folders_in(folder, EntryBudget(_MAX_ENTRIES))
-        yield from (path for path in folders if path != target and _SIDECAR.match(path.name))
+        yield from (path for path in folders if path != target and is_sidecar(path.name))
 
 
 def _installed(
@@ -250,7 +251,7 @@ def _speedup(kind: str, head_bytes: int, target_bytes: int) -> float:
 def _why_not_yet(kind: str, form: FileFormat) -> str:
     """Return why edgespec cannot use this kind of head with targets in this format, or an empty string."""
     method = method_of(kind)
-    if method in head_names() and method in form.head_formats:
+    if method in form.heads:
         return ""
     where = f" with models in the format {form.label}" if method in head_names() else ""
     return f"edgespec does not support {kind} heads{where} yet"
@@ -259,8 +260,8 @@ def _why_not_yet(kind: str, form: FileFormat) -> str:
 def _is_readable(kind: str, path: Path, target: Resolved) -> bool:
     """Return whether the target's backend can read the head's files."""
     form = target.file_format
-    is_published = path.is_dir() and kind in form.unconverted_heads
-    return is_published or format_at(path).name in form.head_formats[method_of(kind)]
+    support = form.heads[method_of(kind)]
+    return (path.is_dir() and kind in support.unconverted) or format_at(path).name in support.formats
 
 
 def _is_convertible(kind: str, path: Path, target: Resolved) -> bool:

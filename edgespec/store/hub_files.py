@@ -109,6 +109,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         raise ModelNotFoundError(
             f"{repository} contains no GGUF model",
             "use a repository of the same model whose name ends in -GGUF",
+            code="repository_unusable",
         )
     label = quantisation or _DEFAULT_QUANTISATION
     if label.lower().endswith(".gguf"):
@@ -122,18 +123,21 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         raise ModelNotFoundError(
             f"{repository} has no {label}; it has {join_names(labels)}",
             f"choose one of them, such as {repository}:{labels[0]}",
+            code="quantisation_unavailable",
         )
     if len(matching) > 1:
         names = [parts[0].name for parts in matching]
         raise ModelNotFoundError(
             f"{repository} has {len(matching)} models with quantisation {label}: {join_names(names)}",
             f"specify the file, such as hf:{repository}:{names[0]}",
+            code="ambiguous",
         )
     parts = matching[0]
     if not is_complete(parts):
         raise ModelNotFoundError(
             f"{repository} has only {len(parts)} of the {parts[0].part_count} parts of {parts[0].stem}",
             "choose another quantisation or repository",
+            code="repository_unusable",
         )
     return parts
 
@@ -173,6 +177,7 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
         raise ModelNotFoundError(
             f"{repository} contains no GGUF model, and its MLX model lacks {', '.join(missing)}",
             "look for a repository of the same model whose name ends in -GGUF, or one from mlx-community",
+            code="repository_unusable",
         )
     return sorted(model_files, key=lambda file: (is_weights(file.name), file.name))
 
@@ -197,9 +202,12 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
         return [*config, *(file for file in top_level if file.name in weights)]
     if quantisation is not None:
         raise ModelNotFoundError(
-            f"{repository} has no GGUF files, so {quantisation} is not available", f"use {repository}"
+            f"{repository} has no GGUF files, so {quantisation} is not available",
+            f"use {repository}",
+            code="quantisation_unavailable",
         )
     raise ModelNotFoundError(
         f"{repository} contains no head: it has neither a GGUF file, nor config.json and weights",
         "check the name of the repository",
+        code="repository_unusable",
     )

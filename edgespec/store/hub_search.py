@@ -50,13 +50,17 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
             _entry(each["id"], each.get("gguf") or {}, bool(each.get("gated"))) for each in response.json()
         ]
     except OfflineModeIsEnabled as error:
-        raise _failed("Hugging Face's offline mode is on", "unset HF_HUB_OFFLINE") from error
+        raise _failed("Hugging Face's offline mode is on", "unset HF_HUB_OFFLINE", "offline") from error
     except httpx2.HTTPStatusError as error:
         raise _failed(
             f"{constants.ENDPOINT} answered with status {error.response.status_code}", "try again later"
         ) from error
     except httpx2.HTTPError as error:
-        raise _failed(f"{constants.ENDPOINT} cannot be reached", "check the network and try again") from error
+        raise _failed(
+            f"{constants.ENDPOINT} cannot be reached",
+            "check the network and try again",
+            "network_unreachable",
+        ) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _failed(
             f"{constants.ENDPOINT} did not respond like a Hugging Face server",
@@ -64,8 +68,8 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
         ) from error
 
 
-def _failed(reason: str, next_step: str) -> DownloadError:
-    return DownloadError(f"Hugging Face cannot be searched: {reason}", next_step)
+def _failed(reason: str, next_step: str, code: str = "") -> DownloadError:
+    return DownloadError(f"Hugging Face cannot be searched: {reason}", next_step, code=code)
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:

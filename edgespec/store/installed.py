@@ -109,7 +109,7 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
             if info.kind == "head":
                 continue  # `edgespec models show` lists heads with their target.
             if info.kind != "model":
-                raise ModelFileError(_NOT_MODELS[info.kind])
+                raise ModelFileError(_NOT_MODELS[info.kind], code="wrong_file")
             reference, entry = _shortest_reference(stored)
             model = InstalledModel(
                 reference, stored.store, stored.path, stored.format, info, entry, stored.adapters

@@ -60,6 +60,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
             raise ModelNotFoundError(
                 f"LM Studio has {len(matching)} models in {found.name}: {join_names(matching)}",
                 f"specify the file, such as lmstudio:{found.name}/{matching[0]}",
+                code="ambiguous",
             )
     return None
 

@@ -82,5 +82,9 @@ def files_fingerprint(path: Path, form: ModelFormat) -> str:
             (file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
         ]
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error.strerror or error}",
+            "check the path",
+            code="model_file_unreadable",
+        ) from error
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]

@@ -96,7 +96,9 @@ def _layers(manifest: Path) -> list[tuple[str, str]]:
         layers = json.loads(read_regular_file(manifest, _MAX_MANIFEST_BYTES))["layers"]
         return [(str(layer["mediaType"]), str(layer["digest"])) for layer in layers]
     except OSError as error:
-        raise ModelFileError(f"the model's manifest cannot be read: {error_reason(error)}") from error
+        raise ModelFileError(
+            f"the model's manifest cannot be read: {error_reason(error)}", code="model_file_unreadable"
+        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         # Ollama may change the format of its manifests at any time.
         raise ModelFileError("edgespec cannot parse the model's manifest") from error
@@ -110,7 +112,7 @@ def _gguf_files(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[Path, t
     """
     models = [digest for kind, digest in parts if kind == _MODEL]
     if not models:
-        raise ModelFileError("the model has no GGUF file")
+        raise ModelFileError("the model has no GGUF file", code="model_file_incomplete")
     adapters = [digest for kind, digest in parts if kind == _ADAPTER]
     model = _gguf_file(folder, models[-1], "the model's file")
     return model, tuple(_gguf_file(folder, digest, "the model's adapter") for digest in adapters)
@@ -144,5 +146,7 @@ def _gguf_file(folder: Path, digest: str, what: str) -> Path:
             if file.read(4) != b"GGUF":
                 raise ModelFileError(f"{what} is not a GGUF file")
     except OSError as error:
-        raise ModelFileError(f"{what} {blob} cannot be read: {error_reason(error)}") from error
+        raise ModelFileError(
+            f"{what} {blob} cannot be read: {error_reason(error)}", code="model_file_unreadable"
+        ) from error
     return blob

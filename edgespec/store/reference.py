@@ -166,6 +166,7 @@ def follow_aliases(typed: str) -> Reference:
             raise ModelNotFoundError(
                 f"the alias {typed} refers to itself ({' -> '.join([*seen, text])})",
                 f"correct the alias in {user_aliases_path()}",
+                code="alias_invalid",
             )
         seen.append(text.lower())
 
@@ -209,6 +210,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
         raise ModelNotFoundError(
             f"{entry.name} is available only as {entry.quantisation}, not as {quantisation}",
             f"use {entry.name}{other}",
+            code="quantisation_unavailable",
         )
     if entry.embedded_path is not None:
         path = resolve_path(entry.embedded_path).path
@@ -235,6 +237,7 @@ def _resolve_packaged(
             f"{entry.name} is available only as {entry.quantisation} and {entry.packaged_quantisation},"
             f" not as {quantisation}",
             f"use {entry.name}",
+            code="quantisation_unavailable",
         )
     copy, problem = None, ""
     if not is_packaged_type:
@@ -264,6 +267,7 @@ def _resolve_hub(typed: str, reference: HubReference, download: Downloader) -> R
         raise ModelNotFoundError(
             f"{typed} matches {len(paths)} different models on this machine: {', '.join(paths)}",
             "use one of these references",
+            code="ambiguous",
         )
     if cached is None and stored:
         return _resolve_stored(typed, stored[0], entry)
@@ -277,7 +281,9 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
     program = "Ollama" if stored.store == "ollama" else "LM Studio"
     if stored.path is None:
         raise ModelFileError(
-            f"{program}'s {stored.names[0]} cannot be used: {stored.problem}", "choose another model"
+            f"{program}'s {stored.names[0]} cannot be used: {stored.problem}",
+            "choose another model",
+            code="model_file_not_supported",
         )
     note = f"{typed} -> {program}'s {stored.names[0]}: {stored.path}"
     return Resolved(
@@ -290,6 +296,7 @@ def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
     return ModelFileError(
         f"{name} is a head, which drafts for one model and cannot run alone",
         f"pass it with --head, for example --target {target} --head {name}",
+        code="wrong_file",
     )
 
 
@@ -327,9 +334,13 @@ def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | 
                 return _resolve_prepared(read_prepared(path), path)
             _check_folder(path, missing_from_folder or format_at(path).missing_files)
         elif not stat.S_ISREG(mode):
-            raise ModelFileError(f"{path} is not a regular file", "use the path of a .gguf file")
+            raise ModelFileError(
+                f"{path} is not a regular file", "use the path of a .gguf file", code="wrong_file"
+            )
         elif path.suffix == ".safetensors":
-            raise ModelFileError(f"{path} is only part of a model", f"use its folder: {path.parent}")
+            raise ModelFileError(
+                f"{path} is only part of a model", f"use its folder: {path.parent}", code="wrong_file"
+            )
         else:
             with path.open("rb"):
                 pass
@@ -350,10 +361,14 @@ def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | 
         ) from error
     except PermissionError as error:
         raise ModelFileError(
-            f"no permission to read {path}", f"change its permissions, for example with chmod u+r {path}"
+            f"no permission to read {path}",
+            f"change its permissions, for example with chmod u+r {path}",
+            code="model_file_unreadable",
         ) from error
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
+        raise ModelFileError(
+            f"{path} cannot be opened: {error}", "check the path", code="model_file_unreadable"
+        ) from error
     name = path.name or path.resolve().name
     with suppress(OSError, ModelFileError):
         # The path may refer to any part of a split model.
@@ -366,6 +381,7 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
         raise ModelFileError(
             f"{given} contains files prepared for drafting, not a model",
             f"use the model that they were made from: {prepared.source}",
+            code="wrong_file",
         )
     check_prepared(prepared)
     folder = prepared.folder
@@ -386,6 +402,7 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
         raise ModelFileError(
             f"{folder} is a folder, not a model file or an MLX model",
             f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / usable}",
+            code="wrong_file",
         )
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if "config.json" not in missing or any(folder.glob("*.safetensors")):
@@ -394,7 +411,7 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
     else:
         what = "a folder, not a model file or an MLX model"
         hint = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
-    raise ModelFileError(f"{folder} is {what}, because it lacks {shown}", hint)
+    raise ModelFileError(f"{folder} is {what}, because it lacks {shown}", hint, code="model_file_incomplete")
 
 
 def _is_model(file: Path) -> bool:

@@ -85,14 +85,16 @@ def parse_reference(reference: str) -> Reference:
     """
     text = reference.strip()
     if not text:
-        raise ModelNotFoundError("the model reference is empty", _HINT)
+        raise ModelNotFoundError("the model reference is empty", _HINT, code="reference_invalid")
     if len(text) > _MAX_PATH_CHARACTERS:
         raise _too_long(text)
     if prefix := _HUB_PREFIX.match(text):
         return _parse_hub(text, text[prefix.end() :])
     if store := _STORE_PREFIX.match(text):
         if not store[2].strip():
-            raise ModelNotFoundError(f"{text} has no model name", f"write it as {store[1].lower()}:NAME")
+            raise ModelNotFoundError(
+                f"{text} has no model name", f"write it as {store[1].lower()}:NAME", code="reference_invalid"
+            )
         return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
     path = Path(os.path.expanduser(text))
     if _WRITTEN_AS_PATH.search(text) and "://" not in text:
@@ -122,6 +124,7 @@ def _parse_hub(text: str, rest: str) -> HubReference:
         raise ModelNotFoundError(
             f"{_shorten(text)} is not a Hugging Face repository",
             "write it as hf:user/repo or hf:user/repo:Q4_K_M",
+            code="reference_invalid",
         )
     return _hub_reference(match, explicit=True)
 
@@ -139,17 +142,20 @@ def _reject_near_misses(text: str) -> None:
         raise ModelNotFoundError(
             f"{_shorten(text)} is not a Hugging Face URL",
             "download the file yourself and use its path, or write hf:user/repo:Q4_K_M",
+            code="reference_invalid",
         )
     if revision := _REVISION.match(text):
         requested = f"revision {revision[2]}" if revision[2] else "a revision"
         raise ModelNotFoundError(
             f"{_shorten(text)} specifies {requested}, but edgespec supports only the newest revision",
             f"write {_shorten(revision[1])}{revision[3] or ''}",
+            code="reference_invalid",
         )
     if text.endswith(":"):
         raise ModelNotFoundError(
             f"{_shorten(text)} ends in a colon without a quantisation",
             f"write {_shorten(text)}Q4_K_M, or remove the colon",
+            code="reference_invalid",
         )
 
 
@@ -160,7 +166,11 @@ def _check_length(name: str) -> str:
 
 
 def _too_long(text: str) -> ModelNotFoundError:
-    return ModelNotFoundError(f"a reference of {len(text):,} characters is too long: {_shorten(text)}", _HINT)
+    return ModelNotFoundError(
+        f"a reference of {len(text):,} characters is too long: {_shorten(text)}",
+        _HINT,
+        code="reference_invalid",
+    )
 
 
 def _shorten(text: str) -> str:

@@ -52,6 +52,7 @@ class RemovalPlan:
             raise ModelFileError(
                 f"{self.links[0]} cannot be deleted: {error_reason(error)}",
                 write_advice(error, self.links[0].parent),
+                code="file_not_written",
             ) from error
         return freed_bytes
 

@@ -116,6 +116,7 @@ def check_process(loaded_by: int) -> None:
             f"the model was loaded in process {loaded_by}, and cannot be used in its forked child process",
             "start the child process before you load a model, or with multiprocessing's `spawn` method, and"
             " load the model there; or share one model between processes with `edgespec serve`",
+            code="process_forked",
         )
 
 

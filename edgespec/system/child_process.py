@@ -44,6 +44,7 @@ class ChildProcess:
             raise EdgespecError(
                 "no Python interpreter was found to start a child process",
                 "set sys.executable to a Python interpreter",
+                code="process_not_started",
             )
         try:
             # The -I option ignores the current folder and PYTHONPATH. In a new session, the process does not
@@ -58,7 +59,9 @@ class ChildProcess:
             )
         except OSError as error:
             raise EdgespecError(
-                f"{sys.executable} cannot be started: {error}", "close other programs"
+                f"{sys.executable} cannot be started: {error}",
+                "close other programs",
+                code="process_not_started",
             ) from error
         assert self._process.stdin
         assert self._process.stdout

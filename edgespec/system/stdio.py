@@ -70,6 +70,7 @@ def decode_input(data: bytes, line: int | None = None) -> str:
         raise OptionError(
             f"stdin is {found}, not UTF-8" if found else f"stdin is not valid UTF-8 at {place}",
             "convert the text to UTF-8, for example with iconv",
+            code="invalid_encoding",
         ) from error
 
 
@@ -87,6 +88,8 @@ def check_utf8(name: str, text: str) -> str:
     except UnicodeEncodeError as error:
         byte = len(text[: error.start].encode()) + 1
         raise OptionError(
-            f"{name} is not valid UTF-8 at byte {byte}", "set the terminal's encoding to UTF-8"
+            f"{name} is not valid UTF-8 at byte {byte}",
+            "set the terminal's encoding to UTF-8",
+            code="invalid_encoding",
         ) from error
     return text

@@ -81,7 +81,9 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
             ]
     except (OSError, ValueError, TypeError, IndexError, KeyError, BadZipFile) as error:
         raise ModelFileError(
-            f"the conversations in {path} cannot be read: {error}", "delete this file and train again"
+            f"the conversations in {path} cannot be read: {error}",
+            "delete this file and train again",
+            code="training_damaged",
         ) from error
 
 

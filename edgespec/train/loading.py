@@ -65,6 +65,7 @@ class DraftToTrain:
             raise OptionError(
                 f"{self.model.name} cannot be trained for {target.name}: their vocabularies differ",
                 "pass a draft model of the same family with --draft",
+                code="vocabulary_mismatch",
             )
         return target.teacher.draft(path, self.model.name, self.lora)
 
@@ -93,6 +94,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
             raise OptionError(
                 f"there is no draft model to train for {target.name}: {choice.reason}",
                 "pass one with --draft REF",
+                code="draft_missing",
             )
         draft = choice.draft
     else:
@@ -102,10 +104,13 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
             f"the draft model {draft.name} is a GGUF model, but only MLX and Hugging Face models can be"
             " trained",
             "pass its MLX or Hugging Face version with --draft",
+            code="model_not_trainable",
         )
     if folder.resolve() == draft.path.resolve():
         raise OptionError(
-            f"{folder} is the folder of the draft model itself", "choose another folder with --to"
+            f"{folder} is the folder of the draft model itself",
+            "choose another folder with --to",
+            code="output_exists",
         )
     return draft
 
@@ -133,7 +138,9 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
     vocabulary = teacher.vocabulary
     if vocabulary.chat_template is None:
         raise TemplateError(
-            f"{name} has no chat template, so it cannot write conversations", "choose another model"
+            f"{name} has no chat template, so it cannot write conversations",
+            "choose another model",
+            code="template_missing",
         )
     template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
     try:
@@ -150,23 +157,27 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
             raise OptionError(
                 f"--weights is only for GGUF models, but {name} is an MLX or Hugging Face model",
                 "omit --weights",
+                code="option_not_supported",
             )
         return path
     if weights is None:
         raise OptionError(
             f"{name} is a GGUF model, but training needs its MLX or Hugging Face version",
             "pass that version's folder with --weights DIR",
+            code="model_not_trainable",
         )
     form = format_at(weights)
     if form.load_teacher is None:
         raise OptionError(
             f"--weights {weights} is not a folder with an MLX or Hugging Face model",
             "pass a folder with config.json and model.safetensors",
+            code="wrong_file",
         )
     if difference := _difference(path, weights):
         raise OptionError(
             f"--weights {weights} is not the same model as {name}: {difference}",
             "pass the model that the GGUF file was made from",
+            code="model_mismatch",
         )
     return weights
 
@@ -191,6 +202,8 @@ def _identity(folder: Path) -> str:
         digests = [sampled_sha256(file) for file in format_at(folder).files(folder)]
     except OSError as error:
         raise ModelFileError(
-            f"{folder} cannot be read: {error_reason(error)}", "check the folder's permissions"
+            f"{folder} cannot be read: {error_reason(error)}",
+            "check the folder's permissions",
+            code="model_file_unreadable",
         ) from error
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()

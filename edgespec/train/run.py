@@ -147,7 +147,11 @@ def train_drafter(
             _write_conversations(writer, saved, conversations, settings.tokens, progress)
             held_out, others = _divided(conversations)
             if not others:
-                raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
+                raise EdgespecError(
+                    "there are too few conversations to train with",
+                    "use a larger --tokens",
+                    code="training_data_missing",
+                )
             if not trained:
                 steps = training_steps(others)
                 saved.check_progress(state, steps)
@@ -206,6 +210,7 @@ def _explain_failures(path: Path) -> Iterator[None]:
         raise EdgespecError(
             f"the training in {path} failed: {error_reason(error)}",
             f"{write_advice(error, path)}, then run the same command again to continue",
+            code="file_not_written",
         ) from error
 
 
@@ -318,4 +323,5 @@ def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> No
         raise EdgespecError(
             f"the head in {folder} is trained, but its conversion to GGUF failed: {error.what}",
             f"{error.next_step}, then run the same command again to convert it",
+            code=error.code,
         ) from error

@@ -58,7 +58,9 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
             if message.role == "user":
                 prompts.append(own_prompt([*system, *chat.messages[:end]]))
     if not prompts:
-        raise OptionError("there are no saved chats to train with", "omit --chats")
+        raise OptionError(
+            "there are no saved chats to train with", "omit --chats", code="training_data_missing"
+        )
     return prompts
 
 

@@ -116,7 +116,9 @@ class TrainingFolder:
             # temporary file if an earlier run was killed while writing the settings.
             if {each.name for each in path.iterdir()} - {LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
-                    f"{path} contains files that edgespec did not create", "choose another folder with --to"
+                    f"{path} contains files that edgespec did not create",
+                    "choose another folder with --to",
+                    code="output_exists",
                 )
             _write_json(file, asdict(settings))
             return
@@ -134,6 +136,7 @@ class TrainingFolder:
             raise OptionError(
                 f"{path} contains an unfinished training run with a different {other[0]}",
                 f"repeat the command that started it, or delete the folder {path} to begin again",
+                code="output_exists",
             )
 
     def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
@@ -326,4 +329,5 @@ def _damaged(path: Path) -> ModelFileError:
     return ModelFileError(
         f"{path}, which belongs to an interrupted training run, is damaged",
         f"delete the folder {path.parent} and train again",
+        code="training_damaged",
     )

@@ -97,6 +97,7 @@ class ConversationWriter:
             raise EdgespecError(
                 "the model wrote no questions, so there is nothing to train on",
                 "pass questions with --prompts",
+                code="training_data_missing",
             )
         return written
 

@@ -18,7 +18,7 @@ from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.prompt_history import PromptHistory
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tui.archive import Archive
@@ -28,13 +28,21 @@ from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
 from edgespec.tui.key_order import KeyOrder
-from edgespec.tui.preferences import Preferences
+from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import rounding_warning, sentences
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.markdown_reader import load_parsers
-from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
+from edgespec.tui.worker import (
+    Load,
+    LoadOther,
+    ModelThread,
+    PlanModel,
+    load_named,
+    plan_named,
+    references_after,
+)
 
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
 
@@ -56,7 +64,7 @@ class ChatApp(App[None]):
         load: Function that loads the model. Called in the model thread.
         load_other: Returns a function that loads another model, given a reference to it.
         plan_other: Plans another model, given a reference to it and a memory limit in bytes.
-        model_name: The model reference, such as `8b-q4`, which the loading screen and presets show.
+        models: The references to the models that the user chose, such as `8b-q4`.
         system: System prompt for new chats.
         settings: Settings for new chats.
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
@@ -68,7 +76,6 @@ class ChatApp(App[None]):
     Attributes:
         load_error: The error if loading failed, or None.
         chat: The chat screen, or None until the model is loaded.
-        switched_to: A reference to the loaded model. Empty if the user has not switched models.
         archive: The saved chats.
     """
 
@@ -87,7 +94,7 @@ class ChatApp(App[None]):
         *,
         load_other: LoadOther = load_named,
         plan_other: PlanModel = plan_named,
-        model_name: str = "",
+        models: ModelReferences = NO_MODELS,
         system: str | None = None,
         settings: Mapping[str, Setting] | None = None,
         resume: str | None = None,
@@ -99,7 +106,6 @@ class ChatApp(App[None]):
         super().__init__()
         self.load_error: Exception | None = None
         self.model_thread = ModelThread(load)
-        self.switched_to = ""
         self._load_other, self._plan_other = load_other, plan_other
         self.store = store if store is not None else ChatStore()
         self.archive = Archive(self.store)
@@ -107,13 +113,13 @@ class ChatApp(App[None]):
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
             self.preferences.theme = "light" if light else "dark"
-        self._model_name = model_name
+        self._models = models
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
         self._tools = tools
         self._remember = remember
-        self._loading = LoadingScreen(model_name)
+        self._loading = LoadingScreen(models.target)
         self._leaving = False
         self._keys = KeyOrder(self, super().on_event)
 
@@ -151,7 +157,7 @@ class ChatApp(App[None]):
 
     @property
     def _preferences_path(self) -> Path:
-        return self.store.folder.parent / "preferences.json"
+        return preferences_path(self.store)
 
     def on_mount(self) -> None:
         self._show_theme()
@@ -193,13 +199,14 @@ class ChatApp(App[None]):
             self.archive,
             self.preferences,
             History(PromptHistory(self.store.folder.parent) if self._remember else None),
-            model_name=self._model_name,
+            models=self._models,
             system=self._system,
             settings=self._settings,
             take_typed=self._loading.take_typed,
             plan_model=self._plan_other,
         )
         self._leaving = False
+        self.preferences.remember(self._models, self._preferences_path)
         await self.switch_screen(chat)
         if self._resume is None:
             chat.call_later(offer_unfinished, chat)
@@ -223,10 +230,15 @@ class ChatApp(App[None]):
 
     def on_chat_view_model_chosen(self, event: ChatScreen.ModelChosen) -> None:
         if self.screen is not self._loading:
-            self.run_worker(self._switch_model(event.reference))
+            self.run_worker(self._switch_model(event.reference, event.changed))
 
-    async def _switch_model(self, reference: str) -> None:
-        """Continue the chat with another model. If loading fails, show the error and keep the old model."""
+    async def _switch_model(self, reference: str, changed: Mapping[str, Any] | None) -> None:
+        """Continue the chat with another model. If loading fails, show the error and keep the old model.
+
+        Args:
+            reference: A reference to the model.
+            changed: The load options that the user has changed. None for another model.
+        """
         chat = self.chat
         assert chat is not None
         self._loading = LoadingScreen(reference)
@@ -234,7 +246,8 @@ class ChatApp(App[None]):
         while chat.writing:
             chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
-        switched = await self._loaded(self.model_thread.switch(self._load_other(reference)))
+        load = self._load_other(reference) if changed is None else self._load_other(reference, changed)
+        switched = await self._loaded(self.model_thread.switch(load))
         if switched is None:
             return
         self._leaving = False
@@ -248,7 +261,9 @@ class ChatApp(App[None]):
         chat.prompt.insert(waiting.typed.rstrip("\n"))
         name = switched.runtime.target.name
         if switched.failure is None:
-            self.switched_to = chat.model_name = reference
+            chat.models = references_after(chat.models, reference, changed)
+            chat.changed_load_options = changed or {}
+            self.preferences.remember(chat.models, self._preferences_path)
             # In an empty chat, the welcome box contains the warning.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""
             await chat.transcript.note(f"This chat now uses {name}. {warning}".rstrip())
@@ -362,6 +377,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
         raise EdgespecError(
             "the chat was closed by an internal error; your messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
+            code="internal_error",
         )
     resume = "" if app.chat is None else resume_value(app.chat.current_chat, app.store)
-    return ChatEnd(watch.signalled, resume, app.switched_to)
+    return ChatEnd(watch.signalled, resume)

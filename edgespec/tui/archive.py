@@ -41,7 +41,7 @@ class Archive:
         self.unsaved: dict[str, ChatFileError] = {}
         self.branched = False
         self.hidden: list[str] = []
-        self._store = store
+        self.store = store
         self._lock = Lock()
         # The chats in `unsaved`, with the names of their models. They are saved again later, even if the user
         # has opened another chat.
@@ -49,7 +49,7 @@ class Archive:
 
     def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
         """Raise OptionError if the chat is too long for another message or reply."""
-        size_bytes = self._store.size_bytes(chat.id) if chat.id else 0
+        size_bytes = self.store.size_bytes(chat.id) if chat.id else 0
         files = turn.prompt[-1].files if turn.sent and turn.prompt else ()
         added = len(turn.sent) + sum(len(file.text) for file in files)
         if size_bytes + added > MAX_CHAT_BYTES:
@@ -58,6 +58,7 @@ class Archive:
                 f" {format_bytes(MAX_CHAT_BYTES)}, the maximum for a chat",
                 "Type /new to start an empty chat. To start one from a part of this chat, select a message"
                 " and press f",
+                code="chat_too_large",
             )
 
     async def save(self, chat: OpenChat, target: str) -> None:
@@ -87,18 +88,18 @@ class Archive:
                     self._save(other, other_target)
 
     def _save(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
-        chat.id = chat.id or self._store.new_id()
+        chat.id = chat.id or self.store.new_id()
         snapshot = chat.saved(target, turn)
         if not snapshot.messages and chat.saved_at is None:
             return
         try:
-            saved = self._store.save_after(snapshot, chat.saved_at)
+            saved = self.store.save_after(snapshot, chat.saved_at)
         except ChatFileError as error:
             title = snapshot.title or title_of(snapshot.messages)
             what = f"the chat {title!r} was not saved: {error.what}"
             if chat.saved_at is not None:
                 what = f"the last messages in {title!r} were not saved: {error.what}"
-            self.unsaved[chat.id] = ChatFileError(what, error.next_step)
+            self.unsaved[chat.id] = ChatFileError(what, error.next_step, code=error.code)
             self._waiting[chat.id] = chat, target
             raise
         self._forget_failure(snapshot.id)
@@ -133,7 +134,8 @@ class Archive:
         """Raise ChatFileError if the last save of any chat failed."""
         if self.unsaved:
             errors = [*self.unsaved.values()]
-            raise ChatFileError("; ".join(error.what for error in errors), errors[-1].next_step)
+            what = "; ".join(error.what for error in errors)
+            raise ChatFileError(what, errors[-1].next_step, code=errors[-1].code)
 
     async def list(self) -> Sequence[StoredChat]:
         """Return all chats, newest first."""
@@ -142,7 +144,7 @@ class Archive:
     def list_now(self) -> Sequence[StoredChat]:
         """Return all chats, newest first. Blocks until the files are read."""
         with self._lock:
-            return self._store.list()
+            return self.store.list()
 
     async def find(self, wanted: str) -> StoredChat | None:
         """Return the chat with the ID `wanted`, or else the newest chat whose title contains `wanted`.
@@ -166,7 +168,7 @@ class Archive:
     def load_now(self, chat_id: str) -> SavedChat:
         """Read and return a saved chat. Blocks until the file is read."""
         with self._lock:
-            return self._store.load(chat_id)
+            return self.store.load(chat_id)
 
     async def add(self, chats: Iterable[SavedChat]) -> None:
         """Save imported chats under new IDs."""
@@ -177,7 +179,7 @@ class Archive:
         for chat in chats:
             # Lock for each chat separately, so that replies can be saved during a large import.
             with self._lock:
-                self._store.add(chat)
+                self.store.add(chat)
 
     async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
         """Rename, pin or unpin a saved chat. The chat keeps its place in the list of chats.
@@ -191,7 +193,7 @@ class Archive:
 
     def _change(self, chat_id: str, title: str | None, pinned: bool | None) -> None:
         with self._lock:
-            saved = self._store.load(chat_id)
+            saved = self.store.load(chat_id)
             changed = replace(
                 saved,
                 title=saved.title if title is None else title,
@@ -200,7 +202,7 @@ class Archive:
                 # chats.
                 updated=saved.updated + timedelta(microseconds=1),
             )
-            self._store.save_after(changed, saved.updated)
+            self.store.save_after(changed, saved.updated)
 
     async def hide(self, chat_id: str) -> None:
         """Remove a chat from the list. Its file is kept until `finish_deletion`."""
@@ -208,7 +210,7 @@ class Archive:
 
     def _hide(self, chat_id: str) -> None:
         with self._lock:
-            self._store.hide(chat_id)
+            self.store.hide(chat_id)
             self._forget_failure(chat_id)
             self.hidden.append(chat_id)
 
@@ -220,9 +222,9 @@ class Archive:
         with self._lock:
             if not self.hidden:
                 return None
-            chat_id = self._store.restore(self.hidden[-1])
+            chat_id = self.store.restore(self.hidden[-1])
             self.hidden.pop()
-            return next((chat for chat in self._store.list() if chat.id == chat_id), None)
+            return next((chat for chat in self.store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:
         """Delete a chat if it is still hidden, and cached data that may contain its text."""
@@ -238,7 +240,7 @@ class Archive:
         Raises:
             ChatFileError: A chat could not be deleted. All others were.
         """
-        old = self._store.hidden_before(time() - 2 * UNDO_SECONDS)
+        old = self.store.hidden_before(time() - 2 * UNDO_SECONDS)
         failure: ChatFileError | None = None
         for chat_id in {*self.hidden, *old}:
             try:
@@ -259,4 +261,4 @@ class Archive:
 
         with self._lock:
             self._forget_failure(chat_id)
-            delete_chat(self._store, chat_id)
+            delete_chat(self.store, chat_id)

@@ -213,5 +213,6 @@ def _bind(port: int) -> socket.socket:
         raise EdgespecError(
             f"cannot listen on 127.0.0.1 port {port}: {error_reason(error)}",
             "another server may be using this port; choose a different port with --port",
+            code="address_unavailable",
         ) from error
     return bound

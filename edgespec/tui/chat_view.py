@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -17,7 +17,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.background import CallThread
@@ -72,9 +72,15 @@ class ChatView(Screen[None]):
 
     @dataclass
     class ModelChosen(Event):
-        """Posted when the user chooses a model on this machine."""
+        """Posted when the user chooses a model on this machine, or changes how it is loaded.
+
+        Attributes:
+            reference: A reference to the model.
+            changed: The load options that the user has changed in the chat. None for another model.
+        """
 
         reference: str
+        changed: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -84,7 +90,7 @@ class ChatView(Screen[None]):
         preferences: Preferences,
         history: History,
         *,
-        model_name: str,
+        models: ModelReferences,
         system: str | None,
         settings: Mapping[str, Setting],
         take_typed: Callable[[], str],
@@ -92,7 +98,8 @@ class ChatView(Screen[None]):
     ) -> None:
         super().__init__()
         self.runtime = runtime
-        self.model_name = model_name
+        self.models = models
+        self.changed_load_options: Mapping[str, Any] = {}
         self.plan_model = plan_model
         self.preferences = preferences
         self.first_system = system
@@ -147,7 +154,9 @@ class ChatView(Screen[None]):
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
-        return Welcome(welcome_rows(self.runtime), self._notices)
+        return Welcome(
+            welcome_rows(self.runtime, explains=not self.preferences.knows_drafting), self._notices
+        )
 
     async def refresh_sidebar(self) -> None:
         """Refresh the list of chats if it is visible."""

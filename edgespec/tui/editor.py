@@ -62,7 +62,9 @@ def _edited(app: App[None], text: str) -> str:
             status = _run(app, [*command, str(path)])
             edited = read_regular_file(path, 4 * MAX_INPUT_CHARACTERS).decode("utf-8-sig")
     except SuspendNotSupported:
-        raise OptionError("An editor cannot be opened in this terminal", "Use another terminal") from None
+        raise OptionError(
+            "An editor cannot be opened in this terminal", "Use another terminal", code="command_unavailable"
+        ) from None
     except UnicodeDecodeError:
         raise OptionError(
             "The text was not changed, because the editor did not save it in UTF-8", _advice()
@@ -92,13 +94,17 @@ def _editor() -> list[str]:
                 f"{variable} is not a valid command: it has an unmatched quote", _advice()
             ) from None
         if command and shutil.which(command[0]) is None:
-            raise OptionError(f"{variable} names the editor {command[0]}, which is not installed", _advice())
+            raise OptionError(
+                f"{variable} names the editor {command[0]}, which is not installed",
+                _advice(),
+                code="command_unavailable",
+            )
         if command:
             return command
     for editor in _COMMON_EDITORS:
         if shutil.which(editor):
             return [editor]
-    raise OptionError("No text editor is set", _advice())
+    raise OptionError("No text editor is set", _advice(), code="command_unavailable")
 
 
 def _run(app: App[None], command: list[str]) -> int:

@@ -36,12 +36,10 @@ class ChatEnd(NamedTuple):
         signalled: Whether a signal ended the chat.
         resume: The value of `--resume` that opens the same chat: `last` or the chat's ID. Empty if the chat
             has no messages.
-        switched_to: A reference to the model in use at the end. Empty if the user never switched models.
     """
 
     signalled: bool = False
     resume: str = ""
-    switched_to: str = ""
 
 
 def resume_value(chat: OpenChat, store: ChatStore) -> str:

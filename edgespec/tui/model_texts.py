@@ -122,6 +122,9 @@ def details_text(
         speed = f"Expected speed: {_rate_text(model.speed)} with {names}, {gain}{doubt}."
     else:
         speed = f"Expected speed: {_rate_text(model.speed)}{doubt}."
+    if plan is not None and plan.streaming is not None:
+        # The expected speed assumes that all weights are in memory.
+        memory, speed = "It is larger than memory:", f"{plan.streaming.text}."
     return Content.assemble(
         (f"{model.reference}, {_place(model)}", "bold"),
         "\n",

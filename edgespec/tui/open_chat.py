@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.reply_start import whole_characters
-from edgespec.chat.saved_chat import SavedChat, Setting, title_of
+from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat, Setting, title_of
 from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class OpenChat:
         saved_at: Timestamp of the file that this program last wrote or read, or None if the chat is unsaved.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
         pinned: Whether the chat stays at the top of the list of chats.
+        models: The models that replied last.
         turn: The message being answered and its reply so far. None if no reply is being generated.
     """
 
@@ -131,6 +132,7 @@ class OpenChat:
     saved_at: datetime | None = None
     unfinished: bool = False
     pinned: bool = False
+    models: ModelReferences = NO_MODELS
     turn: RunningTurn | None = None
 
     @classmethod
@@ -141,6 +143,7 @@ class OpenChat:
             saved_at=chat.updated,
             unfinished=chat.unfinished,
             pinned=chat.pinned,
+            models=chat.models,
         )
 
     @property
@@ -207,9 +210,14 @@ class OpenChat:
         messages = count(len(fork.entries), "message")
         return f"This is a new chat with {messages} from “{self.shown_title}”, which is unchanged."
 
-    def begin_turn(self, turn: RunningTurn) -> None:
-        """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far."""
-        self.turn = turn
+    def begin_turn(self, turn: RunningTurn, models: ModelReferences = NO_MODELS) -> None:
+        """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far.
+
+        Args:
+            turn: The message and its reply.
+            models: The models that reply.
+        """
+        self.turn, self.models = turn, models
 
     def end_turn(self) -> None:
         if self.turn is not None:
@@ -261,6 +269,7 @@ class OpenChat:
             sampling=dict(self.settings),
             unfinished=self.unfinished or turn is not None,
             pinned=self.pinned,
+            models=self.models,
         )
 
 

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import AttachmentError, ChatFileError, OptionError
 from edgespec.tui.archive import Archive
 from edgespec.tui.downloads import Downloads
@@ -20,6 +20,7 @@ from edgespec.tui.numbers import count, rate
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.plain_tools import PlainTools
+from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import error_text, sentences, speed_up_short
 from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
@@ -47,7 +48,7 @@ class PlainChat:
         runtime: The loaded models.
         archive: The saved chats.
         load_other: Returns a function that loads another model, given a reference to it.
-        model_name: The model reference, which presets contain.
+        models: The references to the models that the user chose.
         system: System prompt of new chats.
         settings: Settings of new chats.
 
@@ -56,7 +57,6 @@ class PlainChat:
         current_chat: The open chat.
         tools: The tools that the model can call.
         downloads: The downloads of models.
-        switched_to: A reference to the loaded model. Empty if the user has not switched models.
         stats: Statistics of the last reply, or None.
         method: Drafting method of the last reply, or the default method.
     """
@@ -68,13 +68,14 @@ class PlainChat:
         archive: Archive,
         *,
         load_other: LoadOther,
-        model_name: str,
+        models: ModelReferences,
         system: str | None,
         settings: Mapping[str, Setting],
     ) -> None:
         self.model_thread, self.runtime, self.archive = thread, runtime, archive
         self.console = PlainConsole(thread.cancel)
-        self.load_other, self.model_name, self.switched_to = load_other, model_name, ""
+        self.load_other, self.models = load_other, models
+        self.changed_load_options: Mapping[str, Any] = {}
         self.first_system, self.first_settings = system, dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.downloads = Downloads()
@@ -84,6 +85,12 @@ class PlainChat:
         # IDs of unsaved chats about which the user has been told.
         self._reported_unsaved: set[str] = set()
         self._reader = AttachmentReader(runtime)
+
+    def remember_models(self) -> None:
+        """Save the models that the user chose in a terminal, so that the next chat opens with them."""
+        if self.console.is_interactive:
+            path = preferences_path(self.archive.store)
+            Preferences.read(path).remember(self.models, path)
 
     def save(self) -> None:
         """Save the chat, or print why it cannot be saved. Nothing more is printed until a save succeeds."""
@@ -179,7 +186,7 @@ class PlainChat:
         """Generate one reply and return its tool calls."""
         chat = self.current_chat
         self.archive.check_size(chat, turn)
-        chat.begin_turn(turn)
+        chat.begin_turn(turn, self.models)
         if turn.sent:
             self.save()
         ask = Ask(chat.system, turn.prompt, {**chat.settings, **self.tools.options}, turn.written)
@@ -256,7 +263,9 @@ def _with_files(text: str, reader: AttachmentReader, note: Callable[[str], None]
     attachments = reader.read(references) if references else ()
     for each in attachments:
         if (problem := each.problem) is not None:
-            raise AttachmentError(f"the message was not sent: {problem.what}", problem.next_step)
+            raise AttachmentError(
+                f"the message was not sent: {problem.what}", problem.next_step, code=problem.code
+            )
     for each in attachments:
         note(_attached_text(each))
     found = {attachment.path for attachment in attachments}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from edgespec.chat.store import StoredChat
 from edgespec.errors import CancelledError, EdgespecError, OptionError
@@ -31,7 +31,9 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.settings import with_load_setting
 from edgespec.tui.texts import rounding_warning, sentences
+from edgespec.tui.worker import references_after
 
 __all__ = ["ACTIONS", "run"]
 
@@ -53,7 +55,9 @@ def run(chat: PlainChat, typed: table.Typed) -> None:
     if command is None:
         raise table.unknown(typed)
     if command.instead:
-        raise OptionError(f"/{command.name} does not exist in the plain chat", command.instead)
+        raise OptionError(
+            f"/{command.name} does not exist in the plain chat", command.instead, code="command_unavailable"
+        )
     _show(chat, command.run(_context(chat, typed.argument)))
 
 
@@ -64,7 +68,7 @@ def _context(chat: PlainChat, argument: str) -> Context:
         chat=chat.current_chat,
         new_chat=OpenChat(chat.first_system, dict(chat.first_settings)),
         runtime=chat.runtime,
-        model_name=chat.model_name,
+        model_name=chat.models.target,
         model_thread=chat.model_thread,
         method=chat.method,
         stats=chat.stats,
@@ -101,7 +105,9 @@ def _show(chat: PlainChat, result: Result) -> None:
                 _generate(chat, part)
             case Copy():
                 if not part.text:
-                    raise OptionError("There is nothing to copy yet", "Send a message first")
+                    raise OptionError(
+                        "There is nothing to copy yet", "Send a message first", code="command_unavailable"
+                    )
                 chat.console.answer(part.text)
             case Question():
                 _ask(chat, part)
@@ -206,16 +212,30 @@ def _download_model(chat: PlainChat, reference: str) -> bool:
         raise download.error
     if download.error is not None:
         raise EdgespecError(
-            f"{reference} was not downloaded: {type(download.error).__name__}: {download.error}", "try again"
+            f"{reference} was not downloaded: {type(download.error).__name__}: {download.error}",
+            "try again",
+            code="internal_error",
         ) from download.error
     return True
 
 
-def _switch_model(chat: PlainChat, reference: str) -> None:
-    """Load another model. If that fails or the user stops it, the old model is loaded again."""
+def _reload(chat: PlainChat, setting: str) -> None:
+    name, _, text = setting.partition(" ")
+    _switch_model(chat, chat.models.target, with_load_setting(chat.changed_load_options, name, text))
+
+
+def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | None = None) -> None:
+    """Load another model. If that fails or the user stops it, the old model is loaded again.
+
+    Args:
+        chat: The chat.
+        reference: A reference to the model.
+        changed: The load options that the user has changed. None for another model.
+    """
     chat.console.note(f"Loading {reference}.")
     chat.console.interrupted.clear()
-    job = chat.model_thread.switch(chat.load_other(reference))
+    load = chat.load_other(reference) if changed is None else chat.load_other(reference, changed)
+    job = chat.model_thread.switch(load)
     while not wait([job], _WAIT_SECONDS).done:
         if chat.console.interrupted.is_set():
             chat.console.interrupted.clear()
@@ -224,7 +244,9 @@ def _switch_model(chat: PlainChat, reference: str) -> None:
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:
-        chat.switched_to = chat.model_name = reference
+        chat.models = references_after(chat.models, reference, changed)
+        chat.changed_load_options = changed or {}
+        chat.remember_models()
         chat.console.answer(f"This chat now uses {name}.")
         if warning := rounding_warning(switched.runtime):
             chat.console.note(warning)
@@ -243,6 +265,7 @@ ACTIONS: dict[str, _Do] = {
     "use_model": _use_model,
     "download": _download,
     "switch": _switch_model,
+    "reload": _reload,
     "start_tools": lambda chat, _: chat.tools.start_servers(),
     "stop_tools": lambda chat, _: chat.tools.stop_servers(),
     # The plain chat shows no list of chats that could be out of date.

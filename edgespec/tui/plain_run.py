@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.errors import EdgespecError
 from edgespec.tui import plain_commands
@@ -33,7 +33,7 @@ _QUIT_SECONDS = 5.0
 def run_plain_chat(
     load: Load,
     *,
-    model_name: str,
+    models: ModelReferences,
     load_other: LoadOther = load_named,
     system: str | None = None,
     settings: Mapping[str, Setting] | None = None,
@@ -72,18 +72,19 @@ def run_plain_chat(
 
     with EndWatch(save, leave, stop) as watch:
         try:
-            write(sys.stderr, f"Loading {model_name}.\n")
+            write(sys.stderr, f"Loading {models.target}.\n")
             chat = PlainChat(
                 thread,
                 _loaded(thread),
                 archive,
                 load_other=load_other,
-                model_name=model_name,
+                models=models,
                 system=system,
                 settings=settings or {},
             )
             # From now on, Ctrl-C stops the reply. Other signals still end the chat.
             signal.signal(signal.SIGINT, chat.console.on_interrupt)
+            chat.remember_models()
             _converse(chat, resume, tools=tools)
         finally:
             save()
@@ -92,7 +93,7 @@ def run_plain_chat(
                 # A normal exit would wait for the model thread, which is still running.
                 os._exit(130)
     archive.check_saved()
-    return ChatEnd(watch.signalled, resume_value(chat.current_chat, store), chat.switched_to)
+    return ChatEnd(watch.signalled, resume_value(chat.current_chat, store))
 
 
 def _loaded(thread: ModelThread) -> Runtime:

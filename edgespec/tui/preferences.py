@@ -1,4 +1,4 @@
-"""Display preferences, which are saved between runs. Errors reading or writing them are ignored."""
+"""The chat's preferences, which are saved between runs. Errors reading or writing them are ignored."""
 
 from __future__ import annotations
 
@@ -8,26 +8,39 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from edgespec.chat.saved_chat import ModelReferences
+from edgespec.chat.store import ChatStore
 from edgespec.system.files import read_regular_file, write_private_file
 
-__all__ = ["Preferences"]
+__all__ = ["Preferences", "preferences_path"]
+
+
+def preferences_path(store: ChatStore) -> Path:
+    """Return the file for the preferences, beside the folder of the saved chats."""
+    return store.folder.parent / "preferences.json"
 
 
 @dataclass(slots=True)
 class Preferences:
-    """The user's choice of theme and visible panels.
+    """The user's choice of theme, visible panels and models.
 
     Attributes:
         theme: Name of the colour theme.
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
         sidebar: Whether to show the list of chats.
+        knows_drafting: Whether the first screen has explained drafting before.
+        target: Reference to the model that was used last. Empty for the default model.
+        draft: Reference to its draft model. Empty for the default.
     """
 
     theme: str = "dark"
     details: bool = False
     origin: bool = False
     sidebar: bool = False
+    knows_drafting: bool = False
+    target: str = ""
+    draft: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
@@ -46,6 +59,16 @@ class Preferences:
             name: value for name, value in data.items() if type(value) is kinds.get(name)
         }
         return cls(**known)
+
+    def remember(self, models: ModelReferences, path: Path) -> None:
+        """Save the models that the user chose, so that the next chat opens with them.
+
+        Drafting is not explained again either.
+        """
+        if (self.target, self.draft, self.knows_drafting) != (*models, True):
+            self.target, self.draft = models
+            self.knows_drafting = True
+            self.write(path)
 
     def write(self, path: Path) -> None:
         """Write the preferences. Errors are ignored, because a full disk should not interrupt the chat."""

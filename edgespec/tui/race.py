@@ -59,7 +59,11 @@ def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) 
     while messages and messages[-1].role != "user":
         messages = messages[:-1]
     if not messages:
-        raise OptionError("There is no message for a race yet", "Type /race followed by a message")
+        raise OptionError(
+            "There is no message for a race yet",
+            "Type /race followed by a message",
+            code="command_unavailable",
+        )
     options = {name: value for name, value in chat.settings.items() if name != "method"}
     # Limit the replies, because long ones would make the race slow to run and to draw.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)

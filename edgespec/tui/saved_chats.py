@@ -56,7 +56,8 @@ async def open_chat(screen: TurnScreen, chat: StoredChat) -> None:
         for problem in problems:
             await note(sentences("One setting in this chat was ignored", problem))
         if (other := saved.target) and other != target:
-            await note(f"This chat used {other}, and now uses {target}. Type /model to switch.")
+            switch = f"/model {saved.models.target}".rstrip()
+            await note(f"This chat used {other}, and now uses {target}. Type {switch} to switch.")
 
     await screen.when_free(begin)
 

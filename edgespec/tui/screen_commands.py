@@ -41,7 +41,7 @@ from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen, SystemScre
 from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.screens.presets import PresetScreen, all_presets
 from edgespec.tui.screens.settings import SettingsScreen
-from edgespec.tui.settings import SCHEMA, check_settings
+from edgespec.tui.settings import SCHEMA, check_settings, with_load_setting
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.messages import Panel
@@ -88,7 +88,7 @@ def _context(screen: TurnScreen, argument: str) -> Context:
         chat=screen.current_chat,
         new_chat=OpenChat(screen.first_system, dict(screen.first_settings)),
         runtime=screen.runtime,
-        model_name=screen.model_name,
+        model_name=screen.models.target,
         model_thread=screen.model_thread,
         method=screen.method,
         stats=screen.stats,
@@ -300,6 +300,12 @@ async def _switch(screen: TurnScreen, reference: str) -> None:
     screen.post_message(screen.ModelChosen(reference))
 
 
+async def _reload(screen: TurnScreen, setting: str) -> None:
+    name, _, text = setting.partition(" ")
+    changed = with_load_setting(screen.changed_load_options, name, text)
+    screen.post_message(screen.ModelChosen(screen.models.target, changed))
+
+
 async def _show_tools(screen: TurnScreen, _value: str) -> None:
     screen.tool_use.show_servers()
 
@@ -330,6 +336,7 @@ ACTIONS: dict[str, _Do] = {
     "use_model": _use_model,
     "download": lambda screen, reference: _start_download(screen, Download(reference)),
     "switch": _switch,
+    "reload": _reload,
     "tools": _show_tools,
     "start_tools": lambda screen, _: _in_background(screen, screen.tool_use.start_servers()),
     "stop_tools": lambda screen, _: screen.tool_use.stop_servers(),

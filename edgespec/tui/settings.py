@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import OptionError
+from edgespec.options.load_options import LOAD_OPTIONS
+from edgespec.options.option import Option
 from edgespec.options.reply_options import REPLY_OPTIONS
+from edgespec.options.settings import MODEL_OPTIONS
 from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 if TYPE_CHECKING:
     from edgespec import Runtime
 
 __all__ = [
+    "LOAD_SETTINGS",
     "SCHEMA",
     "SETTINGS",
     "Description",
@@ -23,10 +27,12 @@ __all__ = [
     "check_settings",
     "default_sampling",
     "default_text",
+    "load_setting_named",
     "parse",
     "read_schema",
     "setting_named",
     "shown",
+    "with_load_setting",
 ]
 
 
@@ -45,6 +51,11 @@ SETTINGS = {
     if option.in_chat and option.group == group
 }
 """The options of replies that the chat offers, in the order of the settings form."""
+LOAD_SETTINGS: Mapping[str, Option] = {
+    "draft": MODEL_OPTIONS["draft"],
+    **{name: LOAD_OPTIONS[name] for name in ("context", "head", "kv_type", "memory")},
+}
+"""The load options that the chat can change, by loading the model again."""
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
 SCHEMA = "schema"
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
@@ -64,7 +75,9 @@ def read_schema(path: str) -> Setting:
     file = os.path.expanduser(path)
     # Reading a pipe could block the chat.
     if os.path.exists(file) and not os.path.isfile(file):
-        raise OptionError(f"{path!r} is not a regular file", "choose the file of a JSON schema")
+        raise OptionError(
+            f"{path!r} is not a regular file", "choose the file of a JSON schema", code="file_not_read"
+        )
     kind = REPLY_OPTIONS[SCHEMA].kind
     schema: Setting = kind.check(SCHEMA, kind.parse(path))
     return schema
@@ -94,6 +107,26 @@ def check_settings(settings: Mapping[str, Setting], runtime: Runtime) -> None:
         runtime.check_options(schema=str(settings[SCHEMA]))
 
 
+def load_setting_named(name: str) -> str | None:
+    """Return the key in `LOAD_SETTINGS` for a name in edgespec, Ollama or llama.cpp, or None."""
+    wanted = name.strip().lower().replace("-", "_")
+    wanted = FOREIGN_NAMES.get(wanted, wanted)
+    return wanted if wanted in LOAD_SETTINGS else None
+
+
+def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Return the changed load options with another one. The text `default` stands for the original value.
+
+    Raises:
+        OptionError: The value is invalid.
+    """
+    others = {each: value for each, value in changed.items() if each != name}
+    if text == "default":
+        return others
+    option = LOAD_SETTINGS[name]
+    return {**others, name: option.check(name, option.kind.parse(text))}
+
+
 def setting_named(name: str) -> str:
     """Return edgespec's name for a setting, given its name in edgespec, Ollama or llama.cpp.
 
@@ -102,16 +135,13 @@ def setting_named(name: str) -> str:
     """
     wanted = name.strip().lower().replace("-", "_")
     wanted = FOREIGN_NAMES.get(wanted, wanted)
-    if wanted == "context":
-        raise OptionError(
-            "The context size cannot be changed while a model is loaded", "Quit and restart with --context N"
-        )
     if wanted in SETTINGS:
         return wanted
     close = nearest(name, SETTINGS)
     raise OptionError(
         f"Unknown setting {name!r}",
         f"Did you mean {' or '.join(close)}?" if close else "Type /show to see all settings",
+        code="option_unknown",
     )
 
 

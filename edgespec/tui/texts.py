@@ -148,8 +148,13 @@ def limits_speed(exactness: Exactness) -> bool:
     return exactness.bits and (is_slower or exactness.widths == (1,))
 
 
-def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
-    """Return the labels and texts of the welcome box: the models, the speed-up and how drafting works."""
+def welcome_rows(runtime: Runtime, *, explains: bool = True) -> list[tuple[str, str]]:
+    """Return the labels and texts of the welcome box: the models, the speed-up and how drafting works.
+
+    Args:
+        runtime: The loaded models.
+        explains: Whether to explain how drafting works.
+    """
     target, method = runtime.target, runtime.method
     rows = [("Model", facts_line(target))]
     if runtime.draft is not None:
@@ -157,7 +162,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     elif not runtime.heads and method.requested == "auto" and _only_looks_up(method.effective):
         rows.append(("Draft model", f"none: {reason_text(method)}"))
     rows += [*labelled_drafters(None, _head_names(runtime)), ("Speed-up", speed_up_text(method))]
-    if method.effective == "none":
+    if method.effective == "none" or not explains:
         return rows
     guesser = "edgespec"
     if "model" in method.effective.split("+"):

@@ -110,7 +110,7 @@ class ToolAccess:
                 self.toolbox = Toolbox(read_servers())
                 self._always.clear()
             except ConfigurationError as error:
-                raise OptionError(error.what, error.next_step) from error
+                raise OptionError(error.what, error.next_step, code=error.code) from error
         return bool(self.toolbox.servers)
 
     def start_problems(self) -> list[str]:

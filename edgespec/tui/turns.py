@@ -129,7 +129,7 @@ class TurnScreen(ChatView):
             advice = sentences(
                 error.next_step, "To save a copy elsewhere, type /export and a path that ends in .json"
             )
-            await self.show_error(ChatFileError(error.what, advice))
+            await self.show_error(ChatFileError(error.what, advice, code=error.code))
         self._failure_shown = error is not None
         return error is None
 
@@ -181,7 +181,7 @@ class TurnScreen(ChatView):
             await transcript.note(sentences(error.what, error.next_step))
             self._give_back_text(turn)
             return
-        chat.begin_turn(turn)
+        chat.begin_turn(turn, self.models)
         self._stopped = self._failure_shown = False
         self.speeds = SpeedHistory()
         if turn.sent:

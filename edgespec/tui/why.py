@@ -159,7 +159,7 @@ def _advice(
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. Type /race to compare this reply with plain decoding."
     if missing_draft:
-        return f"Try the draft model {missing_draft}: quit and restart with --draft {missing_draft}."
+        return f"Try the draft model {missing_draft}: type /draft {missing_draft}."
     if missing_draft == "":
         return (
             "There is no draft model for this model in the catalogue or on this machine. Without one, replies"

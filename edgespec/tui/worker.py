@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from edgespec.chat.saved_chat import ModelReferences
 from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
 
@@ -26,21 +27,38 @@ __all__ = [
     "Switched",
     "load_named",
     "plan_named",
+    "references_after",
 ]
 
 Load = Callable[["Progress"], "Runtime"]
-LoadOther = Callable[[str], Load]
+# Given a reference to a model and, optionally, the load options that the user has changed in the chat.
+LoadOther = Callable[..., Load]
 PlanModel = Callable[[str, "int | None"], "Preview"]
 _T = TypeVar("_T")
 
 
-def load_named(reference: str) -> Load:
-    """Return a function that loads a model with the default options."""
+def references_after(
+    before: ModelReferences, reference: str, changed: Mapping[str, Any] | None
+) -> ModelReferences:
+    """Return the references of a chat's models after it has loaded a model.
+
+    Args:
+        before: The references before.
+        reference: The reference to the loaded model.
+        changed: The load options that the user has changed. None for another model.
+    """
+    if changed is None:
+        return ModelReferences(reference)
+    return ModelReferences(reference, str(changed.get("draft", before.draft)))
+
+
+def load_named(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
+    """Return a function that loads a model with the default options, except for those in `changed`."""
 
     def load(progress: Progress) -> Runtime:
         import edgespec
 
-        return edgespec.load(reference, progress=progress)
+        return edgespec.load(reference, **(changed or {}), progress=progress)
 
     return load
 

@@ -15,6 +15,7 @@ import edgespec
 from edgespec import Reply, ReplyStream, Runtime
 from edgespec.errors import BusyError
 from tests.api.questions import HOWTO, REPEATS, equal
+from tests.raising import raises
 
 OPTIONS: dict[str, Any] = {"seed": 4, "max_tokens": 32, "temperature": 0.8}
 
@@ -152,7 +153,7 @@ def test_two_threads_cannot_read_one_reply(demo: Runtime) -> None:
     thread = threading.Thread(target=stream.wait)
     thread.start()
     assert inside.wait(60)
-    with pytest.raises(BusyError, match="another thread"):
+    with raises(BusyError, "another thread"):
         next(stream)
     leave.set()
     thread.join(60)

@@ -18,6 +18,7 @@ from edgespec.errors import OptionError
 from edgespec.options.settings import REPLY_OPTIONS
 from tests.api.questions import HOWTO
 from tests.cases import covering, first
+from tests.raising import raises
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -155,7 +156,7 @@ class TestOptions:
         messages = [edgespec.Message("user", HOWTO)]
         stream = runtime.stream_messages(messages, reply_start="Use `l", choice=("Use `ls`.", "Ask."))
         assert stream.wait().text == "s`."
-        with pytest.raises(OptionError, match="'Never', which violates the list of choices"):
+        with raises(OptionError, "'Never'", "list of choices", code="constraint_violated"):
             runtime.stream_messages(messages, reply_start="Never", choice=("Use `ls`.", "Ask."))
 
     def test_pydantic_models_have_no_other_properties(self) -> None:
@@ -170,23 +171,33 @@ class TestOptions:
         assert schema["$defs"]["Open"]["additionalProperties"] is True
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("options", "code", "message"),
         [
-            ({"schema": SCHEMA, "regex": "a"}, "schema and regex cannot be used together"),
-            ({"schema": "{"}, "schema is not valid JSON"),
-            ({"schema": "[1]"}, "schema must be a JSON object"),
-            ({"schema": {"a": object()}}, "schema is not valid JSON"),
-            ({"schema": int}, "not the class int"),
-            ({"schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "Unsatisfiable schema"),
-            ({"schema": {"$ref": "https://example.com/schema.json"}}, "example.com"),
-            ({"regex": 3}, "regex must be a string"),
-            ({"regex": "("}, "unclosed group"),
-            ({"choice": [1]}, "choice must be one or more non-empty strings"),
-            ({"choice": []}, "choice must be one or more non-empty strings"),
+            ({"schema": SCHEMA, "regex": "a"}, "option_conflict", "schema and regex"),
+            ({"schema": "{"}, "constraint_invalid", "schema"),
+            ({"schema": "[1]"}, "constraint_invalid", "schema"),
+            ({"schema": {"a": object()}}, "constraint_invalid", "schema"),
+            ({"schema": int}, "constraint_invalid", "int"),
+            (
+                {"schema": {"type": "integer", "minimum": 3, "maximum": 2}},
+                "constraint_not_supported",
+                "Unsatisfiable schema",
+            ),
+            (
+                {"schema": {"$ref": "https://example.com/schema.json"}},
+                "constraint_not_supported",
+                "example.com",
+            ),
+            ({"regex": 3}, "option_invalid", "regex"),
+            ({"regex": "("}, "constraint_invalid", "unclosed group"),
+            ({"choice": [1]}, "option_invalid", "choice"),
+            ({"choice": []}, "option_invalid", "choice"),
         ],
     )
-    def test_what_is_refused(self, runtime: Runtime, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(OptionError, match=message):
+    def test_what_is_refused(
+        self, runtime: Runtime, options: dict[str, Any], code: str, message: str
+    ) -> None:
+        with raises(OptionError, message, code=code):
             runtime.generate(HOWTO, **options)
-        with pytest.raises(OptionError, match=message):
+        with raises(OptionError, message, code=code):
             runtime.check_options(**options)

@@ -12,6 +12,7 @@ from edgespec import Message, Runtime
 from edgespec.errors import ContextFullError, OptionError
 from tests.api.questions import HOWTO
 from tests.cases import first
+from tests.raising import raises
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 48}
@@ -84,13 +85,13 @@ def test_cancelled_before_its_first_new_word_leaves_the_reply_as_it_was(demo: Ru
 
 
 def test_nothing_to_continue_is_an_option_error(demo: Runtime) -> None:
-    with pytest.raises(OptionError, match="no user message"):
+    with raises(OptionError, code="messages_invalid"):
         demo.chat().continue_reply()
 
 
 def test_reply_that_fills_the_context_says_so(small: Runtime) -> None:
     chat = small.chat(messages=[Message("user", HOWTO), Message("assistant", "word " * 260)])
-    with pytest.raises(ContextFullError, match="the reply cannot be continued"):
+    with raises(ContextFullError, "continued"):
         chat.continue_reply()
     assert len(chat.messages) == 2
 

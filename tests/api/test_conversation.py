@@ -16,6 +16,7 @@ from edgespec.backends import llamacpp
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.errors import BackendError, BusyError, ContextFullError, EdgespecError, OptionError
 from edgespec.model.base import LanguageModel, LoadOptions
+from tests.raising import raises
 
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 40, "temperature": 0.7}
 FIRST, SECOND, THIRD = "How do I list files by size?", "And by name?", "What about hidden ones?"
@@ -142,7 +143,7 @@ class TestSecondThoughts:
         chat = demo.chat()
         calls: list[Callable[[], object]] = [chat.regenerate, lambda: chat.edit_last("x")]
         for call in calls:
-            with pytest.raises(OptionError, match="no user message"):
+            with raises(OptionError, code="messages_invalid"):
                 call()
         assert chat.messages == []
 
@@ -296,7 +297,7 @@ class TestTheEndOfTheContext:
                 before = list(chat.messages)
                 chat.ask(FIRST, **OPTIONS)
 
-        with pytest.raises(ContextFullError, match="256"):
+        with raises(ContextFullError, "256"):
             talk_on()
         assert chat.messages == before
         assert chat.dropped_messages == 0
@@ -313,7 +314,7 @@ class TestTheEndOfTheContext:
         assert chat.ask(SECOND, **OPTIONS).text
 
     def test_unknown_context_full_raises(self, demo: Runtime) -> None:
-        with pytest.raises(OptionError, match="slide or refuse"):
+        with raises(OptionError, "refuse"):
             demo.chat(context_full="forget")  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from edgespec.methods.lowbit.copies import lowbit_file
 from edgespec.model.mapped_files import MappedFiles
 from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import write_llama
+from tests.raising import raises
 
 SCRIPT = """
 import os, sys
@@ -113,5 +114,5 @@ def test_truncated_file_is_detected(tmp_path: Path) -> None:
     files = MappedFiles([path, tmp_path / "none"])
     with path.open("r+b") as file:
         file.truncate(99)
-    with pytest.raises(ModelFileError, match="99 of 100 bytes"):
+    with raises(ModelFileError, "99 of", "100"):
         files.check()

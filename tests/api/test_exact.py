@@ -181,17 +181,18 @@ def test_the_trial_is_repeated_for_another_build_or_option(
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     tried: list[str] = []
 
-    def load(name: str, **options: Any) -> None:
+    def load(name: str, draft: str = "none", **options: Any) -> None:
         def progress(what: str, _fraction: float) -> bool:
             if "testing the model" in what and name not in tried:
                 tried.append(name)
             return True
 
-        with edgespec.load("demo", "none", progress=progress, measure_costs=False, **options):
+        with edgespec.load("demo", draft, progress=progress, measure_costs=False, **options):
             pass
 
     load("first", context=512)
     load("again", context=512)
+    load("other drafters", "demo-draft", context=512, exactness="bits")
     load("other option", context=512, kv_type="f16")
     backend = backend_of("gguf")
     changed = replace(backend, build_identity=lambda: "another build")

@@ -15,6 +15,7 @@ from edgespec.engine.tree import TokenTree
 from tests.api.questions import HOWTO, REPEATS
 from tests.backends.contract import ROUNDING
 from tests.cases import covering
+from tests.raising import raises
 
 METHODS = ("model", "suffix", "model+suffix", "grammar")
 # Kernels can give slightly different logits for different numbers of tokens.
@@ -92,5 +93,5 @@ def test_they_are_computed_only_on_request(runtime: Runtime) -> None:
     reply = runtime.generate(HOWTO, max_tokens=3, seed=1)
     assert reply.logprobs == ()
     assert "logprobs" not in reply.to_json()
-    with pytest.raises(edgespec.EdgespecError, match="logprobs must be an integer from 0 to 20, not 21"):
+    with raises(edgespec.EdgespecError, "integer", code="option_invalid"):
         runtime.generate(HOWTO, logprobs=21)

@@ -12,6 +12,7 @@ from edgespec import Reply, Runtime
 from edgespec.engine.processors import MinTokens
 from edgespec.errors import OptionError
 from tests.api.questions import HOWTO, METHODS, equal
+from tests.raising import raises
 
 SHORT = "hi"  # The reply to this is short.
 
@@ -64,5 +65,5 @@ def test_removed_tokens_are_counted_back() -> None:
 
 
 def test_the_minimum_is_checked(demo: Runtime) -> None:
-    with pytest.raises(OptionError, match="min_tokens must be a non-negative integer"):
+    with raises(OptionError, option="min_tokens"):
         demo.generate(HOWTO, min_tokens=-1)

@@ -13,6 +13,7 @@ from edgespec.errors import TemplateError
 from tests.api.questions import HOWTO
 from tests.backends.gguf_adapters import write_gguf_adapter
 from tests.backends.tiny_models import write_llama
+from tests.raising import raises
 from tests.server.conftest import running
 from tests.store.fake_stores import OllamaStore
 
@@ -83,7 +84,7 @@ def test_a_template_that_only_ollama_has_is_named(tmp_path: Path, monkeypatch: p
     store.add("bare", "latest", bare, ("system", b"Be brief."), parameters)
     with edgespec.load("bare", "none", context=256, measure_costs=False) as runtime:
         assert "not used from Ollama's bare: system prompt, temperature; pass them" in runtime.target.notice
-        with pytest.raises(TemplateError, match="cannot use the one in Ollama's manifest"):
+        with raises(TemplateError, "Ollama's", code="template_missing"):
             runtime.reply([{"role": "user", "content": "Hi"}])
         assert "in Ollama's manifest" in runtime.why_no_template
     with edgespec.load(str(tmp_path / "bare.gguf"), "none", context=256, measure_costs=False) as runtime:

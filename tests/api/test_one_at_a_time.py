@@ -14,6 +14,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.errors import BusyError, ClosedError, EdgespecError
 from tests.api.questions import HOWTO, REPEATS, equal
+from tests.raising import raises
 
 
 class TestOneAtATime:
@@ -26,7 +27,7 @@ class TestOneAtATime:
         second = demo.stream(REPEATS, **options)
         with pytest.raises(BusyError):
             next(second)
-        with pytest.raises(EdgespecError, match="not finished"):
+        with raises(EdgespecError, code="reply_unfinished"):
             _ = second.reply
         with pytest.raises(BusyError), demo.borrowed_target():
             pass

@@ -18,6 +18,7 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.errors import CapabilityError, ContextFullError, OptionError, TemplateError
 from tests.api.questions import HOWTO, METHODS, REPEATS
 from tests.backends.tiny_models import CHATML, write_llama
+from tests.raising import raises
 
 
 def _drained(stream: edgespec.ReplyStream) -> Reply:
@@ -36,10 +37,10 @@ class TestOptions:
             ({"max_tokens": True}, "max_tokens"),
             ({"seed": -1}, "seed"),
             ({"seed": "seven"}, "seed"),
-            ({"seed": 2**63}, f"from 0 to {2**63 - 1}"),
-            ({"method": "modle"}, "did you mean 'model'"),
+            ({"seed": 2**63}, "seed"),
+            ({"method": "modle"}, "'model'"),
             ({"method": ""}, "method ''"),
-            ({"method": "model+ngram+model"}, "contains model twice"),
+            ({"method": "model+ngram+model"}, "twice"),
             ({"draft_length": 0}, "draft_length"),
             ({"draft_length": 10**9}, "draft_length"),
             ({"acceptance": "always"}, "acceptance"),
@@ -47,7 +48,6 @@ class TestOptions:
             ({"stop": [""]}, "stop"),
             ({"stop": [5]}, "stop"),
             ({"stop": 5}, "stop"),
-            ({"temprature": 1.0}, "did you mean 'temperature'"),
             ({"temperature": -1.0}, "temperature"),
             ({"temperature": math.nan}, "temperature"),
             ({"top_k": 10**9}, "top_k"),
@@ -55,10 +55,15 @@ class TestOptions:
         ],
     )
     def test_invalid_options_raise_at_once(self, demo: Runtime, options: dict[str, Any], says: str) -> None:
-        with pytest.raises(OptionError, match=says) as caught:
+        with raises(OptionError, says) as caught:
             demo.stream(HOWTO, **options)
         assert "\n" not in str(caught.value)
         assert caught.value.next_step or " must " in caught.value.what
+
+    def test_an_unknown_option_suggests_a_known_one(self, demo: Runtime) -> None:
+        options: Any = {"temprature": 1.0}
+        with raises(OptionError, "'temperature'", code="option_unknown"):
+            demo.stream(HOWTO, **options)
 
     def test_custom_processors_apply_to_every_method(self, demo: Runtime) -> None:
         class EvenTokens(LogitsProcessor):
@@ -83,23 +88,24 @@ class TestOptions:
         assert any(letter in one.text for letter in stop)
 
     def test_invalid_prompts_raise(self, demo: Runtime) -> None:
-        with pytest.raises(OptionError, match="prompt"):
+        with raises(OptionError, code="prompt_empty"):
             demo.stream_tokens([])
-        with pytest.raises(OptionError, match="prompt"):
+        with raises(OptionError, "prompt"):
             demo.generate(None)  # type: ignore[arg-type]
         for token in (-1, demo.target.vocab_size, 1.5, "5", None):
-            with pytest.raises(OptionError, match=f"token {token!r} "):
+            with raises(OptionError, repr(token), code="token_unknown"):
                 demo.stream_tokens([3, token])  # type: ignore[list-item]
 
     @pytest.mark.parametrize("tokens", [2, None, "files", [1.5], [-1], [10**30], [[1]]], ids=repr)
     def test_tokens_that_are_not_token_ids(self, demo: Runtime, tokens: Any) -> None:
-        with pytest.raises(OptionError, match="token ids"):
+        code = "token_unknown" if isinstance(tokens, list | str) else ""
+        with raises(OptionError, "token ids", code=code):
             demo.stream_tokens(tokens)
 
     def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:
-        with pytest.raises(ContextFullError, match="1,024"):
+        with raises(ContextFullError, "1,024"):
             demo.generate("many words " * 5000)
-        with pytest.raises(ContextFullError, match="1,024"):
+        with raises(ContextFullError, "1,024"):
             demo.chat().ask("many words " * 5000)
 
     def test_a_prompt_as_large_as_the_context_gets_one_token(self, demo: Runtime) -> None:
@@ -114,7 +120,7 @@ class TestOptions:
         with edgespec.load("demo", draft="none") as alone:
             assert alone.method.effective == "suffix"
             assert alone.draft is None
-            with pytest.raises(OptionError, match="needs a draft model"):
+            with raises(OptionError, "a draft", code="method_unavailable", option="method"):
                 alone.generate(HOWTO, method="model")
             assert alone.generate(HOWTO, max_tokens=5).method.effective in ("suffix", "none")
             assert alone.generate(HOWTO, max_tokens=5, method="suffix").method.effective == "suffix"
@@ -202,7 +208,7 @@ class TestTemplates:
         with edgespec.load(str(path), None) as runtime:
             assert len(runtime.generate("the file", raw=True, max_tokens=3).tokens) <= 3
             for call in (lambda: runtime.generate("the file"), runtime.chat):
-                with pytest.raises(TemplateError, match="broken"):
+                with raises(TemplateError, "broken"):
                     call()
 
     def test_model_without_template_takes_raw_prompts(self, tmp_path: Path) -> None:
@@ -210,9 +216,9 @@ class TestTemplates:
         with edgespec.load(str(path), None) as runtime:
             assert not runtime.target.chat_template
             runtime.generate("the file", max_tokens=3)
-            with pytest.raises(TemplateError, match="no chat template"):
+            with raises(TemplateError, code="template_missing"):
                 runtime.chat()
-            with pytest.raises(TemplateError, match="system prompt"):
+            with raises(TemplateError, code="template_missing"):
                 runtime.generate("the file", system="Be brief.")
 
     def test_characters_split_over_tokens_are_decoded(self, tmp_path: Path) -> None:
@@ -228,9 +234,9 @@ class TestTemplates:
 
 @pytest.mark.parametrize("make_copy", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_runtime_cannot_be_copied(demo: Runtime, make_copy: Callable[[object], object]) -> None:
-    with pytest.raises(CapabilityError, match="cannot be copied"):
+    with raises(CapabilityError, "copied"):
         make_copy(demo)
-    with pytest.raises(CapabilityError, match="cannot be copied"):
+    with raises(CapabilityError, "copied"):
         pickle.dumps(demo.chat())
 
 

@@ -12,6 +12,7 @@ import pytest
 from edgespec import QueuedReply, RequestQueue, Runtime
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError, OptionError, TemplateError
 from tests.api.questions import HOWTO, REPEATS
+from tests.raising import raises
 
 OPTIONS: dict[str, Any] = {"seed": 1, "max_tokens": 24}
 
@@ -62,7 +63,7 @@ def test_requests_run_in_the_order_of_submission(queue: RequestQueue, hold: thre
 
     others = [queue.stream(HOWTO, on_end=partial(note, i), **OPTIONS) for i in range(2)]
     assert queue.waiting == 2
-    with pytest.raises(EdgespecError, match="not started"):
+    with raises(EdgespecError, code="reply_unfinished"):
         _ = others[0].reply
     hold.set()
     for queued in (first, *reversed(others)):
@@ -74,7 +75,7 @@ def test_requests_run_in_the_order_of_submission(queue: RequestQueue, hold: thre
 def test_too_many_requests_raise_busy(queue: RequestQueue, hold: threading.Event) -> None:
     first = blocked(queue, hold)
     second, third = queue.stream(HOWTO, **OPTIONS), queue.stream(REPEATS, **OPTIONS)
-    with pytest.raises(BusyError, match="2 requests are already waiting"):
+    with raises(BusyError, "2 requests", code="queue_full"):
         queue.stream(HOWTO, **OPTIONS)
     hold.set()
     assert all(queued.wait().tokens for queued in (first, second, third))
@@ -93,7 +94,7 @@ def test_a_waiting_request_can_be_cancelled(queue: RequestQueue, hold: threading
     second.cancel()
     second.cancel()
     for _ in range(2):
-        with pytest.raises(CancelledError, match="before it started"):
+        with raises(CancelledError):
             second.wait()
     assert queue.waiting == 1
     hold.set()
@@ -120,25 +121,25 @@ def test_a_failing_request_does_not_stop_the_next(queue: RequestQueue) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("options", "code", "match"),
     [
-        ({"temprature": 1}, "temprature"),
-        ({"temperature": -1}, "temperature"),
-        ({"stop": 3}, "stop"),
-        ({"method": "modle"}, "modle"),
-        ({"method": "layerskip"}, "layerskip"),
-        ({"logit_bias": {1 << 30: 1.0}}, "vocabulary"),
+        ({"temprature": 1}, "option_unknown", "temprature"),
+        ({"temperature": -1}, "option_invalid", "temperature"),
+        ({"stop": 3}, "option_invalid", "stop"),
+        ({"method": "modle"}, "option_invalid", "modle"),
+        ({"method": "layerskip"}, "method_unavailable", "layerskip"),
+        ({"logit_bias": {1 << 30: 1.0}}, "token_unknown", "vocabulary"),
     ],
 )
 def test_wrong_options_are_refused_at_once(
-    demo: Runtime, queue: RequestQueue, options: dict[str, Any], match: str
+    demo: Runtime, queue: RequestQueue, options: dict[str, Any], code: str, match: str
 ) -> None:
     messages = [{"role": "user", "content": HOWTO}]
-    with pytest.raises(OptionError, match=match):
+    with raises(OptionError, match, code=code):
         demo.stream(HOWTO, **options)
-    with pytest.raises(OptionError, match=match):
+    with raises(OptionError, match, code=code):
         queue.stream(HOWTO, **options)
-    with pytest.raises(OptionError, match=match):
+    with raises(OptionError, match, code=code):
         queue.stream_messages(messages, **options)
     assert queue.waiting == 0
 
@@ -180,13 +181,13 @@ class TestClosing:
         second = queue.stream(HOWTO, **OPTIONS)
         closing = threading.Thread(target=queue.close)
         closing.start()
-        with pytest.raises(ClosedError, match="before the request started"):
+        with raises(ClosedError, "started"):
             second.wait()
         hold.set()
         closing.join(60)
         assert first.wait().finish_reason == "cancelled"
         queue.close()
-        with pytest.raises(ClosedError, match="queue is closed"):
+        with raises(ClosedError, "queue is"):
             queue.stream(HOWTO)
         assert demo.generate(HOWTO, **OPTIONS).tokens
 
@@ -204,7 +205,7 @@ def test_a_callback_that_exits_does_not_end_the_queue(queue: RequestQueue) -> No
     def leave(_reply: object) -> None:
         raise SystemExit
 
-    with pytest.raises(EdgespecError, match="ended by SystemExit"):
+    with raises(EdgespecError, "SystemExit"):
         queue.stream(HOWTO, on_end=leave, **OPTIONS).wait()
     assert queue.stream(HOWTO, **OPTIONS).wait().tokens
 
@@ -238,11 +239,11 @@ def test_messages_that_are_no_list_are_refused(queue: RequestQueue, messages: An
 
 @pytest.mark.parametrize("context_full", ["drop", None])
 def test_a_wrong_context_full_is_refused(queue: RequestQueue, context_full: Any) -> None:
-    with pytest.raises(OptionError, match="context_full"):
+    with raises(OptionError, "context_full"):
         queue.stream_messages([{"role": "user", "content": HOWTO}], context_full=context_full)
 
 
 @pytest.mark.parametrize("max_waiting", [-1, None, 1.5])
 def test_a_wrong_limit_is_refused(demo: Runtime, max_waiting: Any) -> None:
-    with pytest.raises(OptionError, match="max_waiting"):
+    with raises(OptionError, "max_waiting"):
         RequestQueue(demo, max_waiting=max_waiting)

@@ -18,6 +18,7 @@ from edgespec.errors import OptionError
 from tests.api.questions import HOWTO
 from tests.cases import first
 from tests.forced import Begin
+from tests.raising import raises
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -101,7 +102,7 @@ def test_a_started_answer_continues_with_tools(runtime: Runtime) -> None:
     begun = '{"command": "ls'
     answer = runtime.stream_messages(MESSAGES, reply_start=begun, **options).wait()
     jsonschema.validate(json.loads(begun + answer.text), ANSWER_SCHEMA)
-    with pytest.raises(OptionError, match="the reply starts with 'Sure', which violates the constraint"):
+    with raises(OptionError, "'Sure'", "constraint", code="constraint_violated"):
         runtime.stream_messages(MESSAGES, reply_start="Sure", **options)
 
 
@@ -238,7 +239,7 @@ def test_a_queue_takes_tools(runtime: Runtime) -> None:
     with RequestQueue(runtime) as queue:
         reply = queue.stream_messages(MESSAGES, tools=TOOLS, tool_choice=NAMED).wait()
         assert [call.name for call in reply.tool_calls] == ["list_files"]
-        with pytest.raises(OptionError, match="unknown tool"):
+        with raises(OptionError, "unknown tool", code="tools_invalid"):
             queue.stream_messages(MESSAGES, tools=[NOW], tool_choice=NAMED)
 
 
@@ -250,42 +251,42 @@ def test_tools_count_as_prompt_tokens(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "message"),
     [
-        ({"tools": {"type": "function"}}, "tools must be a list, not dict"),
-        ({"tools": [{"type": "web_search"}]}, "tool 1 is not a function"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tool 1 has an invalid name: ''"),
-        ({"tools": [NOW, NOW]}, "two tools have the same name: now"),
-        ({"tools": [], "tool_choice": "required"}, "there are no tools"),
-        ({"tools": TOOLS, "tool_choice": "sometimes"}, "names an unknown tool: 'sometimes'; use one of "),
-        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex cannot be used together"),
-        ({"thinking": "maybe"}, "thinking must be one of auto, on, off, not 'maybe'"),
+        ({"tools": {"type": "function"}}, "tools_invalid", "dict"),
+        ({"tools": [{"type": "web_search"}]}, "tools_invalid", "function"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools_invalid", "tool 1"),
+        ({"tools": [NOW, NOW]}, "tools_invalid", "now"),
+        ({"tools": [], "tool_choice": "required"}, "tools_invalid", "no tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tools_invalid", "'sometimes'"),
+        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "option_conflict", "regex"),
+        ({"thinking": "maybe"}, "option_invalid", "auto, on, off"),
         (
             {"tools": [{"function": {"name": "f", "parameters": {"$ref": "x"}}}], "tool_choice": "required"},
-            "the parameters of the tool f cannot be enforced",
+            "constraint_not_supported",
+            "f cannot",
         ),
     ],
 )
-def test_invalid_tools_are_refused(runtime: Runtime, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+def test_invalid_tools_are_refused(
+    runtime: Runtime, options: dict[str, Any], code: str, message: str
+) -> None:
+    with raises(OptionError, message, code=code):
         runtime.stream_messages(MESSAGES, **options)
 
 
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        ({"role": "assistant", "content": "x"}, "ends with the role assistant"),
-        ({"role": "tool", "content": None}, "the content of message 3 must be a string"),
-        (
-            {"role": "tool", "content": "x", "tool_call_id": 5},
-            "the tool_call_id of message 3 must be a string",
-        ),
-        ({"role": "assistant", "tool_calls": "x"}, "the tool_calls of message 3 must be a list"),
-        ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "message 3 has an invalid tool call"),
+        ({"role": "assistant", "content": "x"}, "assistant"),
+        ({"role": "tool", "content": None}, "message 3"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "tool_call_id"),
+        ({"role": "assistant", "tool_calls": "x"}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "invalid tool"),
     ],
 )
 def test_invalid_messages_are_refused(runtime: Runtime, last: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+    with raises(OptionError, message, code="messages_invalid"):
         runtime.reply([*MESSAGES, last], tools=TOOLS)
 
 

@@ -15,6 +15,7 @@ from edgespec.chat.message import as_message
 from edgespec.errors import ContextFullError, OptionError
 from tests.cases import covering
 from tests.forced import Begin
+from tests.raising import raises
 
 CODE = Path(__file__).read_text(encoding="utf-8")[:900]
 
@@ -45,7 +46,7 @@ def test_messages_as_json_keep_their_files() -> None:
     "items", ["a.py", [1], [{"name": "a"}], [{"name": "a", "text": "", "token_count": "5"}]]
 )
 def test_damaged_files_of_a_message_are_reported(items: object) -> None:
-    with pytest.raises(OptionError, match="the files of message 3 must be a list of objects"):
+    with raises(OptionError, "3 must", code="messages_invalid"):
         as_attached_files(3, items)
 
 
@@ -76,7 +77,7 @@ def test_a_reply_that_copies_a_file_is_drafted_from_it(
 
 def test_files_that_do_not_fit_are_refused_with_both_sizes(demo: Runtime) -> None:
     file = AttachedFile("big.txt", "word " * 100_000)
-    with pytest.raises(ContextFullError, match="tokens, but the context holds only"):
+    with raises(ContextFullError, "context holds"):
         demo.reply([Message("user", "Explain.", files=(file,))])
 
 

@@ -12,6 +12,7 @@ import pytest
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.weight_stream import can_stream
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -39,6 +40,12 @@ def _tabular(folder: Path, demo: Path) -> LanguageModel:
 
 def _llama_demo(folder: Path, demo: Path) -> LanguageModel:
     return llamacpp.load(str(demo), "demo", LoadOptions(context_tokens=CONTEXT, max_branches=8))
+
+
+def _llama_streamed(folder: Path, demo: Path) -> LanguageModel:
+    """Return a model that reads most of its layers from disk in every pass."""
+    options = LoadOptions(context_tokens=CONTEXT, max_branches=8, streamed_layers=100)
+    return llamacpp.load(str(demo), "demo", options)
 
 
 def _replayed_table(folder: Path, demo: Path) -> LanguageModel:
@@ -96,6 +103,7 @@ def _mlx_made(kind: str) -> Maker:
 BACKENDS: dict[str, Maker] = {
     "tabular": _tabular,
     "llama.cpp demo": _llama_demo,
+    **({"llama.cpp streamed": _llama_streamed} if can_stream() else {}),
     "tabular replay": _replayed_table,
     "llama.cpp tiny": _llama_made("tiny", write_llama),
     "llama.cpp slot": _slot("tiny", write_llama),

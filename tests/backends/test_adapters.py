@@ -19,6 +19,7 @@ from edgespec.model.model_facts import Adapter
 from tests.backends.contract import step
 from tests.backends.gguf_adapters import write_gguf_adapter
 from tests.cases import first
+from tests.raising import raises
 
 PROMPT = "How do I list files by size?"
 
@@ -109,7 +110,7 @@ def test_concurrent_replies_use_the_adapter(adapters: list[str]) -> None:
     with load(draft="none", adapter=adapters[0], parallel=2) as runtime, ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: ask(runtime), range(2))) == [expected] * 2
         for scales in ({}, {"style": 0.5}):
-            with pytest.raises(CapabilityError, match=r"while several replies share its passes .--parallel"):
+            with raises(CapabilityError, "replies share", code="parallel_not_supported"):
                 runtime.generate(PROMPT, adapter_scales=scales)
         assert ask(runtime, adapter_scales={"style": 1.0}) == expected
 
@@ -128,62 +129,62 @@ def test_the_plan_counts_adapters(adapters: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"architecture": "qwen2"}, "is for models of the architecture 'qwen2', but .* 'llama'"),
-        ({"kind": "control"}, "is not a LoRA adapter"),
+        ({"architecture": "qwen2"}, "'qwen2'"),
+        ({"kind": "control"}, "a LoRA"),
     ],
 )
 def test_other_files_are_refused(
     tmp_path: Path, demo_target: Path, options: dict[str, Any], says: str
 ) -> None:
     path = write_gguf_adapter(tmp_path / "a.gguf", demo_target, **options)
-    with pytest.raises(ModelFileError, match=says):
+    with raises(ModelFileError, says, code="adapter_unusable"):
         load(adapter=path)
 
 
 def test_damaged_files_are_refused(tmp_path: Path, demo_target: Path, demo_draft: Path) -> None:
     path = write_gguf_adapter(tmp_path / "a.gguf", demo_target)
     data = path.read_bytes()
-    with pytest.raises(ModelFileError, match="is not a LoRA adapter"):
+    with raises(ModelFileError, "a LoRA", code="adapter_unusable"):
         load(adapter=demo_target)
-    with pytest.raises(ModelFileError, match=r"none\.gguf"):
+    with raises(ModelFileError, "none.gguf", code="model_file_unreadable"):
         load(adapter=tmp_path / "none.gguf")
-    with pytest.raises(ModelFileError, match=r"a\.gguf"):
+    with raises(ModelFileError, "a.gguf", code="adapter_unusable"):
         load(adapter=write_gguf_adapter(path, demo_draft))
     text = tmp_path / "text.gguf"
     text.write_text("hello")
-    with pytest.raises(ModelFileError, match=r"is not a GGUF file.*select the \.gguf file of a LoRA adapter"):
+    with raises(ModelFileError, "LoRA adapter", code="wrong_file"):
         load(adapter=text)
     for size in (10, len(data) // 2, len(data) - 100):
         path.write_bytes(data[:size])
-        with pytest.raises(ModelFileError, match=r"a\.gguf"):
+        with pytest.raises(ModelFileError, match="a.gguf"):
             load(adapter=path)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"adapter": 3}, "must be one or more paths"),
-        ({"adapter": {"a.gguf": "loud"}}, r"the scale of a\.gguf must be"),
-        ({"adapter": {"a.gguf": float("nan")}}, r"the scale of a\.gguf must be"),
+        ({"adapter": 3}, "paths"),
+        ({"adapter": {"a.gguf": "loud"}}, "a.gguf"),
+        ({"adapter": {"a.gguf": float("nan")}}, "a.gguf"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+    with raises(OptionError, says):
         load(**options)
 
 
 def test_unknown_names_are_refused(adapters: list[str]) -> None:
     with load(draft="none", adapter=adapters[0]) as runtime:
-        with pytest.raises(OptionError, match="without an adapter called 'tone'"):
+        with raises(OptionError, "'tone'"):
             ask(runtime, adapter_scales={"tone": 1.0})
-        with pytest.raises(OptionError, match="must map names to numbers"):
+        with raises(OptionError, option="adapter_scales"):
             ask(runtime, adapter_scales=[1.0])
-    with load(draft="none") as runtime, pytest.raises(OptionError, match="load the adapter"):
+    with load(draft="none") as runtime, raises(OptionError, "load the adapter"):
         ask(runtime, adapter_scales={"style": 1.0})
 
 
 def test_early_exit_with_an_adapter_is_refused(adapters: list[str]) -> None:
-    with pytest.raises(OptionError, match="'layerskip' cannot be used with adapters"):
+    with raises(OptionError, "'layerskip'", code="option_not_supported", option="method"):
         load(adapter=adapters[0], method="layerskip")
 
 

@@ -22,6 +22,7 @@ from edgespec.loading.prepare.draft import prepare_draft
 from edgespec.model.base import LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
+from tests.raising import raises
 
 TARGET = models_folder() / "demo-target-q8_0.gguf"
 DRAFT = models_folder() / "demo-mlx-draft"
@@ -87,26 +88,26 @@ def test_every_supported_architecture_gives_the_same_logits(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "the architecture is 'gemma2', not one of llama, qwen2, qwen3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling of type 'dynamic'"),
+        ({"model_type": "gemma2"}, "'gemma2'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic'"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
-        ({"quantization": {"bits": 7, "group_size": 32}}, "the quantisation of .* is unknown"),
-        ({"num_hidden_layers": 1}, "does not know the tensor model.layers.1"),
-        ({"hidden_size": "?"}, "the settings in config.json are invalid"),
+        ({"quantization": {"bits": 7, "group_size": 32}}, "the quantisation"),
+        ({"num_hidden_layers": 1}, "model.layers.1"),
+        ({"hidden_size": "?"}, "config.json are"),
     ],
 )
 def test_other_models_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = copytree(DRAFT, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ModelFileError, match=message):
+    with raises(ModelFileError, message, code="model_file_not_supported"):
         convert_draft_model(folder, {}, tmp_path / "model.gguf")
 
 
 def test_other_vocabularies_and_targets_are_refused(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", "llama")
-    with pytest.raises(OptionError, match="different vocabularies"):
+    with raises(OptionError, code="vocabulary_mismatch"):
         prepare_draft(other, TARGET, tmp_path / "draft.gguf")
-    with pytest.raises(OptionError, match="is not a GGUF model"):
+    with raises(OptionError, code="wrong_file"):
         prepare_draft(DRAFT, DRAFT, tmp_path / "draft.gguf")
     assert not list(tmp_path.glob("*.gguf"))

@@ -18,6 +18,7 @@ from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.registry import format_of
 from edgespec.model.trial_load import TrialModel, why_refused
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+from tests.raising import raises
 
 
 @pytest.fixture
@@ -57,39 +58,19 @@ def replace_with(name: str, other: str) -> Callable[[dict[str, Any]], None]:
 
 
 UNUSUAL: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
-    "image encoder": (
-        add("v.patch_embd.weight"),
-        "",
-        r"contains an image encoder \(v.patch_embd.weight\), as",
-    ),
-    "image projector": (
-        add("mm.0.weight", "mm.2.weight", "mm.3.weight"),
-        "",
-        r"contains an image projector \(mm.0.weight and 2 more tensors\)",
-    ),
-    "audio encoder": (add("a.conv1.weight"), "", "contains an audio encoder"),
-    "unused tensor": (
-        add("blk.0.secret.weight"),
-        "",
-        "architecture 'llama' uses only 21 of them, and not blk.0.secret.weight",
-    ),
-    "missing tensor": (remove("blk.1.ffn_up.weight"), "", "lacks the tensor 'blk.1.ffn_up.weight', which"),
-    "missing embedding": (remove("token_embd.weight"), "", "lacks the tensor 'token_embd.weight'"),
+    "image encoder": (add("v.patch_embd.weight"), "", "v.patch_embd.weight"),
+    "image projector": (add("mm.0.weight", "mm.2.weight", "mm.3.weight"), "", "mm.0.weight"),
+    "audio encoder": (add("a.conv1.weight"), "", "audio encoder"),
+    "unused tensor": (add("blk.0.secret.weight"), "", "blk.0.secret.weight"),
+    "missing tensor": (remove("blk.1.ffn_up.weight"), "", "'blk.1.ffn_up.weight'"),
+    "missing embedding": (remove("token_embd.weight"), "", "'token_embd.weight'"),
     "wrong shape": (
         replace_with("blk.1.attn_norm.weight", "blk.1.ffn_up.weight"),
         "",
-        "has a tensor 'blk.1.attn_norm.weight' of shape .*, but its metadata require the shape 32",
+        "'blk.1.attn_norm.weight'",
     ),
-    "unknown architecture": (
-        dict,
-        "zukunft",
-        "has the architecture 'zukunft', which the installed llama.cpp",
-    ),
-    "Ollama's architecture": (
-        dict,
-        "gptoss",
-        "has the architecture 'gptoss', which only Ollama's own engine",
-    ),
+    "unknown architecture": (dict, "zukunft", "'zukunft'"),
+    "Ollama's architecture": (dict, "gptoss", "Ollama's own"),
 }
 
 
@@ -97,10 +78,8 @@ UNUSUAL: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
 def test_unusual_files_are_explained_and_not_offered(name: str, asks_llama_cpp: None, tmp_path: Path) -> None:
     change, architecture, reason = UNUSUAL[name]
     path = changed(tmp_path / "model.gguf", change, architecture)
-    with pytest.raises(ModelFileError, match=reason) as caught:
+    with raises(ModelFileError, reason, code="model_file_not_supported") as caught:
         edgespec.plan(str(path), None)
-    assert "download it again" not in str(caught.value)
-    assert "damaged" not in str(caught.value)
     assert read_gguf_info(path).doubt
     trial = TrialModel("model", path, format_of("gguf"), runs=False)
     assert why_refused([trial, trial])[0] == caught.value.what

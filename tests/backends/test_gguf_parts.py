@@ -15,6 +15,7 @@ from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.store.reference import resolve
 from tests.backends.split_gguf import COUNT, write_parts
 from tests.backends.tiny_models import write_llama
+from tests.raising import raises
 
 
 def copied(first: Path) -> Path:
@@ -89,28 +90,26 @@ def test_two_models_in_one_folder_keep_their_own_parts(tmp_path: Path) -> None:
     assert gguf_files(first[1]) == first
     assert gguf_files(other[2]) == other
     moved = first[0].rename(tmp_path / "mine.gguf")
-    with pytest.raises(ModelFileError, match="one-00002-of-00003.gguf and two-00002-of-00003.gguf could be"):
+    with raises(
+        ModelFileError, "one-00002-of-00003.gguf and two-00002-of-00003.gguf", code="model_file_incomplete"
+    ):
         gguf_files(moved)
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     first, second, third = write_parts(tmp_path)
     third.unlink()
-    with pytest.raises(
-        ModelFileError, match="1 of the 3 parts .* are missing, such as d-00003-of-00003.gguf"
-    ):
+    with raises(ModelFileError, "1 of", "3 parts", "d-00003-of-00003.gguf", code="model_file_incomplete"):
         gguf_files(first)
     second.unlink()
-    with pytest.raises(
-        ModelFileError, match="2 of the 3 parts of .*mine.gguf, which is part 1, are missing, such as part 2"
-    ):
+    with raises(ModelFileError, "2 of", "3 parts", "part 2", code="model_file_incomplete"):
         gguf_files(first.rename(tmp_path / "mine.gguf"))
 
 
 def test_a_part_in_place_of_another_is_named(tmp_path: Path) -> None:
     first, second, _ = write_parts(tmp_path)
     shutil.copyfile(first, second)
-    with pytest.raises(ModelFileError, match="d-00002-of-00003.gguf does not contain part 2 of 3"):
+    with raises(ModelFileError, "d-00002-of-00003.gguf", "2 of", "of 3", code="model_file_incomplete"):
         gguf_files(first)
 
 
@@ -128,12 +127,12 @@ def test_parts_joined_with_cat_are_refused_with_the_right_tool(name: str, tmp_pa
     path = tmp_path / name
     path.write_bytes(data)
     for use in (gguf_files, read_gguf_info, lambda path: edgespec.load(str(path), None, trust=True)):
-        with pytest.raises(EdgespecError, match="joined .*llama-gguf-split --merge"):
+        with raises(EdgespecError, "--merge", code="model_file_incomplete"):
             use(path)
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with pytest.raises(ModelFileError, match="is a Git LFS pointer, .*; run `git lfs pull`"):
+    with raises(ModelFileError, "pointer", code="model_file_incomplete"):
         gguf_files(path)

@@ -21,6 +21,9 @@ from edgespec.model.base import LoadOptions
 from tests.backends.split_gguf import write_parts
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
 from tests.backends.tiny_mtp_models import write_deepseek4
+from tests.raising import raises
+
+_UNSUPPORTED = "model_file_not_supported"
 
 
 def altered(folder: Path, key: str, value: int, write: Callable[[Path], Path] = write_llama) -> Path:
@@ -60,28 +63,28 @@ def of_type(path: Path, tensor: str, dimensions: int, kind: int) -> Path:
     return path
 
 
-def refuse(path: Path, match: str) -> None:
-    with pytest.raises(ModelFileError, match=match):
+def refuse(path: Path, *quoted: str, code: str = "") -> None:
+    with raises(ModelFileError, *quoted, code=code):
         llamacpp.load(str(path), "model", LoadOptions(context_tokens=256))
-    with pytest.raises(ModelFileError, match=match):
+    with raises(ModelFileError, *quoted, code=code):
         GgufMemoryEstimator(str(path), "model")
-    with pytest.raises(ModelFileError, match=match):
+    with raises(ModelFileError, *quoted, code=code):
         edgespec.plan(str(path), None)
 
 
 @pytest.mark.parametrize("layers", [0, 513, 2**32 - 1])
 def test_invalid_layer_counts_are_refused(layers: int, tmp_path: Path) -> None:
-    refuse(altered(tmp_path, "block_count", layers), f"its layer count is {layers:,}")
+    refuse(altered(tmp_path, "block_count", layers), f"{layers:,}")
 
 
 def test_a_hybrid_without_an_embedding_length_is_refused(tmp_path: Path) -> None:
     path = write_jamba(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"jamba.embedding_length", b"jamba.embedding_lengtX"))
-    refuse(path, "embedding_length")
+    refuse(path, "embedding_length", code=_UNSUPPORTED)
 
 
 def test_huge_sizes_are_refused(tmp_path: Path) -> None:
-    refuse(altered(tmp_path, "embedding_length", 2**31), "its embedding_length is 2,147,483,648")
+    refuse(altered(tmp_path, "embedding_length", 2**31), "embedding_length")
 
 
 def test_checking_a_large_vocabulary_needs_little_memory(tmp_path: Path) -> None:
@@ -110,17 +113,17 @@ def test_duplicate_tokens_are_refused(other: bytes, tmp_path: Path) -> None:
         assert data.count(token) == 1
         data = data.replace(token, other.ljust(len(token), b"\0"))
     path.write_bytes(data)
-    refuse(path, "its vocabulary has 1 duplicate tokens")
+    refuse(path, "duplicate")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("llama.expert_count", 4, "it uses 0 of 4 experts"),
-        ("llama.expert_count", 1025, "it uses 0 of 1,025 experts"),
-        ("llama.expert_used_count", 3, "it uses 3 of 0 experts"),
-        ("llama.expert_group_count", 2, "it uses 0 of 2 groups of 0 experts"),
-        ("llama.rope.scaling.type", "spiral", "its rope.scaling.type is 'spiral'"),
+        ("llama.expert_count", 4, "0 of 4"),
+        ("llama.expert_count", 1025, "1,025"),
+        ("llama.expert_used_count", 3, "3 of 0"),
+        ("llama.expert_group_count", 2, "2 groups"),
+        ("llama.rope.scaling.type", "spiral", "'spiral'"),
     ],
 )
 def test_invalid_optional_values_are_refused(key: str, value: int | str, match: str, tmp_path: Path) -> None:
@@ -129,9 +132,7 @@ def test_invalid_optional_values_are_refused(key: str, value: int | str, match: 
 
 def test_a_chat_template_with_a_null_character_is_refused(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf", template="{{ messages }}\0{{ more }}")
-    refuse(
-        path, "its chat template of 25 characters contains a null character at position 15, where llama.cpp"
-    )
+    refuse(path, "chat template", "position 15")
 
 
 def test_a_chat_template_that_ends_with_null_characters_is_accepted(tmp_path: Path) -> None:
@@ -149,27 +150,27 @@ def test_experts_without_a_count_are_refused(tmp_path: Path) -> None:
     at = (data := bytearray(path.read_bytes())).index(b"llama.expert_count") + 22
     data[at : at + 4] = bytes(4)
     path.write_bytes(data)
-    refuse(path, "it has experts, but no expert_count")
+    refuse(path, "expert_count")
 
 
 @pytest.mark.parametrize("bits", [0xBF800000, 0x7FC00000, 0x7F800000])
 def test_invalid_epsilons_are_refused(bits: int, tmp_path: Path) -> None:
-    refuse(altered(tmp_path, "layer_norm_rms_epsilon", bits), "its attention.layer_norm_rms_epsilon is")
+    refuse(altered(tmp_path, "layer_norm_rms_epsilon", bits), "layer_norm_rms_epsilon")
 
 
 def test_a_missing_byte_token_is_refused(tmp_path: Path) -> None:
     """Tokenizing such a byte would end the process long after the load."""
     path = write_llama(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"<0x41>", b"<what>"))
-    refuse(path, "no token for 1 of the 256 bytes")
+    refuse(path, "256 bytes")
 
 
 @pytest.mark.parametrize(
     ("tensor", "dimensions", "kind", "match"),
     [
-        ("blk.0.ffn_down.weight", 2, 24, "ffn_down.weight has type I8, not a weight type"),
-        ("output_norm.weight", 1, 26, "output_norm.weight has type I32"),
-        ("blk.0.attn_norm.weight", 1, 1, "attn_norm.weight must have type F32"),
+        ("blk.0.ffn_down.weight", 2, 24, "type I8"),
+        ("output_norm.weight", 1, 26, "type I32"),
+        ("blk.0.attn_norm.weight", 1, 1, "type F32"),
     ],
 )
 def test_invalid_tensor_types_are_refused(
@@ -179,28 +180,28 @@ def test_invalid_tensor_types_are_refused(
 
 
 def test_invalid_types_of_recurrent_tensors_are_refused(tmp_path: Path) -> None:
-    refuse(of_type(write_mamba(tmp_path / "model.gguf"), "blk.0.ssm_a", 2, 1), "ssm_a must have type F32")
+    refuse(of_type(write_mamba(tmp_path / "model.gguf"), "blk.0.ssm_a", 2, 1), "ssm_a")
 
 
 def test_later_parts_are_checked_too(tmp_path: Path) -> None:
     first, *others = write_parts(tmp_path)
     later = next(part for part in others if b"attn_norm" in part.read_bytes())
     of_type(later, "blk.0.attn_norm.weight", 1, 1)
-    refuse(first, f"{later.name} is damaged: its blk.0.attn_norm.weight must have type F32")
+    refuse(first, later.name, "blk.0.attn_norm.weight")
 
 
 def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model-00000-of-00000.gguf")
-    refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight must have type F32")
+    refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "type F32")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("output_group_count", 0, "its 2 attention heads cannot be divided into 0 groups"),
-        ("output_group_count", 3, "its 2 attention heads cannot be divided into 3 groups"),
-        ("head_count_kv", 2, "it has 2 key heads instead of 1"),
-        ("attention.key_length", 32, "its keys have 32 values, but its values 16"),
+        ("output_group_count", 0, "0 groups"),
+        ("output_group_count", 3, "3 groups"),
+        ("head_count_kv", 2, "2 key"),
+        ("attention.key_length", 32, "32 values"),
     ],
 )
 def test_sizes_of_compressed_attention_are_checked(key: str, value: int, match: str, tmp_path: Path) -> None:
@@ -220,17 +221,19 @@ def test_llama_cpp_compares_other_sizes_with_the_shapes_of_tensors(
 ) -> None:
     refuse(
         altered(tmp_path, key, value, write_deepseek4),
-        f"has a tensor '{tensor}' of shape .*, but its metadata require the shape {shape}",
+        f"'{tensor}'",
+        shape,
+        code=_UNSUPPORTED,
     )
 
 
 def test_misaligned_weights_are_refused(tmp_path: Path) -> None:
     path = with_value(write_llama(tmp_path / "model.gguf"), "general.alignment", 8, off=8)
-    refuse(path, "not at a multiple of 32")
+    refuse(path, "multiple")
 
 
 def test_recurrent_layers_of_another_width_are_refused(tmp_path: Path) -> None:
-    refuse(altered(tmp_path, "embedding_length", 31, write=write_jamba), "its ssm.inner_size is 64, not")
+    refuse(altered(tmp_path, "embedding_length", 31, write=write_jamba), "ssm.inner_size")
 
 
 def test_random_damage_raises_an_error_or_does_no_harm(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog
 from tests.backends.tiny_models import WORDS, write_gemma2, write_gemma3, write_llama, write_moe
+from tests.raising import raises
 
 VOCAB = 259 + len(WORDS)
 SIZE = 32
@@ -190,7 +191,7 @@ def test_all_rows_of_a_prompt_are_read_even_if_verify_passes_are_narrow(paths: d
 @pytest.mark.parametrize("state", [-2, 4])
 def test_states_that_do_not_exist_are_refused(paths: dict[str, Path], state: int) -> None:
     model = load(paths["llama"])
-    with pytest.raises(CapabilityError, match=f"hidden state {state} does not exist"):
+    with raises(CapabilityError, state, code="head_mismatch"):
         model.log_hidden_states([1, state])
     model.prefill([1, 2, 3])
     model.close()
@@ -198,7 +199,7 @@ def test_states_that_do_not_exist_are_refused(paths: dict[str, Path], state: int
 
 def test_the_first_layers_input_needs_layer_taps(paths: dict[str, Path]) -> None:
     model = load(paths["qwen2"])
-    with pytest.raises(CapabilityError, match="input of the first layer cannot be read"):
+    with raises(CapabilityError, "input"):
         model.log_hidden_states([0, 1])
     model.close()
 
@@ -209,7 +210,7 @@ def test_states_that_llama_cpp_does_not_compute_are_refused(
     monkeypatch.setattr(state_taps, "layer_output", lambda layer: f"missing-{layer}")
     model = load(paths["qwen2"])
     plain = load(paths["qwen2"])
-    with pytest.raises(CapabilityError, match="hidden states of qwen2 cannot be read"):
+    with raises(CapabilityError, "hidden states", "qwen2"):
         model.log_hidden_states([1])
     for each in (model, plain):
         each.prefill(PROMPT)

@@ -28,6 +28,7 @@ from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.backends.split_gguf import write_parts
 from tests.backends.tiny_models import WORDS, write_llama
+from tests.raising import raises
 
 
 def load(path: Path, **options: object) -> LanguageModel:
@@ -157,7 +158,7 @@ def test_an_out_of_memory_pass_leaves_the_cache_unchanged(
     model.truncate(3)
     with monkeypatch.context() as failing:
         failing.setattr(library(), "llama_decode", lambda *_: -2)
-        with pytest.raises(MemoryBudgetError, match="buffers for a pass over 3 tokens cannot be allocated"):
+        with raises(MemoryBudgetError, "3 tokens", code="out_of_memory"):
             model.verify(TokenTree.chain(4, [5, 6]))
     assert model.length == 3
     assert np.array_equal(model.verify(TokenTree.chain(4, [5, 6])).at(0, np.arange(8)), expected)
@@ -234,6 +235,6 @@ class TestVocabularies:
     @pytest.mark.parametrize("token", [-1, 10**6])
     def test_an_unknown_token_is_refused(self, tmp_path: Path, token: int) -> None:
         model = load(write_llama(tmp_path / "tiny.gguf"))
-        with pytest.raises(EdgespecError, match="not in the vocabulary"):
+        with raises(EdgespecError, code="token_unknown"):
             model.vocabulary.piece(token)
         model.close()

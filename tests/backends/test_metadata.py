@@ -29,6 +29,7 @@ from edgespec.store.catalogue import models_folder
 from edgespec.store.metadata_cache import model_info, shared_token_fraction
 from edgespec.system.facts import Facts
 from tests.backends.tiny_models import WORDS, write_llama
+from tests.raising import raises
 
 DEMO, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
 MLX = models_folder() / "demo-mlx"
@@ -114,7 +115,7 @@ class TestGguf:
     def test_a_file_cut_in_its_tensors(self, tmp_path: Path) -> None:
         path = tmp_path / "cut.gguf"
         path.write_bytes(DRAFT.read_bytes()[: read_header(DRAFT).size_bytes + 1000])
-        with pytest.raises(ModelFileError, match="is truncated"):
+        with raises(ModelFileError, "is truncated"):
             read_gguf_info(path)
 
 
@@ -205,7 +206,7 @@ class TestFolders:
     )
     def test_damage_is_one_line(self, folder: Path, name: str, content: str) -> None:
         (folder / name).write_text(content, encoding="latin-1")
-        with pytest.raises(ModelFileError, match=name.replace(".", r"\.")):
+        with raises(ModelFileError, name):
             read_mlx_info(folder)
 
 
@@ -251,7 +252,7 @@ class TestTokens:
     )
     def test_a_tokenizer_of_nonsense_is_called_that(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.raises(ModelFileError, match="is not a valid tokenizer"):
+        with raises(ModelFileError, "tokenizer"):
             tokens_of_folder(tmp_path)
 
     def test_padding_is_no_difference_and_order_is_one(self) -> None:

@@ -22,6 +22,7 @@ from edgespec.options.load_options import LoadArguments
 from edgespec.store.catalogue import models_folder
 from edgespec.store.installed import find_installed
 from edgespec.store.reference import resolve
+from tests.raising import raises
 
 DEMO = models_folder() / "demo-mlx-draft"
 OLD = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -177,7 +178,7 @@ def test_incomplete_models_lack_a_file(change: Callable[[Path], str], tmp_path: 
     folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
     missing = change(folder)
     assert missing in missing_files(folder)
-    with pytest.raises(EdgespecError, match=f"lacks .*{missing}"):
+    with raises(EdgespecError, missing, code="model_file_incomplete"):
         resolve(str(folder))
 
 

@@ -36,6 +36,7 @@ from tests.model.heads.residual_files import (
     write_heads,
 )
 from tests.model.heads.torch_files import Call, Named, pickled, write_archive
+from tests.raising import raises
 
 MEDUSA, HYDRA = Layout("medusa"), Layout("hydra", ".pt", grounded=True)
 PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
@@ -113,7 +114,7 @@ def test_heads_can_read_the_hidden_state_before_the_last_layers(
     target: Target, model: LanguageModel, tmp_path: Path, offset: int
 ) -> None:
     if offset == 3:
-        with pytest.raises(CapabilityError, match="made for another target"):
+        with raises(CapabilityError, code="head_mismatch"):
             view_of(model, write_heads(tmp_path, HYDRA, target.arrays(HYDRA), hidden_state_offset=3))
         return
     log = cast(HiddenStateSource, model).log_hidden_states([target.layers - offset])
@@ -161,7 +162,7 @@ def test_a_draft_longer_than_the_number_of_heads_is_refused(target: Target, mode
     assert view.facts.capabilities.max_draft_length == 3
     model.prefill([1, 2, 3])
     view.verify(TokenTree.chain(4, [5, 6]))
-    with pytest.raises(CapabilityError, match="drafts at most 3 tokens"):
+    with raises(CapabilityError, "3 tokens", code="draft_too_wide"):
         view.verify(TokenTree.chain(4, [5, 6, 7]))
     view.close()
 
@@ -201,7 +202,7 @@ def test_heads_for_another_target_are_refused(
     target: Target, model: LanguageModel, tmp_path: Path, size: int, vocab: int, message: str
 ) -> None:
     arrays = random_arrays(MEDUSA, size or target.size, target.vocab + vocab)
-    with pytest.raises(CapabilityError, match="made for another target") as caught:
+    with raises(CapabilityError, code="head_mismatch") as caught:
         view_of(model, write_heads(tmp_path, MEDUSA, arrays))
     assert message in caught.value.what
     # The model keeps no hidden states for the head that was refused.
@@ -213,23 +214,21 @@ def test_hydra_heads_with_other_attention_heads_are_refused(
 ) -> None:
     # The keys of a head are smaller than those of a head of the target.
     arrays = random_arrays(PREFIX, target.size, target.vocab, Attention(heads=8, kv_heads=1))
-    with pytest.raises(CapabilityError, match="made for another target"):
+    with raises(CapabilityError, code="head_mismatch"):
         view_of(model, write_heads(tmp_path, PREFIX, arrays))
 
 
 def test_damaged_heads_are_refused(target: Target, model: LanguageModel, tmp_path: Path) -> None:
     arrays = target.arrays(MEDUSA)
     arrays["1.1.weight"][7, 3] = np.nan
-    with pytest.raises(ModelFileError, match="not finite"):
+    with raises(ModelFileError, "not finite"):
         view_of(model, write_heads(tmp_path, MEDUSA, arrays))
 
 
 @pytest.mark.parametrize("layout", first(LAYOUTS, 2), ids=str)
 def test_the_plan_counts_what_heads_need(target: Target, model: LanguageModel, layout: Layout) -> None:
     head = head_at(target.head(layout))
-    estimate = format_at(target.path).estimate_head
-    assert estimate
-    planned = estimate(head, target.path, CONTEXT)
+    planned = format_at(target.path).estimate_head(head, target.path, CONTEXT)
     view = view_of(model, target.head(layout))
     assert planned.bytes_of("weights") == view.facts.weight_bytes
     assert planned.bytes_of("cache") == view.facts.kv_bytes
@@ -241,7 +240,7 @@ def test_the_plan_counts_what_heads_need(target: Target, model: LanguageModel, l
 def test_heads_that_do_not_fit_in_memory_are_refused(target: Target, model: LanguageModel) -> None:
     without = model.facts.weight_bytes + model.facts.max_kv_bytes
     limited = target.load(memory_bytes=without + 10_000)
-    with pytest.raises(MemoryBudgetError, match="the weights of the head of target take"):
+    with raises(MemoryBudgetError, "of target"):
         view_of(limited, target.head(MEDUSA))
     limited.close()
 
@@ -346,7 +345,7 @@ def test_a_pickle_that_calls_functions_is_one_clear_error(target: Target, tmp_pa
     touched = tmp_path / "touched"
     program = pickled({"hydra_mlp.0.0.linear.weight": Call(Named("os", "system"), f"touch {touched}")})
     write_archive(folder / "hydra_lm_head.pt", program)
-    with pytest.raises(ModelFileError, match="more than tensors"):
+    with raises(ModelFileError, code="model_file_not_supported"):
         edgespec.load(str(target.path), "none", method="hydra", head=str(folder), context=256)
     assert not touched.exists()
 
@@ -379,5 +378,5 @@ def test_auto_drafts_with_the_head(target: Target) -> None:
 
 
 def test_a_head_for_another_method_is_refused(target: Target) -> None:
-    with pytest.raises(EdgespecError, match="is a head for method medusa"):
+    with raises(EdgespecError, "method medusa", code="method_unavailable"):
         edgespec.load(str(target.path), "none", method="hydra", head=str(target.head(MEDUSA)), context=256)

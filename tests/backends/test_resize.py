@@ -24,6 +24,7 @@ from tests.backends.contract import (
     tree_of,
 )
 from tests.backends.resizable import ALL, KINDS, LARGE, LLAMA, SMALL, Twins, check_step, load
+from tests.raising import raises
 from tests.tabular import TabularModel
 
 
@@ -93,7 +94,7 @@ def test_a_size_below_the_cached_tokens_is_refused(twins: Twins) -> None:
     reset(twins).model.resize(LARGE)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 600))
-    with pytest.raises(ContextFullError, match="600 cached tokens"):
+    with raises(ContextFullError, "600"):
         twins.model.resize(599)
     with pytest.raises(ContextFullError):
         twins.model.resize(0)

@@ -17,6 +17,7 @@ from edgespec.model.base import LanguageModel
 from edgespec.model.self_draft_methods import EarlyExit, LowBit
 from tests.backends.contract import TREES, row_of, tokens_for, tree_of
 from tests.backends.resizable import LARGE, SMALL, load
+from tests.raising import raises
 
 
 class TestViews:
@@ -95,6 +96,6 @@ class TestViews:
 
     def test_a_view_refuses_to_resize(self, tmp_path: Path) -> None:
         target = load("split", tmp_path, initial_context_tokens=SMALL)
-        with pytest.raises(CapabilityError, match="uses the KV cache of the target"):
+        with raises(CapabilityError, "uses the"):
             target.self_draft(EarlyExit(1)).resize(512)
         target.close()

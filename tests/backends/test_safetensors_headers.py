@@ -9,6 +9,7 @@ import pytest
 
 from edgespec.errors import ModelFileError
 from edgespec.model.formats.mlx_files import read_tensors
+from tests.raising import raises
 
 
 @pytest.mark.parametrize("size", [float("inf"), float("nan"), "x", None, [1], {}])
@@ -16,5 +17,5 @@ def test_a_dimension_that_is_no_integer_is_rejected(size: object, tmp_path: Path
     header = json.dumps({"a": {"dtype": "F16", "shape": [size], "data_offsets": [0, 2]}}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
-    with pytest.raises(ModelFileError, match="damaged"):
+    with raises(ModelFileError, "damaged"):
         read_tensors(path)

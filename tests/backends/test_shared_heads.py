@@ -28,6 +28,7 @@ from tests.backends.tiny_heads import write_dflash, write_eagle
 from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.backends.tiny_mtp_models import write_mtp_model
 from tests.model.heads.residual_files import Layout
+from tests.raising import raises
 
 CONTEXT = 512
 HYDRA = Layout("hydra", ".pt", grounded=True)
@@ -42,7 +43,7 @@ class Pair:
     head: Head
 
     def load(self, slots: int = 2) -> list[LanguageModel]:
-        options = LoadOptions(context_tokens=CONTEXT, parallel=slots, mtp=self.head == Head("mtp"))
+        options = LoadOptions(context_tokens=CONTEXT, parallel=slots, own_head=self.head.path is None)
         return list(load_slots(str(self.target), "target", options))
 
 
@@ -174,7 +175,7 @@ def test_a_head_is_not_loaded_during_a_reply_if_that_would_remove_its_tokens(tmp
     pair = KINDS["medusa"](tmp_path)
     model, other = pair.load()
     model.prefill([20, 21, 22])
-    with pytest.raises(CapabilityError, match="cannot be loaded while replies are being generated"):
+    with raises(CapabilityError, "generated"):
         other.self_draft(pair.head)
     model.verify(TokenTree.chain(23))
     model.truncate(0)
@@ -186,10 +187,10 @@ def test_a_head_is_not_loaded_during_a_reply_if_that_would_remove_its_tokens(tmp
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda folder: _dflash(folder, window=8), "because it has sliding-window attention"),
+        (lambda folder: _dflash(folder, window=8), "sliding-window"),
         (
             lambda folder: Pair(write_mtp_model(folder / "target.gguf", "step35", mtp_layers=3), Head("mtp")),
-            "the 3 MTP layers of target.gguf cannot draft for several replies at once",
+            "target.gguf",
         ),
     ],
     ids=["window", "chained"],
@@ -198,7 +199,7 @@ def test_heads_that_replies_cannot_share(tmp_path: Path, made: Callable[[Path], 
     pair = made(tmp_path)
     models = pair.load()
     for _ in range(2):
-        with pytest.raises(CapabilityError, match=reason) as caught:
+        with raises(CapabilityError, reason, code="parallel_not_supported") as caught:
             models[1].self_draft(pair.head)
         assert "omit --parallel" in str(caught.value)
     for model in models:

@@ -30,6 +30,7 @@ from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.self_draft_methods import EarlyExit
 from tests.backends.contract import TREES, Rows, fresh, path_to, step, tokens_for, tokens_to, tree_of
 from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
+from tests.raising import raises
 
 SLOTS, CONTEXT = 3, 512
 # Attention adds up the cells of a text in the order of their addresses, which depends on the other replies.
@@ -266,9 +267,9 @@ def test_closing_a_slot_keeps_the_others_usable(tiny: Path) -> None:
 def test_a_shared_context_cannot_grow(slots: Sequence[LanguageModel]) -> None:
     slots[0].resize(CONTEXT // 2)
     assert slots[0].facts.context_tokens == CONTEXT
-    with pytest.raises(MemoryBudgetError, match="several replies share"):
+    with raises(MemoryBudgetError, code="context_fixed"):
         slots[0].resize(CONTEXT + 1)
-    with pytest.raises(CapabilityError, match="omit --parallel"):
+    with raises(CapabilityError, "omit --parallel", code="parallel_not_supported"):
         slots[0].self_draft(EarlyExit(1))
 
 
@@ -280,10 +281,10 @@ def test_a_shared_context_cannot_grow(slots: Sequence[LanguageModel]) -> None:
     ],
 )
 def test_models_that_cannot_share_passes(write: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(CapabilityError, match=reason):
+    with raises(CapabilityError, reason, code="parallel_not_supported"):
         load_slots(str(write(tmp_path / "model.gguf")), "it", LoadOptions(context_tokens=256, parallel=2))
 
 
 def test_too_many_branches_for_the_slots(tiny: Path) -> None:
-    with pytest.raises(OptionError, match="--parallel 1[45] or less"):
+    with raises(OptionError, option="draft_branches"):
         load_slots(str(tiny), "tiny", LoadOptions(context_tokens=256, parallel=20, max_branches=16))

@@ -29,6 +29,7 @@ from tests.backends.test_header_validation import altered
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
 from tests.cases import first
+from tests.raising import raises
 from tests.saved_facts import saved_facts
 
 _known = trial_load._known  # before `conftest.py` replaces it
@@ -74,7 +75,7 @@ def results() -> list[Any]:
     # A message while loading, a failed assertion while running, and a signal. The long tests try more.
     [
         (write_llama, "smallthinker", "n_expert must be > 0"),
-        (write_llama, "paddleocr", r"ops.cpp:\d+: GGML_ASSERT\(sections"),
+        (write_llama, "paddleocr", "GGML_ASSERT(sections"),
         (write_mamba, "olmo2", "SIGFPE"),
         pytest.param(write_llama, "llada-moe", "n_expert must be > 0", marks=pytest.mark.long),
         pytest.param(write_mamba, "phimoe", "SIGFPE", marks=pytest.mark.long),
@@ -84,15 +85,15 @@ def test_a_changed_architecture_is_reported(
     write: Callable[..., Path], architecture: str, reason: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "model.gguf", architecture=architecture)
-    with pytest.raises(ModelFileError, match=f"llama.cpp crashed while loading it .*{reason}"):
+    with raises(ModelFileError, reason):
         load(path)
 
 
 def test_crashing_files_are_reported_by_plans_and_preparations(tmp_path: Path) -> None:
     path = crashing(tmp_path)
-    with pytest.raises(ModelFileError, match="crashed"):
+    with raises(ModelFileError, "crashed"):
         edgespec.plan(str(path), None)
-    with pytest.raises(ModelFileError, match="crashed"):
+    with raises(ModelFileError, "crashed"):
         prepare_lowbit(path)
 
 
@@ -104,21 +105,21 @@ def test_a_crashing_mlx_model_is_reported(children: list[Any], tmp_path: Path) -
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 1}))
     for use in (edgespec.plan, edgespec.load):
-        with pytest.raises(ModelFileError, match="MLX crashed while loading it .*SIGFPE"):
+        with raises(ModelFileError, "MLX", "SIGFPE"):
             use(str(folder), None)
     assert len(children) == 1
 
 
 def test_a_crashing_draft_model_is_reported(demo_target: Path, tmp_path: Path) -> None:
     draft = crashing(tmp_path)
-    with pytest.raises(ModelFileError, match=f"{draft} is damaged"):
+    with raises(ModelFileError, draft):
         edgespec.load(str(demo_target), str(draft), context=256)
 
 
 def test_a_crash_is_remembered(children: list[Any], tmp_path: Path) -> None:
     path = crashing(tmp_path)
     for _ in range(2):
-        with pytest.raises(ModelFileError, match="crashed"):
+        with raises(ModelFileError, "crashed"):
             load(path)
     assert len(children) == 1
 
@@ -150,7 +151,7 @@ def test_a_changed_file_is_tried_again(children: list[Any], tmp_path: Path) -> N
     status = path.stat()
     crashing(tmp_path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(ModelFileError, match="crashed"):
+    with raises(ModelFileError, "crashed"):
         load(path)
     write_llama(path, seed=1)
     load(path)
@@ -162,7 +163,7 @@ def test_a_plan_does_not_count_as_running_the_model(children: list[Any], tmp_pat
     """This architecture crashes only when it runs a token."""
     path = write_llama(tmp_path / "model.gguf", architecture="paddleocr")
     edgespec.plan(str(path), None)
-    with pytest.raises(ModelFileError, match="crashed"):
+    with raises(ModelFileError, "crashed"):
         load(path)
     assert len(children) == 2
 
@@ -174,7 +175,7 @@ def test_trust_skips_the_trial(children: list[Any], tmp_path: Path) -> None:
 
 
 def test_refused_files_are_not_recorded(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="layer count is 0"):
+    with raises(ModelFileError, "is 0"):
         load(altered(tmp_path, "block_count", 0))
     assert not results()
 
@@ -199,7 +200,7 @@ def test_a_killed_trial_is_not_remembered(children: list[Any], tmp_path: Path) -
         children[-1].kill()
         return True
 
-    with pytest.raises(BackendError, match="failed: killed by SIGKILL"):
+    with raises(BackendError, "killed by SIGKILL", code="trial_failed"):
         load(path, progress=kill)
     assert not results()
     load(path)
@@ -209,7 +210,7 @@ def test_a_slow_trial_is_given_up(
     children: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trial_load, "_MAX_SECONDS", 0)
-    with pytest.raises(BackendError, match="failed: timed out after 0 seconds"):
+    with raises(BackendError, "timed", code="trial_failed"):
         load(write_llama(tmp_path / "model.gguf"))
     assert children[0].returncode is not None
     assert not results()
@@ -220,7 +221,7 @@ def test_a_trial_that_never_ends_blames_the_file(monkeypatch: pytest.MonkeyPatch
     """Damaged vocabularies make llama.cpp's tokenizer loop for ever."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, -1))\nwhile True: pass"
     monkeypatch.setattr(trial_load, "_CODE", code)
-    with pytest.raises(BackendError, match=r"seems to be damaged .* seconds of CPU time; download it again"):
+    with raises(BackendError, "time", code="trial_failed"):
         load(write_llama(tmp_path / "model.gguf"))
     assert not results()
 
@@ -231,14 +232,14 @@ def test_a_trial_that_takes_all_memory_is_not_remembered(
     """Other programs can be the cause, so the file may be good."""
     code = "import os; os.write(2, b'  what():  std::bad_alloc'); os.abort()"
     monkeypatch.setattr(trial_load, "_CODE", code)
-    with pytest.raises(BackendError, match="failed: out of memory"):
+    with raises(BackendError, "out of memory", code="trial_failed"):
         load(write_llama(tmp_path / "model.gguf"))
     assert not results()
 
 
 def test_a_cancelled_trial_leaves_no_process(children: list[Any], tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf")
-    with pytest.raises(CancelledError, match="was cancelled"):
+    with raises(CancelledError, "was cancelled"):
         load(path, progress=lambda *_: False)
 
     def interrupt(*_: Any) -> bool:
@@ -336,9 +337,7 @@ def test_a_head_that_crashes_llama_cpp_is_refused(
     )
     write_eagle(head, layers=(0, 1, 2))
     for _ in range(2):
-        with pytest.raises(
-            ModelFileError, match=r"head\.gguf is damaged or not supported: llama\.cpp crashed"
-        ):
+        with raises(ModelFileError, "head.gguf", "llama.cpp"):
             load(target, method="eagle", head=head)
         assert len(children) == 2
 

@@ -17,6 +17,7 @@ from edgespec.bench.plots import check_plots, save_plots
 from edgespec.errors import BackendMissingError
 from edgespec.methods.costs.curve import CostCurve
 from tests.bench.making import row
+from tests.raising import raises
 
 WAYS = (MethodConfig("none"), MethodConfig("auto"), MethodConfig("model", 4))
 DRAFTED: dict[str, Any] = {
@@ -128,5 +129,5 @@ def test_a_report_with_nothing_in_it_is_drawn_too(made: BenchReport, tmp_path: P
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plots()
     monkeypatch.setattr("edgespec.bench.plots.find_spec", lambda name: None)
-    with pytest.raises(BackendMissingError, match="scripts/setup dev"):
+    with raises(BackendMissingError, "scripts/setup dev"):
         check_plots()

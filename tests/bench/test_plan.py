@@ -16,6 +16,7 @@ from edgespec import Message
 from edgespec.bench import BenchPlan, MethodConfig, bench_prompts, method_configs
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from tests.raising import raises
 
 
 def prompts(*categories: str) -> tuple[Prompt, ...]:
@@ -75,18 +76,18 @@ def test_draft_lengths_are_for_those_that_take_one() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"prompts": ()}, "nothing to measure"),
-        ({"prompts": (*prompts("a"), *prompts("a"))}, "prompts contains a-0 twice"),
-        ({"configs": (MethodConfig("auto"),)}, "nothing to measure"),
-        ({"configs": (*WAYS, WAYS[1])}, "methods contains auto twice"),
-        ({"temperatures": ()}, "nothing to measure"),
-        ({"temperatures": (0.7, 0.0, 0.7)}, "temperatures contains 0.7 twice"),
+        ({"prompts": ()}, "measure"),
+        ({"prompts": (*prompts("a"), *prompts("a"))}, "prompts"),
+        ({"configs": (MethodConfig("auto"),)}, "measure"),
+        ({"configs": (*WAYS, WAYS[1])}, "methods"),
+        ({"temperatures": ()}, "measure"),
+        ({"temperatures": (0.7, 0.0, 0.7)}, "temperatures"),
     ],
 )
 def test_wrong_options_are_refused(wrong: dict[str, Any], says: str) -> None:
     good: dict[str, Any] = {"prompts": prompts("a"), "configs": WAYS}
     BenchPlan(**good)
-    with pytest.raises(OptionError, match=says):
+    with raises(OptionError, says):
         BenchPlan(**good | wrong)
 
 

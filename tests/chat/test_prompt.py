@@ -19,6 +19,7 @@ from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import CancelledError, ContextFullError
 from edgespec.model.base import LanguageModel, LoadOptions, Vocabulary
 from tests.backends.tiny_models import CHATML, WORDS, write_llama
+from tests.raising import raises
 
 FIRST_WORD = 3 + 256
 START, STOP = FIRST_WORD + WORDS.index("<|im_start|>"), FIRST_WORD + WORDS.index("<|im_end|>")
@@ -295,9 +296,8 @@ class TestLongChats:
     def test_the_error_names_the_tools_if_they_fill_the_context(self, vocabulary: Vocabulary) -> None:
         builder = PromptBuilder(ChatTemplate("{{ tools }}" + CHATML, "<s>", "</s>"), vocabulary)
         settings = TemplateSettings(tools=({"description": "the list " * 1000},))
-        with pytest.raises(ContextFullError, match="the message with the tools has") as caught:
+        with raises(ContextFullError, "fewer tools", "--context"):
             builder.build_fitting(user("Hi"), 1024, "slide", settings=settings)
-        assert caught.value.next_step.startswith("shorten it or use fewer tools, or use --context ")
 
     def test_a_huge_message_that_is_dropped_is_not_tokenized(self, vocabulary: Vocabulary) -> None:
         counting = CountingVocabulary(vocabulary)

@@ -9,6 +9,7 @@ from edgespec.chat.reasoning import REASONING_MARKERS
 from edgespec.chat.reply_splitter import split_reply
 from edgespec.chat.reply_start import fitted_to_prompt, text_to_continue, whole_characters
 from edgespec.errors import OptionError
+from tests.raising import raises
 from tests.reasoning_templates import GLM_4_7, GPT_OSS, OPENS_REASONING, QWEN_3
 
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
@@ -50,7 +51,7 @@ class TestText:
         ],
     )
     def test_calls_without_results_are_refused(self, messages: list[Message]) -> None:
-        with pytest.raises(OptionError, match="'now'") as caught:
+        with raises(OptionError, "'now'", code="messages_invalid") as caught:
             text_to_continue(messages)
         assert "role tool" in caught.value.next_step
 

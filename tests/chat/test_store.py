@@ -18,6 +18,7 @@ from edgespec.chat.saved_chat import SavedChat, title_of
 from edgespec.chat.store import ChatStore, _entry
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
+from tests.raising import raises
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
 TALK = (Message("user", "How do I list files?"), Message("assistant", "Use `ls`.\n\n```sh\nls -S\n```"))
@@ -100,7 +101,7 @@ def test_the_time_of_the_reasoning_comes_back(store: ChatStore) -> None:
     text = path.read_text("utf-8")
     for bad in ("-1", "true", '"1"', "Infinity", "NaN", "1" + "0" * 400):
         path.write_text(text.replace("1.23456", bad), "utf-8")
-        with pytest.raises(ChatFileError, match="reasoning_seconds of message 2"):
+        with raises(ChatFileError, "message 2"):
             store.load("one")
 
 
@@ -111,7 +112,7 @@ def test_a_chat_that_could_not_be_read_again_is_not_written(
     before = path.read_bytes()
     monkeypatch.setattr("edgespec.chat.saved_chat._MAX_FILE_BYTES", len(before) + 100)
     assert store.load("one").messages == TALK
-    with pytest.raises(ChatFileError, match="a chat can have at most"):
+    with raises(ChatFileError, code="chat_too_large"):
         store.save(chat(messages=(*TALK, Message("user", "x" * 101))))
     assert path.read_bytes() == before
 
@@ -168,9 +169,9 @@ def test_markers_around_empty_reasoning_are_kept(store: ChatStore) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "error"),
     [
-        ("reasoning", ["a"], "the reasoning of message 2 must be a string, not list"),
-        ("markers", "ab", "the reasoning markers of message 2 must be a list of two strings"),
-        ("markers", ["a", 1], "the reasoning markers of message 2 must be a list of two strings"),
+        ("reasoning", ["a"], "message 2"),
+        ("markers", "ab", "message 2"),
+        ("markers", ["a", 1], "message 2"),
     ],
 )
 def test_damaged_reasoning_is_reported(store: ChatStore, key: str, value: object, error: str) -> None:
@@ -178,7 +179,7 @@ def test_damaged_reasoning_is_reported(store: ChatStore, key: str, value: object
     data = json.loads(path.read_text("utf-8"))
     data["messages"][1][key] = value
     path.write_text(json.dumps(data), "utf-8")
-    with pytest.raises(ChatFileError, match=error):
+    with raises(ChatFileError, error):
         store.load("one")
 
 
@@ -208,7 +209,7 @@ def test_ids_are_unique(store: ChatStore) -> None:
 
 @pytest.mark.parametrize("chat_id", ["", "../other", "a/b", ".hidden", "a" * 65, "a.b", "a\n"])
 def test_an_id_cannot_name_another_folder(store: ChatStore, chat_id: str) -> None:
-    with pytest.raises(ChatFileError, match="not a chat ID"):
+    with raises(ChatFileError, code="chat_not_found"):
         store.load(chat_id)
 
 
@@ -217,41 +218,41 @@ def _with(**changes: object) -> str:
 
 
 BROKEN = {
-    "truncated": (_with()[:-40], "not valid JSON"),
-    "empty": ("", "not valid JSON"),
-    "a list": ("[]", "the file must be an object, not a list"),
-    "no version": (_with(version=None), "`version` must be an integer, not missing"),
-    "a newer version": (_with(version=7), "format version 7"),
-    "a boolean version": (_with(version=True), "an integer, not true or false"),
-    "messages as text": (_with(messages="hello"), "`messages` must be a list, not text"),
-    "a message as text": (_with(messages=["hello"]), "message 1 must be a Message or a dictionary, not str"),
-    "an unknown role": (_with(messages=[{"role": "robot", "content": ""}]), "unknown role: 'robot'"),
-    "a list as role": (_with(messages=[{"role": [], "content": ""}]), "unknown role: \\[\\]"),
+    "truncated": (_with()[:-40], "valid JSON"),
+    "empty": ("", "valid JSON"),
+    "a list": ("[]", "a list"),
+    "no version": (_with(version=None), "missing"),
+    "a newer version": (_with(version=7), "version 7"),
+    "a boolean version": (_with(version=True), "true or"),
+    "messages as text": (_with(messages="hello"), "`messages`"),
+    "a message as text": (_with(messages=["hello"]), "message 1"),
+    "an unknown role": (_with(messages=[{"role": "robot", "content": ""}]), "'robot'"),
+    "a list as role": (_with(messages=[{"role": [], "content": ""}]), "[]"),
     "content as a number": (
         _with(messages=[{"role": "user", "content": 3}]),
-        "message 1 must be a string, not int",
+        "not int",
     ),
     "a parent that comes later": (
         _with(messages=[{"role": "user", "content": "", "parent": 0}], open=None),
-        "`parent` of message 1 must be at least 0 and less than 0, not 0",
+        "`parent`",
     ),
-    "an open message that is missing": (_with(open=2), "`open` must be at least 0 and less than 2, not 2"),
+    "an open message that is missing": (_with(open=2), "`open`"),
     "a parent as text": (
         _with(messages=[{"role": "user", "content": "", "parent": "one"}]),
-        "`parent` of message 1 must be an integer, not text",
+        "`parent`",
     ),
-    "a system prompt as a number": (_with(system=3), "`system` must be text, not an integer"),
-    "a title as a list": (_with(title=[]), "`title` must be text, not a list"),
-    "no time": (_with(updated="yesterday"), "`updated` must be an ISO 8601 time, not 'yesterday'"),
-    "an impossible time": (_with(updated="0001-01-01T00:00:00+23:00"), "must be an ISO 8601 time"),
+    "a system prompt as a number": (_with(system=3), "`system`"),
+    "a title as a list": (_with(title=[]), "`title`"),
+    "no time": (_with(updated="yesterday"), "'yesterday'"),
+    "an impossible time": (_with(updated="0001-01-01T00:00:00+23:00"), "ISO 8601"),
     "a time in the last year": (
         _with(updated="9999-12-31T23:59:59.999999+00:00"),
-        "must be an ISO 8601 time",
+        "ISO 8601",
     ),
-    "another id": (_with(id="other"), "does not match the file name"),
-    "sampling as a list": (_with(sampling=[]), "`sampling` must be an object, not a list"),
-    "a setting as an object": (_with(sampling={"top_k": {}}), "'top_k' must not be an object"),
-    "a setting that is not a number": (_with().replace("0.5", "NaN"), "'temperature' must not be nan"),
+    "another id": (_with(id="other"), "file name"),
+    "sampling as a list": (_with(sampling=[]), "`sampling`"),
+    "a setting as an object": (_with(sampling={"top_k": {}}), "'top_k'"),
+    "a setting that is not a number": (_with().replace("0.5", "NaN"), "'temperature'"),
     "deep nesting": ("[" * 200_000, "JSON"),
 }
 
@@ -261,7 +262,8 @@ def test_a_broken_file_is_listed_with_its_reason_and_kept(store: ChatStore, text
     store.save(chat("good", updated=NOON))
     path = store.folder / "one.json"
     path.write_text(text, "utf-8")
-    with pytest.raises(ChatFileError, match=message) as caught:
+    code = "chat_version_unknown" if message == "version 7" else ""
+    with raises(ChatFileError, message, code=code) as caught:
         store.load("one")
     assert "\n" not in str(caught.value)
     assert caught.value.next_step
@@ -283,12 +285,12 @@ def test_a_broken_file_of_a_far_year_is_listed(store: ChatStore, monkeypatch: py
 def test_invalid_utf8_is_a_broken_chat(store: ChatStore) -> None:
     store.folder.mkdir()
     (store.folder / "one.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ChatFileError, match="not UTF-8"):
+    with raises(ChatFileError, "not UTF-8"):
         store.load("one")
 
 
 def test_missing_chat_raises(store: ChatStore) -> None:
-    with pytest.raises(ChatFileError, match="no saved chat"):
+    with raises(ChatFileError, code="chat_not_found"):
         store.load("gone")
 
 
@@ -301,9 +303,7 @@ def test_a_folder_in_the_place_of_a_chat_is_listed_as_broken(store: ChatStore) -
 def test_named_pipe_is_listed_as_broken_without_blocking(store: ChatStore) -> None:
     store.folder.mkdir(parents=True)
     os.mkfifo(store.folder / "pipe.json")
-    assert [chat.problem for chat in store.list()] == [
-        "cannot read pipe.json: the path is not a regular file"
-    ]
+    assert ["pipe.json" in chat.problem for chat in store.list()] == [True]
 
 
 def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(ChatFileError, match="the disk is full; free some space on"):
+    with raises(ChatFileError, "space on", code="file_not_written"):
         store.save(chat(messages=(*TALK, Message("user", "more"))))
     assert store.load("one").messages == TALK
     assert [path.name for path in store.folder.iterdir()] == ["one.json"]
@@ -322,9 +322,9 @@ def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: py
 def test_folder_that_cannot_be_created_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = ChatStore(tmp_path / "file" / "chats")
-    with pytest.raises(ChatFileError, match="EDGESPEC_DATA_DIR"):
+    with raises(ChatFileError, "EDGESPEC_DATA_DIR", code="file_not_written"):
         store.save(chat())
-    with pytest.raises(ChatFileError, match="EDGESPEC_DATA_DIR"):
+    with raises(ChatFileError, "EDGESPEC_DATA_DIR", code="chat_file_unreadable"):
         store.list()
 
 
@@ -367,5 +367,5 @@ def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_folder_is_named(store: ChatStore) -> None:
     store.folder.write_text("a file")
-    with pytest.raises(ChatFileError, match="chats is not a folder"):
+    with raises(ChatFileError, "chats is", code="file_not_written"):
         store.save(chat())

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
+from edgespec.cli.failures import error_json
 from edgespec.cli.program import program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -98,14 +99,24 @@ def start() -> Iterator[Start]:
     started.close()
 
 
-def one_line_error(result: Result, status: int) -> str:
-    """The error of a command that failed as the contract says: one line, no traceback, nothing on stdout."""
+def one_line_error(result: Result, status: int, *quoted: object, code: str = "") -> str:
+    """The error of a command that failed as the contract says: one line, no traceback, JSON only with --json.
+
+    `quoted` are values in the line, and `code` is the code of the error.
+    """
     assert result.exit_code == status, result.output
-    assert result.stdout == ""
+    assert result.stdout == "" or json.loads(result.stdout).keys() == {"error"}
     lines = result.stderr.splitlines()
     assert lines[0].startswith("error: ")
     assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("usage: edgespec"))
     assert "Traceback" not in result.stderr
+    for value in quoted:
+        assert str(value) in lines[0]
+    if code:
+        # The program exits while it handles the error.
+        assert result.exception
+        assert result.exception.__context__
+        assert error_json(result.exception.__context__)["error"]["code"] == code, result.stderr
     return lines[0].removeprefix("error: ")
 
 

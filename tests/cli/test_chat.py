@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 import edgespec
 import edgespec.tui.app
 import edgespec.tui.plain_run
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
 from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.options.option_kinds import Flag
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.tui.ending import ChatEnd
+from edgespec.tui.preferences import Preferences, preferences_path
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -54,7 +60,7 @@ def test_terminal_that_cannot_draw_gets_the_plain_chat(
     assert opened.load is None
     assert plain.options.pop("load_other")
     asked: dict[str, Any] = {
-        "model_name": "8b-q4",
+        "models": ModelReferences("8b-q4", "auto"),
         "system": None,
         "settings": {},
         "resume": None,
@@ -89,14 +95,14 @@ def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.
     assert loaded["progress"] is print
     assert (loaded["target"], loaded["draft"], loaded["context"]) == ("8b-q4", "none", 4096)
     assert (loaded["method"], loaded["mmap"]) == ("ngram", False)
-    assert opened.options["model_name"] == "8b-q4"
+    assert opened.options["models"] == ModelReferences("8b-q4", "none")
 
 
 def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -> None:
     run("chat")
     del opened.options["load_other"], opened.options["plan_other"]
     assert opened.options == {
-        "model_name": "demo",
+        "models": ModelReferences("demo", "auto"),
         "system": None,
         "settings": {},
         "resume": None,
@@ -138,9 +144,7 @@ def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened, tmp_path
 
 
 def test_absurd_settings_are_refused_before_the_chat_opens(run: Run, opened: Opened) -> None:
-    assert "temperature must be a number from 0 to 100, not -3.0" in one_line_error(
-        run("chat", "--temperature", "-3"), 2
-    )
+    one_line_error(run("chat", "--temperature", "-3"), 2, "from 0", code="option_invalid")
     assert opened.load is None
 
 
@@ -160,6 +164,65 @@ def test_a_chat_to_go_on_with_is_the_last_or_a_named_one(run: Run, opened: Opene
         assert opened.options["resume"] == wanted
 
 
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_model_can_be_named_without_an_option(run: Run, opened: Opened, command: str) -> None:
+    assert run(command, "8b-q4").exit_code == 0
+    assert opened.options["models"].target == "8b-q4"
+    assert run(command, "8b-q4", "--target", "1b-q4").exit_code == 2
+
+
+class TestRememberedModels:
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChatStore:
+        monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+        monkeypatch.delenv("EDGESPEC_TARGET")
+        return ChatStore()
+
+    def _remember(self, store: ChatStore, target: str, draft: str = "auto") -> None:
+        path = preferences_path(store)
+        Preferences.read(path).remember(ModelReferences(target, draft), path)
+
+    def test_a_new_chat_opens_the_models_of_the_last_one(
+        self, run: Run, opened: Opened, store: ChatStore
+    ) -> None:
+        self._remember(store, "demo-draft", "none")
+        run("chat")
+        assert opened.options["models"] == ModelReferences("demo-draft", "none")
+        run("chat", "--draft", "auto")
+        assert opened.options["models"] == ModelReferences("demo-draft", "auto")
+        run("chat", "demo")
+        assert opened.options["models"] == ModelReferences("demo", "auto")
+
+    def test_a_model_that_was_removed_is_not_downloaded_again(
+        self, run: Run, opened: Opened, store: ChatStore
+    ) -> None:
+        for gone in ("70b-q4", "/no/such/model.gguf"):
+            self._remember(store, gone)
+            run("chat")
+            assert opened.options["models"].target == "demo"
+
+    def test_the_settings_name_the_models_of_new_chats(
+        self, run: Run, opened: Opened, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self._remember(store, "demo-draft", "none")
+        monkeypatch.setenv("EDGESPEC_TARGET", "demo")
+        run("chat")
+        assert opened.options["models"].target == "demo"
+
+    def test_a_saved_chat_opens_its_own_models(self, run: Run, opened: Opened, store: ChatStore) -> None:
+        now = datetime.now(UTC)
+        messages = MessageTree.linear([Message("user", "Hello")])
+        for name, models in (("2026-a", ModelReferences("demo-draft", "none")), ("2026-b", NO_MODELS)):
+            store.save(SavedChat(name, messages, now, now, title=name, models=models))
+        self._remember(store, "demo")
+        run("chat", "--resume", "2026-a")
+        assert opened.options["models"] == ModelReferences("demo-draft", "none")
+        run("chat", "--resume", "2026-b")
+        assert opened.options["models"].target == "demo"
+        run("chat", "--resume", "missing")
+        assert opened.options["models"].target == "demo"
+
+
 def test_quitting_prints_how_to_continue_the_chat(
     run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,10 +231,7 @@ def test_quitting_prints_how_to_continue_the_chat(
     opened.end = ChatEnd(resume="last")
     assert run("chat").stdout == "To continue this chat: scripts/chat --resume\n"
     opened.end = ChatEnd(resume="2026-a")
-    done = run("chat", "--target", "my models/8b.gguf", "--draft", "none")
-    assert done.stdout == (
-        "To continue this chat: scripts/chat --target 'my models/8b.gguf' --draft none --resume 2026-a\n"
-    )
+    assert run("chat", "--target", "8b-q4").stdout == "To continue this chat: scripts/chat --resume 2026-a\n"
     opened.end = ChatEnd(signalled=True, resume="last")
     assert (run("chat").exit_code, run("chat").stdout) == (130, "")
 
@@ -193,4 +253,4 @@ def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch
         "1GiB",
         "2GB",
     )
-    assert "is not one of" in one_line_error(run("chat", "--prefix-cache", "cloud"), 2)
+    one_line_error(run("chat", "--prefix-cache", "cloud"), 2, "is not one of", code="option_invalid")

@@ -63,10 +63,8 @@ def test_show_prints_markdown_or_the_file(run: Run, store: ChatStore) -> None:
         assert run("chats", "show", name).stdout == text
     assert json_of(run("chats", "show", "last", "--json")) == store.load("trees").to_json()
     for name in ("show", "export", "delete"):
-        assert one_line_error(run("chats", name, "oaks"), 1).startswith(
-            "there is no saved chat with the ID or title 'oaks'; choose one"
-        )
-    assert "not a valid chat file" in one_line_error(run("chats", "show", "broken"), 1)
+        one_line_error(run("chats", name, "oaks"), 1, "'oaks'", code="chat_not_found")
+    one_line_error(run("chats", "show", "broken"), 1, code="chat_file_damaged")
 
 
 def test_an_exported_chat_can_be_imported(
@@ -83,9 +81,9 @@ def test_an_exported_chat_can_be_imported(
     assert store.load(added).messages == TREES
     assert run("chats", "export", "files").exit_code == 0
     assert (tmp_path / "How do I list files.md").read_text("utf-8").endswith("Use `ls -S`.\n")
-    assert "already exists" in one_line_error(run("chats", "export", "files"), 2)
-    assert "unknown format" in one_line_error(run("chats", "export", "files", "chat.pdf"), 2)
-    assert "cannot read" in one_line_error(run("chats", "import", "missing.json"), 1)
+    one_line_error(run("chats", "export", "files"), 2, "already exists", code="output_exists")
+    one_line_error(run("chats", "export", "files", "chat.pdf"), 2, "unknown format", code="option_invalid")
+    one_line_error(run("chats", "import", "missing.json"), 1, "cannot read", code="chat_file_unreadable")
 
 
 def test_an_import_that_fails_in_the_middle_keeps_the_chats_before(run: Run, tmp_path: Path) -> None:
@@ -101,8 +99,8 @@ def test_delete_asks_and_also_deletes_traces(
     run: Run, store: ChatStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PromptHistory(data_folder()).add("How tall are trees?")
-    assert "needs confirmation; add --yes" in one_line_error(run("chats", "delete", "trees"), 2)
-    assert "2 chats have 'how' in their titles" in one_line_error(run("chats", "delete", "how", "--yes"), 2)
+    one_line_error(run("chats", "delete", "trees"), 2, "--yes", code="confirmation_needed")
+    one_line_error(run("chats", "delete", "how", "--yes"), 2, "'how'", code="ambiguous")
     monkeypatch.setattr("edgespec.cli.chats.is_terminal", lambda stream: True)
     assert run("chats", "delete", "trees", input="n\n").exit_code != 0
     assert store.load("trees").messages == TREES

@@ -85,5 +85,5 @@ def test_reports_files_that_cannot_be_deleted(run: Run, own_data: Path) -> None:
     file = next(own_data.rglob("*.npz"))
     file.unlink()
     file.mkdir()
-    assert "the saved learned data could not be deleted" in one_line_error(run("delete-data", "learned"), 1)
-    assert "is not one of" in one_line_error(run("delete-data", "chats"), 2)
+    one_line_error(run("delete-data", "learned"), 1, code="file_not_written")
+    one_line_error(run("delete-data", "chats"), 2, "is not one of", code="option_invalid")

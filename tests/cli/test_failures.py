@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import pickle
 
 import pytest
 
@@ -55,3 +57,45 @@ def test_the_traceback_can_be_had(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 )  # fmt: skip
 def test_known_errors(error: Exception, status: int, line: str) -> None:
     assert (exit_status(error), describe(error)) == (status, line)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "code", "option"),
+    [
+        (("generate", "hi", "--json", "--kv-type", "q9"), 2, "option_invalid", "kv_type"),
+        (("generate", "hi", "--target", "nonesuch", "--json"), 1, "model_not_found", "target"),
+        (("models", "list", "--json", "--jsno"), 2, "option_unknown", "--jsno"),
+        (("generate", "--json", "hi", "--context", "no"), 2, "option_invalid", ""),
+    ],
+)
+def test_json_has_the_code_of_an_error(
+    run: Run, words: tuple[str, ...], status: int, code: str, option: str
+) -> None:
+    result = run(*words)
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["code"], error["option"]) == (status, code, option)
+    assert error["message"] in result.stderr
+    assert error["next_step"] in result.stderr
+    assert run("generate", "--target", "nonesuch", "--", "--json").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyError("x"), "internal_error"),
+        (KeyboardInterrupt(), "cancelled"),
+        (OSError(errno.ENOSPC, "No space left on device"), "failed"),
+    ],
+)
+def test_json_has_a_code_for_other_errors(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
+    monkeypatch.setattr(edgespec, "load", failing(error))
+    assert json.loads(run("generate", "hi", "--json").stdout)["error"]["code"] == code
+
+
+def test_the_code_of_an_error_is_kept() -> None:
+    error = BackendError("it failed", "do this", code="process_forked")
+    assert repr(error) == "BackendError('it failed; do this', code='process_forked')"
+    assert pickle.loads(pickle.dumps(error)).code == "process_forked"
+    assert BackendError("it failed").code == BackendError.code

@@ -143,28 +143,27 @@ def test_without_a_command_the_help_is_shown(run: Run, args: list[str]) -> None:
 
 
 def test_unknown_command_names_the_nearest(run: Run) -> None:
-    assert "did you mean 'generate'?" in one_line_error(run("generat"), 2)
-    assert "did you mean 'list'?" in one_line_error(run("models", "lits"), 2)
+    one_line_error(run("generat"), 2, "'generate'", code="option_invalid")
+    one_line_error(run("models", "lits"), 2, "'list'", code="option_invalid")
 
 
 def test_ollama_commands_get_suggestions(run: Run) -> None:
     for typed, suggested in OLLAMA_COMMANDS.items():
-        assert f"did you mean {suggested!r}?" in one_line_error(run(typed), 2)
+        one_line_error(run(typed), 2, f"did you mean {suggested!r}?", code="option_invalid")
         if not suggested.startswith("-"):
             assert run(*suggested.split()[: 1 if "--" in suggested else 2], "--help").exit_code == 0
-    assert "did you mean 'chat --target llama3.2'?" in one_line_error(run("run", "llama3.2", "hello"), 2)
-    assert "did you mean 'remove llama3.2'?" in one_line_error(run("models", "rm", "llama3.2"), 2)
-    assert "lists the loaded ones at /api/ps" in one_line_error(run("ps"), 2)
-    assert "did you mean --target?" in one_line_error(run("generate", "--model", "demo", "hi"), 2)
-    assert "available commands: chat, generate" in one_line_error(run("zzz"), 2)
+    one_line_error(run("run", "llama3.2", "hello"), 2, "generate --target", code="option_invalid")
+    one_line_error(run("models", "rm", "llama3.2"), 2, "'remove llama3.2'", code="option_invalid")
+    one_line_error(run("ps"), 2, "api/ps", code="option_invalid")
+    one_line_error(run("generate", "--model", "demo", "hi"), 2, "--target", code="option_unknown")
+    one_line_error(run("zzz"), 2, "commands", code="option_invalid")
 
 
-@pytest.mark.parametrize("command", ["bench", "chat", "plan", "tune", "verify"])
+@pytest.mark.parametrize("command", ["bench", "plan", "tune", "verify"])
 def test_a_model_without_an_option_is_an_error_that_names_the_option(run: Run, command: str) -> None:
-    error = one_line_error(run(command, "llama3.2"), 2)
-    assert "unexpected argument llama3.2; to choose a model, use --target llama3.2" in error
+    one_line_error(run(command, "llama3.2"), 2, "--target llama3.2", code="option_invalid")
 
 
 def test_unknown_option_names_the_nearest(run: Run) -> None:
-    assert "did you mean --temperature?" in one_line_error(run("generate", "--tempreature", "1", "hi"), 2)
-    assert "--help lists all options" in one_line_error(run("doctor", "--qqqqqq"), 2)
+    one_line_error(run("generate", "--tempreature", "1", "hi"), 2, "--temperature", code="option_unknown")
+    one_line_error(run("doctor", "--qqqqqq"), 2, "--help", code="option_unknown")

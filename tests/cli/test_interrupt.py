@@ -169,7 +169,9 @@ def test_loading_is_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         result = run(*command)
         assert result.exit_code == 130, result.output
-        assert (result.stdout, result.stderr) == ("", "interrupted: loading demo was cancelled\n")
+        assert result.stderr == "interrupted: loading demo was cancelled\n"
+        shown = json.loads(result.stdout)["error"]["code"] if "--json" in command else result.stdout
+        assert shown == ("cancelled" if "--json" in command else "")
 
 
 def test_asked_twice_it_ends_at_once(start: Start) -> None:

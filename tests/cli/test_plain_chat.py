@@ -20,11 +20,12 @@ QUESTION = "How do I list files by size?"
 SLOW = """
 import sys
 from pathlib import Path
+from edgespec.chat.saved_chat import ModelReferences
 from edgespec.chat.store import ChatStore
 from edgespec.tui.plain_run import run_plain_chat
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 runtime = ScriptedRuntime([Script("word " * 1000, pause_seconds=0.02), Script("done")])
-end = run_plain_chat(loading(runtime), model_name="demo", store=ChatStore(Path(sys.argv[1])))
+end = run_plain_chat(loading(runtime), models=ModelReferences("demo"), store=ChatStore(Path(sys.argv[1])))
 sys.exit(130 if end.signalled else 0)
 """
 
@@ -188,4 +189,4 @@ def test_a_model_that_cannot_be_loaded_is_one_line(run: Run) -> None:
 
 
 def test_an_unknown_option_is_refused(run: Run) -> None:
-    assert "--plian" in one_line_error(run("chat", "--plian"), 2)
+    one_line_error(run("chat", "--plian"), 2, "--plian", code="option_unknown")

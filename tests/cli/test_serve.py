@@ -72,12 +72,14 @@ def test_a_port_in_use(run: Run) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert "choose a different port with --port" in one_line_error(run("serve", "--port", str(port)), 1)
+        one_line_error(run("serve", "--port", str(port)), 1, "--port", code="address_unavailable")
 
 
 def test_other_machines_need_a_key(run: Run) -> None:
-    assert "there is no API key" in one_line_error(run("serve", "--host", "0.0.0.0", "--port", "0"), 2)
+    one_line_error(run("serve", "--host", "0.0.0.0", "--port", "0"), 2, code="api_key_missing")
 
 
 def test_an_unknown_model_is_reported_before_serving(run: Run) -> None:
-    assert "nosuchmodel" in one_line_error(run("serve", "--target", "nosuchmodel", "--port", "0"), 1)
+    one_line_error(
+        run("serve", "--target", "nosuchmodel", "--port", "0"), 1, "nosuchmodel", code="model_not_found"
+    )

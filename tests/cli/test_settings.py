@@ -120,60 +120,60 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
     """Written, it is refused; what is set for all runs has to fit the others only."""
     file.write_text("draft_window = 100\ndraft_confidence = 0.3\n")
     assert reply(run, "--method", "suffix", "-n", "2")["method"]["requested"] == "suffix"
-    error = one_line_error(run("generate", "--method", "suffix", "--draft-window", "100", "hi"), 2)
-    assert error.startswith("draft_window has no effect with method suffix")
+    result = run("generate", "--method", "suffix", "--draft-window", "100", "hi")
+    one_line_error(result, 2, "draft_window", "suffix", code="option_without_effect")
 
 
 # What is wrong
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "place", "quoted"),
     [
-        ('seed = 1\ntemprature = 1\n', "line 2: there is no setting 'temprature'; did you mean temperature?"),
-        ("gpu-layers = 1", "line 1: there is no setting 'gpu-layers'; did you mean gpu_layers?"),
-        ("schema = 'a.json'", "line 1: schema belongs to a single model or run, so it is not a setting"),
-        ("zzz = 1", "line 1: there is no setting 'zzz'; `edgespec config` shows all settings"),
-        ("[chta]\nseed = 1", "line 1: there is no setting 'chta'; did you mean chat?"),
-        ("[chat]\n\ntop_q = 1", "line 3: chat has no setting 'top_q'; did you mean top_k or top_p?"),
-        ("[chat]\nlogit_bias = []", "line 2: chat has no setting 'logit_bias'"),
-        ("[doctor]\n", "line 1: doctor has no settings; remove this section"),
-        ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; move the aliases to "),
-        ("[pairs]\nbig = 'demo'", "line 1: pairs are not settings; move the pairs to "),
-        ("context = 'much'", "line 1: context must be an integer from 256 to 16777216, not 'much'"),
-        ("context = 4096.5", "line 1: context must be an integer from 256 to 16777216, not 4096.5"),
-        ("context = true", "line 1: context must be an integer from 256 to 16777216, not True"),
-        ("context = [1]", "line 1: context must be an integer from 256 to 16777216, not (1,)"),
-        ("target = 8", "line 1: target must be a string, not 8; use a path, "),
-        ("target = 2020-01-01", "line 1: target must be a string, not datetime.date(2020, 1, 1)"),
-        ("[target]\n", "line 1: target must be a string, not {}"),
-        ("mmap = 'perhaps'", "line 1: mmap must be True or False, not 'perhaps'"),
-        ("stop = 3", "line 1: stop must be one or more non-empty strings, not (3,)"),
-        ("stop = ['']", "line 1: stop must be one or more non-empty strings, not ('',)"),
-        ("logit_bias = ['5']", "line 1: logit_bias must have the form ID=VALUE, not '5'"),
-        ("logit_bias = [5]", "line 1: logit_bias must have the form ID=VALUE, not 5"),
-        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk must be a number of bytes, not -1; use a size"),
-        ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory must be a number of bytes, not '-4'"),
-        ("memory = 'much'", "line 1: memory must be a number of bytes, not 'much'; use a size such as 8GiB"),
-        ("memory = true", "line 1: memory must be a number of bytes, not True"),
-        ("temperature = -1", "line 1: temperature must be a number from 0 to 100, not -1; "),
-        ("method = 'modle'", "line 1: method 'modle' is unknown; did you mean 'model'?"),
-        ("flash_attention = 'of'", "line 1: flash_attention must be one of auto, on, off, not 'of'"),
-        ("chat = 3", "line 1: there is no setting 'chat'"),
-        ("seed = 1\ntarget = demo\n", "line 2, column 10: invalid value; write lines such as target"),
-        ("seed = 1\nseed = 2\n", "line 2, column 9: cannot overwrite a value"),
-        ('seed = 1\nsystem = """\n', "line 2: "),
-        ("seed = " + "[" * 5000, "config.toml: the text is nested too deeply"),
-        ("remember" + ".a" * 5000 + " = 1\n", "config.toml: a key has more than 100 dots"),
-        (f"seed = {'9' * 5000}", "config.toml: a number has too many digits; write lines"),
-        ("k" * 5000 + " = 1", f"line 1: there is no setting '{'k' * 60}'; "),
+        ('seed = 1\ntemprature = 1\n', "line 2", "temperature?"),
+        ("gpu-layers = 1", "line 1", "gpu_layers?"),
+        ("schema = 'a.json'", "line 1", "schema"),
+        ("zzz = 1", "line 1", "'zzz'"),
+        ("[chta]\nseed = 1", "line 1", "chat?"),
+        ("[chat]\n\ntop_q = 1", "line 3", "'top_q'"),
+        ("[chat]\nlogit_bias = []", "line 2", "'logit_bias'"),
+        ("[doctor]\n", "line 1", "doctor"),
+        ("[aliases]\nbig = 'demo'", "line 1", "aliases"),
+        ("[pairs]\nbig = 'demo'", "line 1", "pairs"),
+        ("context = 'much'", "line 1", "'much'"),
+        ("context = 4096.5", "line 1", "4096.5"),
+        ("context = true", "line 1", "context"),
+        ("context = [1]", "line 1", "(1,)"),
+        ("target = 8", "line 1", "target"),
+        ("target = 2020-01-01", "line 1", "target"),
+        ("[target]\n", "line 1", "{}"),
+        ("mmap = 'perhaps'", "line 1", "'perhaps'"),
+        ("stop = 3", "line 1", "(3,)"),
+        ("stop = ['']", "line 1", "('',)"),
+        ("logit_bias = ['5']", "line 1", "logit_bias"),
+        ("logit_bias = [5]", "line 1", "logit_bias"),
+        ("prefix_cache_disk = -1", "line 1", "prefix_cache_disk"),
+        ("prefix_cache_memory = '-4'", "line 1", "prefix_cache_memory"),
+        ("memory = 'much'", "line 1", "'much'"),
+        ("memory = true", "line 1", "memory"),
+        ("temperature = -1", "line 1", "temperature"),
+        ("method = 'modle'", "line 1", "'model'?"),
+        ("flash_attention = 'of'", "line 1", "'of'"),
+        ("chat = 3", "line 1", "'chat'"),
+        ("seed = 1\ntarget = demo\n", "line 2, column 10", "invalid value"),
+        ("seed = 1\nseed = 2\n", "line 2, column 9", "overwrite"),
+        ('seed = 1\nsystem = """\n', "line 2", ""),
+        ("seed = " + "[" * 5000, "config.toml", "nested"),
+        ("remember" + ".a" * 5000 + " = 1\n", "config.toml", "100 dots"),
+        (f"seed = {'9' * 5000}", "config.toml", "digits"),
+        ("k" * 5000 + " = 1", "line 1", "k" * 60),
     ],
 )  # fmt: skip
-def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> None:
+def test_a_file_that_is_wrong(run: Run, file: Path, text: str, place: str, quoted: str) -> None:
     file.write_text(text)
-    said = one_line_error(run("generate", "hi"), 1)
+    result = run("generate", "hi")
+    said = one_line_error(result, 1, f"{place}:", quoted, code="configuration_invalid")
     assert said.startswith(str(file))
-    assert error in said
 
 
 def test_config_shows_what_is_wrong_in_the_file(run: Run, file: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_size_may_be_a_number_of_bytes(run: Run, file: Path) -> None:
 
 def test_a_file_that_is_not_utf8(run: Run, file: Path) -> None:
     file.write_bytes(b"seed = 1\nsystem = 'caf\xe9'\n")
-    assert f"{file}, line 2: the text is not UTF-8; save the file" in one_line_error(run("generate", "hi"), 1)
+    one_line_error(run("generate", "hi"), 1, f"{file}, line 2:", code="invalid_encoding")
     file.write_bytes("seed = 1\n".encode("utf-8-sig"))
     assert not Settings.read().problems
 
@@ -213,71 +213,57 @@ def test_an_empty_file_and_a_missing_folder(run: Run, file: Path, monkeypatch: p
 def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
     file.mkdir()
     for command in (["generate", "hi"], ["config", "set", "seed", "1"]):
-        error = one_line_error(run(*command), 1)
-        assert re.search(f"{file} cannot be read: .*; fix its permissions or delete it", error)
+        one_line_error(run(*command), 1, file, code="file_not_read")
     file.rmdir()
     os.mkfifo(file)
-    assert "the path is not a regular file" in one_line_error(run("generate", "hi"), 1)
+    one_line_error(run("generate", "hi"), 1, "regular file", code="file_not_read")
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "error"),
+    ("variable", "value", "quoted", "code"),
     [
-        (
-            "EDGESPEC_TEMPRATURE",
-            "1",
-            "EDGESPEC_TEMPRATURE does not match any setting; did you mean EDGESPEC_TEMPERATURE?",
-        ),
-        (
-            "EDGESPEC_DATADIR",
-            "/x",
-            "EDGESPEC_DATADIR does not match any setting; did you mean EDGESPEC_DATA_DIR?",
-        ),
-        ("EDGESPEC_Q", "1", "EDGESPEC_Q does not match any setting; `edgespec config` shows all settings"),
-        (
-            "EDGESPEC_CONTEXT",
-            "much",
-            "EDGESPEC_CONTEXT: context must be an integer from 256 to 16777216, not 'much'",
-        ),
-        (
-            "EDGESPEC_MMAP",
-            "maybe",
-            "EDGESPEC_MMAP: mmap must be True or False, not 'maybe'",
-        ),
-        (
-            "EDGESPEC_MIN_P",
-            "3",
-            "EDGESPEC_MIN_P: min_p must be a number from 0 to 1, not 3.0; use 0",
-        ),
+        ("EDGESPEC_TEMPRATURE", "1", "EDGESPEC_TEMPERATURE?", "option_unknown"),
+        ("EDGESPEC_DATADIR", "/x", "EDGESPEC_DATA_DIR?", "option_unknown"),
+        ("EDGESPEC_Q", "1", "EDGESPEC_Q", "option_unknown"),
+        ("EDGESPEC_CONTEXT", "much", "'much'", "option_invalid"),
+        ("EDGESPEC_MMAP", "maybe", "'maybe'", "option_invalid"),
+        ("EDGESPEC_MIN_P", "3", "3.0", "option_invalid"),
     ],
 )
 def test_a_variable_that_is_wrong(
-    run: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, error: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, quoted: str, code: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    said = one_line_error(run("generate", "hi"), 1)
-    assert error in said
+    said = one_line_error(run("generate", "hi"), 1, variable, quoted, code=code)
     assert json_of_failed(run, "config", "--json")["problems"] == [said]
 
 
 @pytest.mark.parametrize(
-    ("line", "error"),
+    ("line", "code"),
     [
-        ('kv_type = "q9"', "kv_type 'q9' is invalid (kv_type is set in {file}); "),
-        ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
-        ('head = "nonesuch"', "there is no head named nonesuch (head is set in {file}); "),
-        ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
-        ("learn = true", "(learn is set in {file}); "),
+        ('kv_type = "q9"', "option_invalid"),
+        ('target = "nonesuch"', "model_not_found"),
+        ('head = "nonesuch"', "head_not_found"),
+        ('target = "nonesuch\\n"', "model_not_found"),
+        ("learn = true", "option_not_supported"),
     ],
 )
 def test_an_error_while_loading_names_the_place_of_the_setting(
-    file: Path, run: Run, line: str, error: str
+    file: Path, run: Run, line: str, code: str
 ) -> None:
     file.write_text(line)
-    said = one_line_error(CliRunner().invoke(program, ["generate", "hi"]), 1)
-    assert error.format(file=file) in said
+    result = CliRunner().invoke(program, ["generate", "hi"])
+    one_line_error(result, 1, f"({line.split()[0]} is set in {file});", code=code)
     option = "--kv-type=q8" if "kv" in line else "--context=no"
     assert str(file) not in one_line_error(run("generate", option, "hi"), 2)
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_damaged_model_names_the_setting(file: Path, run: Run, tmp_path: Path, name: str) -> None:
+    model = tmp_path / "short.gguf"
+    model.write_bytes((ROOT / "models" / f"demo-{name}-q8_0.gguf").read_bytes()[:-1000])
+    file.write_text(f'{name} = "{model}"')
+    one_line_error(run("generate", "hi"), 1, f"({name} is set in {file})", code="model_file_damaged")
 
 
 def test_cancelling_is_not_blamed_on_a_setting(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

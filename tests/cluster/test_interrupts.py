@@ -28,6 +28,7 @@ from edgespec.model.base import LoadOptions
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cases import first
 from tests.cluster.conftest import Worker
+from tests.raising import raises
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"
 MAX_SECONDS = 1.0
@@ -109,7 +110,7 @@ def test_a_worker_that_was_connected_too_late_is_free(worker: Worker) -> None:
         calls += what == f"connecting to {worker.address}"
         return calls < 3
 
-    with pytest.raises(CancelledError, match="connecting to .* was cancelled"):
+    with raises(CancelledError, "connecting"):
         edgespec.load("demo", None, workers=worker.address, progress=progress)
     worker.process.send_signal(signal.SIGCONT)
     edgespec.load("demo", None, workers=worker.address, context=1024, method="none").close()
@@ -124,7 +125,7 @@ def test_the_measurement_of_the_speed_can_be_cancelled(workers: tuple[Worker, Wo
         measured += "measuring" in what
         return measured < 3
 
-    with pytest.raises(CancelledError, match="measurement was cancelled"):
+    with raises(CancelledError, "measurement"):
         edgespec.load("demo", workers=workers[0].address, context=1024, progress=progress)
     assert measured == 3
     # The worker is free again.
@@ -142,7 +143,7 @@ def test_a_worker_that_stays_frozen_is_lost(
         frozen_layers(worker)
         with cancelled_soon(stream.cancel):
             assert stream.wait().finish_reason == "cancelled"
-        with pytest.raises(WorkerLostError, match="has not responded"):
+        with raises(WorkerLostError, "has not responded"):
             runtime.generate(PROMPT)
 
 

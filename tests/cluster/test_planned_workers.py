@@ -21,6 +21,7 @@ from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import run
+from tests.raising import raises
 
 FAST = MachineSpeed({"Q8_0": TypeSpeed(CostCurve((1,), (1e-10,)), 1e-10)}, 1e-5)
 
@@ -63,11 +64,11 @@ def test_layers_that_do_not_fit_and_a_busy_worker_are_errors(
     workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "_BUSY_SECONDS", 0.3)
-    with pytest.raises(MemoryBudgetError, match="the machines in --workers offer 2.0 MiB"):
+    with raises(MemoryBudgetError, "2.0 MiB"):
         edgespec.plan("demo", None, workers=f"{workers[0].address}=2MiB")
     with (
         edgespec.load("demo", None, workers=workers[0].address, context=1024),
-        pytest.raises(WorkerError, match="is busy with another model"),
+        raises(WorkerError, code="worker_busy"),
     ):
         edgespec.plan("demo", None, workers=workers[0].address)
 

@@ -30,6 +30,7 @@ from edgespec.errors import CancelledError, MemoryBudgetError, WorkerError, Work
 from tests.cases import first
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import PROMPT, run, tokens
+from tests.raising import raises
 
 MAC = SshAddress("ssh://mac")
 # The folder of sshd is not in every user's PATH.
@@ -200,7 +201,7 @@ def test_a_lost_connection_is_an_error_and_the_next_load_connects_again(site: Si
         assert next(stream).text
         site.connection().kill()
         began = time.monotonic()
-        with pytest.raises(WorkerLostError, match="the worker ssh://mac ended") as caught:
+        with raises(WorkerLostError, "ssh://mac") as caught:
             list(stream)
         assert time.monotonic() - began < 5.0
     assert "edgespec worker" not in caught.value.next_step
@@ -214,7 +215,7 @@ def test_a_frozen_connection_is_an_error(site: Site, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ssh, "_END_SECONDS", 0.5)
     with edgespec.load("demo", "none", workers="ssh://mac", method="none", context=1024) as runtime:
         site.connection().suspend()
-        with pytest.raises(WorkerLostError, match="the worker ssh://mac has not responded for 2 seconds"):
+        with raises(WorkerLostError, "ssh://mac"):
             runtime.generate(PROMPT, max_tokens=400)
     site.wait_for_the_end()
 
@@ -270,9 +271,7 @@ def test_another_version_and_a_busy_worker_and_too_little_memory_are_errors(
     install_worker_with_status(site, version, busy=True)
     assert "the worker ssh://mac is busy with another model" in error_of()
     install_worker_with_status(site, version)
-    with pytest.raises(
-        MemoryBudgetError, match=r"ssh://mac offers 1.0 GiB of memory, but --workers asks for"
-    ):
+    with raises(MemoryBudgetError, "ssh://mac", "1.0 GiB"):
         edgespec.load("demo", None, workers="ssh://mac=2GiB")
     site.wait_for_the_end()
 
@@ -288,7 +287,7 @@ def test_taken_ports_are_replaced(
         socket.create_connection((address.host, address.port)).close()
     assert not local
     local, remote = [free_port() for _ in range(9)], [taken] * 9
-    with pytest.raises(WorkerError, match="no free port was found for the worker on ssh://mac"):
+    with raises(WorkerError, "ssh://mac", code="worker_not_started"):
         reach_workers((MAC,)).__enter__()
     site.wait_for_the_end()
 
@@ -302,7 +301,7 @@ def test_connecting_can_be_cancelled(site: Site) -> None:
         return not (site.home / "pid").exists()
 
     (site.home / "pid").unlink(missing_ok=True)
-    with pytest.raises(CancelledError, match="connecting to ssh://mac was cancelled"):
+    with raises(CancelledError, "ssh://mac"):
         reach_workers((MAC,), progress).__enter__()
     assert set(calls) == {"connecting to ssh://mac"}
     site.wait_for_the_end()
@@ -334,9 +333,9 @@ def test_a_worker_that_does_not_start_is_an_error(site: Site, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ("refused", "ssh://refused refused the SSH key: "),
-        ("unknown", "the host key of ssh://unknown is not known or has changed: "),
-        ("gone", "ssh://gone is unreachable by SSH: "),
+        ("refused", "SSH key"),
+        ("unknown", "host key"),
+        ("gone", "unreachable"),
     ],
 )
 def test_a_failed_connection_is_one_line(
@@ -344,8 +343,8 @@ def test_a_failed_connection_is_one_line(
 ) -> None:
     monkeypatch.setenv("PATH", f"{sshd_folder}/bin:{os.environ['PATH']}")
     error = error_of(f"ssh://{host}")
-    assert error.startswith(message)
-    assert f"`ssh ssh://{host}` must connect without asking" in error
+    assert message in error
+    assert f"`ssh ssh://{host}`" in error
 
 
 def test_a_machine_without_ssh_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from edgespec.errors import OptionError, WorkerError
 from tests.cases import first as first_only
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import run
+from tests.raising import raises
 
 
 def test_the_line_that_a_worker_prints(start_worker: Callable[..., Worker]) -> None:
@@ -92,9 +93,7 @@ def read_answer(connection: socket.socket, sent: bytes) -> None:
 def test_a_port_in_use_and_a_public_address_are_errors(workers: tuple[Worker, Worker]) -> None:
     done = run("worker", "--listen", workers[0].address)
     assert done.exit_code == 1
-    assert done.stderr.startswith(
-        f"error: the worker cannot listen on {workers[0].address}: Address already in use; stop the worker"
-    )
+    assert f"{workers[0].address}: Address already in use;" in done.stderr
     done = run("worker", "--listen", "0.0.0.0:0")
     assert done.exit_code == 2
     assert "--i-trust-this-network" in done.stderr
@@ -190,7 +189,7 @@ def load(port: int) -> None:
 )
 def test_another_program_on_the_port_is_an_error(answer: bytes, serve_bytes: Callable[[bytes], int]) -> None:
     port = serve_bytes(answer)
-    with pytest.raises(WorkerError, match=f"127.0.0.1:{port} did not answer as a worker of edgespec"):
+    with raises(WorkerError, port):
         load(port)
     with pytest.raises((ValueError, OSError)):
         probe_rpc_server("127.0.0.1", port, 2.0)
@@ -198,7 +197,7 @@ def test_another_program_on_the_port_is_an_error(answer: bytes, serve_bytes: Cal
 
 def test_another_version_is_an_error(serve_bytes: Callable[[bytes], int]) -> None:
     status = WorkerStatus("0.1.0", "0.2.90", "1.0.0", (Device("CPU", 1 << 30),), 1 << 30)
-    with pytest.raises(WorkerError, match="has llama-cpp-python 0.2.90, but this machine has"):
+    with raises(WorkerError, "llama-cpp-python 0.2.90", code="worker_version_mismatch"):
         load(serve_bytes(status.to_line()))
 
 
@@ -215,9 +214,9 @@ def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.Monke
     monkeypatch.setattr(link, "SILENCE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
-        with pytest.raises(WorkerError, match="but did not report its status in time"):
+        with raises(WorkerError, "report"):
             load(port)
-    with pytest.raises(WorkerError, match=f"the worker 127.0.0.1:{port} is unreachable"):
+    with raises(WorkerError, port):
         load(port)
 
 

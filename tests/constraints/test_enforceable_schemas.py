@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from decimal import Decimal
 from typing import Any
 
@@ -16,6 +15,7 @@ from edgespec.constraints import Constraint, ConstraintCompiler
 from edgespec.errors import OptionError
 from edgespec.options.schemas.enforceable import enforceable_schema
 from tests.constraints.vocabularies import END, ByteVocabulary
+from tests.raising import raises
 
 VOCABULARY = ByteVocabulary()
 COMPILER = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
@@ -93,7 +93,7 @@ def test_the_version_of_a_schema_switches_no_keyword_off(version: str) -> None:
     ):
         schema = {"$schema": version, "properties": {"a": {keyword: value}}}
         name = "not" if keyword == "disallow" else keyword
-        with pytest.raises(OptionError, match=rf"{re.escape(name)} is not supported \(in #/properties/a\)"):
+        with raises(OptionError, name, code="constraint_not_supported"):
             COMPILER.check(Constraint("schema", json.dumps(schema)))
 
 
@@ -122,19 +122,19 @@ def test_bounds(bounds: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    ("schema", "quoted"),
     [
-        ({"properties": {"a/b": {"const": BIG}}}, rf"number {BIG} in const .* \(in #/properties/a~1b\)"),
-        ({"enum": ["a", {"b": [0.1234567890123456789]}]}, "too many digits"),
-        ({"type": "object", "minProperties": 2}, r"minProperties 2 .* \(in #\)"),
-        ({"items": {"not": {"type": "null"}}}, r"not is not supported \(in #/items\)"),
-        ({"$defs": {"d": {"if": {}, "then": {}}}, "$ref": "#/$defs/d"}, r"if, then are .* \(in #/\$defs/d\)"),
-        ({"prefixItems": [{"type": "string", "format": "regex"}]}, r"format regex .* \(in #/prefixItems/0\)"),
-        ({"anyOf": [{"oneOf": [{"type": "integer"}, {"type": "number"}]}]}, r"oneOf .* \(in #/anyOf/0\)"),
+        ({"properties": {"a/b": {"const": BIG}}}, (BIG, "#/properties/a~1b")),
+        ({"enum": ["a", {"b": [0.1234567890123456789]}]}, ("digits",)),
+        ({"type": "object", "minProperties": 2}, ("minProperties 2", "(in #)")),
+        ({"items": {"not": {"type": "null"}}}, (": not", "#/items")),
+        ({"$defs": {"d": {"if": {}, "then": {}}}, "$ref": "#/$defs/d"}, ("if, then", "#/$defs/d")),
+        ({"prefixItems": [{"type": "string", "format": "regex"}]}, ("format regex", "#/prefixItems/0")),
+        ({"anyOf": [{"oneOf": [{"type": "integer"}, {"type": "number"}]}]}, ("oneOf", "#/anyOf/0")),
     ],
 )
-def test_refused_parts_have_a_place(schema: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+def test_refused_parts_have_a_place(schema: Any, quoted: tuple[str, ...]) -> None:
+    with raises(OptionError, *quoted, code="constraint_not_supported"):
         COMPILER.check(Constraint("schema", json.dumps(schema)))
 
 

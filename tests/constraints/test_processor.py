@@ -17,8 +17,10 @@ from edgespec.constraints.matcher import new_matcher, text_of
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
+from tests.raising import raises
 
 PIECES = (b'{"', b'": ', b'", "', b"name", b"true", b"ab", b"abc", b"  ", b"\n\n", b"12")
+INVALID, REFUSED = "constraint_invalid", "constraint_not_supported"
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -241,7 +243,7 @@ class TestReasoning:
     def test_an_answer_can_be_continued(self, reply_start: str) -> None:
         constrained = self.constrained("abx", reply_start, reply_start)
         assert self.allowed(constrained) == [ord("x") + 1]
-        with pytest.raises(OptionError, match="'ab', which violates the regular expression"):
+        with raises(OptionError, "'ab'", "regular expression", code="constraint_violated"):
             self.constrained("ax", reply_start, reply_start)
 
     def test_a_marker_of_several_tokens(self) -> None:
@@ -273,47 +275,40 @@ class TestReasoning:
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("option", "value", "message"),
+        ("option", "value", "code", "message"),
         [
-            (
-                "schema",
-                '{"type": "integer", "minimum": 5, "maximum": 3}',
-                "minimum .5. is greater than maximum",
-            ),
-            ("schema", '{"properties": {"a": {"uniqueItems": true}}}', "uniqueItems is not supported"),
-            ("schema", '{"$ref": "http://example.com/a"}', "http://example.com/a"),
-            ("schema", '{"$ref": "file:///etc/passwd"}', "file:///etc/passwd"),
-            ("schema", '{"$ref": "#/$defs/missing"}', "/.defs/missing"),
-            ("schema", '{"type": "objekt"}', "objekt"),
+            ("schema", '{"type": "integer", "minimum": 5, "maximum": 3}', REFUSED, "minimum"),
+            ("schema", '{"properties": {"a": {"uniqueItems": true}}}', REFUSED, "uniqueItems"),
+            ("schema", '{"$ref": "http://example.com/a"}', REFUSED, "http://example.com/a"),
+            ("schema", '{"$ref": "file:///etc/passwd"}', REFUSED, "file:///etc/passwd"),
+            ("schema", '{"$ref": "#/$defs/missing"}', REFUSED, "missing"),
+            ("schema", '{"type": "objekt"}', REFUSED, "objekt"),
             (
                 "schema",
                 '{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}',
+                REFUSED,
                 "no text",
             ),
-            ("schema", '{"a":' * 5000 + "1" + "}" * 5000, "recursion limit"),
-            ("regex", "(a", r"^invalid regular expression '\(a': unclosed group;"),
-            ("regex", "(?=a)a", "look-around"),
-            (
-                "regex",
-                r"\byes\b",
-                r"'\\\\byes\\\\b' cannot be used: a word boundary.* is not supported; remove",
-            ),
-            ("regex", r"a\Bb", "word boundary"),
-            ("regex", "(?m)^a$", r"\$ or .* is not supported"),
-            ("regex", r"a\Ab", r"\^ or .* is not supported"),
-            ("regex", r"[^\s\S]", "no text satisfies it"),
-            ("regex", "(" * 100_000, "unclosed group"),
-            ("regex", "a" * 300_000, "300,000 characters"),
-            ("grammar", "start: missing", "missing"),
-            ("grammar", "", "Empty grammar"),
-            ("grammar", 'root ::= "yes" | "no"', "looks like llama.cpp's GBNF"),
-            ("grammar", "start: start", "no text satisfies it"),
-            ("grammar", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000, "too deeply nested"),
+            ("schema", '{"a":' * 5000 + "1" + "}" * 5000, REFUSED, "recursion limit"),
+            ("regex", "(a", INVALID, "unclosed group"),
+            ("regex", "(?=a)a", INVALID, "look-around"),
+            ("regex", r"\byes\b", REFUSED, "word boundary"),
+            ("regex", r"a\Bb", REFUSED, "word boundary"),
+            ("regex", "(?m)^a$", REFUSED, "is not"),
+            ("regex", r"a\Ab", REFUSED, "is not"),
+            ("regex", r"[^\s\S]", REFUSED, "no text"),
+            ("regex", "(" * 100_000, INVALID, "unclosed group"),
+            ("regex", "a" * 300_000, REFUSED, "300,000 characters"),
+            ("grammar", "start: missing", REFUSED, "missing"),
+            ("grammar", "", REFUSED, "Empty grammar"),
+            ("grammar", 'root ::= "yes" | "no"', INVALID, "looks"),
+            ("grammar", "start: start", REFUSED, "no text"),
+            ("grammar", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000, REFUSED, "too deeply nested"),
         ],
         ids=itertools.count(),
     )
-    def test_a_constraint_that_cannot_be_used(self, option: str, value: Any, message: str) -> None:
-        with pytest.raises(OptionError, match=message) as caught:
+    def test_a_constraint_that_cannot_be_used(self, option: str, value: Any, code: str, message: str) -> None:
+        with raises(OptionError, message, code=code) as caught:
             COMPILER.check(Constraint(option, value))
         assert len(str(caught.value)) < 600
         assert caught.value.next_step
@@ -321,7 +316,7 @@ class TestRefused:
     def test_a_vocabulary_without_an_end(self) -> None:
         vocabulary = ByteVocabulary()
         vocabulary.is_end = lambda _: False  # type: ignore[method-assign, assignment]
-        with pytest.raises(CapabilityError, match="no token that ends a reply"):
+        with raises(CapabilityError, "ends"):
             ConstraintCompiler(vocabulary, vocabulary.size).check(CONSTRAINTS[1])
 
     @pytest.mark.parametrize(

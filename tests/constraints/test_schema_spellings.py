@@ -10,6 +10,7 @@ import pytest
 from edgespec.errors import OptionError
 from edgespec.options.schemas.spellings import read_schema
 from tests.constraints.test_enforceable_schemas import accepts
+from tests.raising import raises
 
 STRING = {"type": "string"}
 OBJECT: Any = {"type": "object", "properties": {"a": STRING}, "required": ["a"]}
@@ -126,20 +127,20 @@ def test_a_property_can_have_the_name_of_a_wrapper() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"properties": [{"name": "a"}]}, "properties in s must be .*#/properties"),
-        ({"properties": {"a/b": {"items": 5}}}, "items in s must be .*#/properties/a~1b/items"),
-        ({"properties": {"a": "string"}}, "a in s must be a JSON schema"),
-        ({"type": "text"}, 'type in s must be one of .*not "text"'),
-        ({"enum": "red"}, "enum in s must be a list"),
-        ({"anyOf": {"a": {}}}, "anyOf in s must be a list"),
-        ({"properties": {"a": {"nullable": "yes"}}}, "nullable in s must be true or false.*#/properties/a"),
-        ("{", "s is not valid JSON"),
-        (5, "s must be a JSON schema, not 5"),
-        ([OBJECT], "s must be a JSON schema"),
+        ({"properties": [{"name": "a"}]}, "properties in s"),
+        ({"properties": {"a/b": {"items": 5}}}, "#/properties/a~1b/items"),
+        ({"properties": {"a": "string"}}, "a JSON schema"),
+        ({"type": "text"}, "type in s"),
+        ({"enum": "red"}, "enum in s"),
+        ({"anyOf": {"a": {}}}, "anyOf in s"),
+        ({"properties": {"a": {"nullable": "yes"}}}, "#/properties/a"),
+        ("{", "valid JSON"),
+        (5, "a JSON schema"),
+        ([OBJECT], "a JSON schema"),
     ],
 )
 def test_what_is_uncertain_is_refused(schema: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+    with raises(OptionError, message, code="constraint_invalid"):
         read_schema(schema, "s")
 
 
@@ -147,7 +148,7 @@ def test_an_endless_schema_is_refused() -> None:
     schema: Any = {}
     for _ in range(5000):
         schema = {"items": schema}
-    with pytest.raises(OptionError, match="nested too deeply"):
+    with raises(OptionError, "nested", code="constraint_invalid"):
         read_schema(schema, "s")
 
 
@@ -183,7 +184,7 @@ def test_replies_satisfy_what_is_meant() -> None:
     ],
 )
 def test_examples_of_answers_are_no_schemas(example: Any) -> None:
-    with pytest.raises(OptionError, match=r'contains no schema.*write \{"type": "object"'):
+    with raises(OptionError, "no schema", code="constraint_invalid"):
         read_schema(example, "s")
 
 

@@ -28,6 +28,7 @@ from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import BackendError
 from tests.engine import single_function_chain
 from tests.engine.test_sampling import VOCAB, histories, rows, settings_of
+from tests.raising import raises
 
 
 class Forbid(LogitsProcessor):
@@ -160,7 +161,7 @@ class TestForbiddenTokens:
         logits = HostLogits(np.zeros((1, 300), np.float32))
         sampler = Sampler(SamplingParams(temperature=temperature), 0, [1, 2], [Forbid(range(300))])
         for call in (sampler.token, sampler.distribution):
-            with pytest.raises(BackendError, match="forbids every token at position 2"):
+            with raises(BackendError, "position 2", code="every_token_forbidden"):
                 call(logits, 0)
 
 
@@ -188,7 +189,7 @@ def test_a_processor_that_returns_no_valid_logit_is_reported(value: float, param
     logits = HostLogits(np.zeros((1, 300), np.float32))
     sampler = Sampler(params, 0, [1], [Overwrite(value)])
     for call in (sampler.token, sampler.distribution):
-        with pytest.raises(BackendError, match=f"a logits processor returned a logit of {value}"):
+        with raises(BackendError, value, code="logits_not_finite"):
             call(logits, 0)
 
 

@@ -16,6 +16,7 @@ from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.store.reference import resolve
 from tests.backends.tiny_models import write_lfm2
+from tests.raising import raises
 
 PROMPT = "How do I list files by size?"
 LENGTH = 24
@@ -42,28 +43,20 @@ class TestAsked:
     def test_the_error_for_an_unloaded_drafter_tells_how_to_load_it(self) -> None:
         with edgespec.load("demo", "none", **QUICKLY) as runtime:
             for name in ("lookahead", "layerskip", "lowbit"):
-                with pytest.raises(
-                    OptionError, match=f"{name} was not requested .*; load the model with --method {name}"
-                ):
+                with raises(OptionError, name, code="method_unavailable", option="method"):
                     runtime.generate(PROMPT, method=name)
 
-    @pytest.mark.parametrize(
-        ("name", "step"),
-        [
-            ("layerskip", "run `edgespec prepare layerskip demo` once"),
-            ("lowbit", "run `edgespec prepare lowbit demo` once"),
-        ],
-    )
+    @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
     def test_the_error_for_a_missing_drafter_tells_what_to_do(
-        self, name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
-        with pytest.raises(OptionError, match=step):
+        with raises(OptionError, f"edgespec prepare {name} demo", code="method_unavailable"):
             edgespec.load("demo", "none", **QUICKLY, method=name)
 
     def test_recurrent_models_get_no_hint_for_a_low_bit_copy(self, tmp_path: Path) -> None:
         model = str(write_lfm2(tmp_path / "model.gguf"))
-        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent layers support chains"):
+        with raises(OptionError, "chains", code="method_unavailable", option="method"):
             edgespec.load(model, "none", context=256, method="lowbit")
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
@@ -73,7 +66,7 @@ class TestAsked:
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
         model = tmp_path / "my model.gguf"
         shutil.copyfile(resolve("demo").path, model)
-        with pytest.raises(OptionError, match=f"`edgespec prepare {name} '{model}'` once"):
+        with raises(OptionError, name, model, code="method_unavailable", option="method"):
             edgespec.load(str(model), "none", **QUICKLY, method=name)
 
     def test_a_combination_is_created_once(self) -> None:
@@ -82,10 +75,7 @@ class TestAsked:
             assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
 
     def test_two_self_drafts_are_rejected(self) -> None:
-        with pytest.raises(
-            OptionError,
-            match="2 drafters that need the target's own cache; use only one of layerskip",
-        ):
+        with raises(OptionError, "2 drafters", "layerskip", option="method"):
             edgespec.load("demo", method="layerskip+lowbit")
 
     def test_lookahead_reports_its_statistics(self) -> None:
@@ -105,7 +95,7 @@ class TestPrepared:
             alone, together = same_as_plain(runtime, ["layerskip", "layerskip+suffix"])
             assert runtime.target.path == str(prepared.folder)
         both = ("layerskip", "lowbit")
-        with pytest.raises(OptionError, match="run `edgespec prepare lowbit demo` once"):
+        with raises(OptionError, "demo`", code="method_unavailable", option="method"):
             edgespec.load("demo", "none", context=512, methods=both)
         copy = prepare_lowbit(demo_target, "Q4_0")
         with edgespec.load("demo", "none", context=512, methods=both) as runtime:
@@ -118,7 +108,7 @@ class TestPrepared:
         with edgespec.load(str(prepared.folder), context=512, methods=("layerskip",)) as runtime:
             same_as_plain(runtime, ["layerskip", "ngram"], temperature=0.0)
         (prepared.folder / "lower.gguf").write_bytes(b"GGUF")
-        with pytest.raises(ModelFileError, match="damaged"):
+        with raises(ModelFileError, "damaged", code="prepared_outdated"):
             edgespec.load("demo", "none", method="layerskip")
         with edgespec.load("demo", "none", context=512, method="ngram") as runtime:
             same_as_plain(runtime, ["ngram"])
@@ -139,7 +129,7 @@ class TestPrepared:
             plain = runtime.generate(PROMPT, max_tokens=LENGTH, seed=3, temperature=0.8)
         model.unlink()
         for name in (model, folder):
-            with pytest.raises(OptionError, match=f"run `edgespec prepare lowbit {folder}` once"):
+            with raises(OptionError, f"edgespec prepare lowbit {folder}", code="method_unavailable"):
                 edgespec.load(str(name), "none", context=512, method="lowbit")
         prepare_lowbit(folder)
         for name in (model, folder):
@@ -154,7 +144,7 @@ class TestPrepared:
         model.write_bytes(data)
         prepare_lowbit(model, "Q4_0")
         model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(ModelFileError, match="has changed since"):
+        with raises(ModelFileError, "since", code="prepared_outdated"):
             edgespec.load(str(model), "none", method="lowbit")
 
 
@@ -174,22 +164,22 @@ class TestMlx:
 
     def test_a_missing_exit_layer_is_rejected(self) -> None:
         pytest.importorskip("mlx.core")
-        with pytest.raises(OptionError, match="12"):
+        with raises(OptionError, "12"):
             edgespec.load("demo-mlx-draft", "none", **QUICKLY, method="layerskip", exit_layer=12)
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
     def test_the_error_for_a_recurrent_model_gives_the_reason(self, name: str, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with pytest.raises(
-            OptionError, match="cannot draft for itself: the model's recurrent state supports only chains"
-        ):
+        with raises(OptionError, "chains", code="method_unavailable", option="method"):
             edgespec.load(model, "none", **QUICKLY, method=name)
 
     def test_learn_needs_an_mlx_draft(self) -> None:
-        with pytest.raises(OptionError, match="demo-draft cannot be trained: --learn works only"):
+        with raises(
+            OptionError, "demo-draft", "--learn works only", code="option_not_supported", option="learn"
+        ):
             edgespec.load("demo", "demo-draft", **QUICKLY, learn=True)
-        with pytest.raises(OptionError, match="--learn trains the draft model"):
+        with raises(OptionError, code="draft_missing", option="learn"):
             edgespec.load("demo", "none", **QUICKLY, learn=True)
 
     def test_learn_with_a_low_bit_target(self) -> None:
@@ -204,25 +194,21 @@ class TestMlx:
     ) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
-        with pytest.raises(
-            OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
-        ):
+        with raises(OptionError, "demo-mlx-draft", code="option_not_supported", option="learn"):
             edgespec.load("demo-mlx-draft", draft, **QUICKLY, learn=True)
         monkeypatch.setattr(comparison, "MIN_TRANSLATED_FRACTION", 0.0)
-        with pytest.raises(
-            OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
-        ):
+        with raises(OptionError, "demo-mlx-draft", code="option_not_supported", option="learn"):
             edgespec.load("demo-mlx-draft", draft, **QUICKLY, learn=True)
 
     def test_learn_rejects_a_draft_with_a_window(self) -> None:
         pytest.importorskip("mlx.core")
-        with pytest.raises(OptionError, match="cannot be trained: it reads only the end.*--draft-window 0"):
+        with raises(OptionError, code="option_not_supported", option="learn"):
             edgespec.load("demo-mlx-draft", "demo-mlx-draft", **QUICKLY, learn=True, draft_window=24)
 
     def test_learn_rejects_a_recurrent_draft(self, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with pytest.raises(OptionError, match="cannot be trained: it has a recurrent state"):
+        with raises(OptionError, "a recurrent", code="option_not_supported", option="learn"):
             edgespec.load(model, model, **QUICKLY, learn=True)
 
     def test_learn_with_an_mlx_draft(self) -> None:
@@ -243,7 +229,7 @@ class TestTexts:
         assert "tokens of files" in found.method.note
 
     def test_a_missing_corpus_is_rejected(self, tmp_path: Path) -> None:
-        with pytest.raises(OptionError, match="missing"):
+        with raises(OptionError, "missing", code="file_not_read", option="corpus"):
             edgespec.load("demo", "none", corpus=str(tmp_path / "missing"))
 
 

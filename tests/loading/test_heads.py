@@ -28,6 +28,7 @@ from edgespec.store.reference import resolve
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_gemma2, write_llama
+from tests.raising import raises
 from tests.store.conftest import own_home as own_home
 from tests.store.fake_stores import add_to_hub, add_to_lmstudio
 
@@ -129,28 +130,23 @@ class TestFinding:
         head.write_bytes(head.read_bytes()[:-100])
         with edgespec.load(str(target), "none", **OPTIONS) as runtime:
             assert f"not drafting with the head {head}" in runtime.target.notice
-        with pytest.raises(ModelFileError, match="damaged|truncated|incomplete"):
+        with raises(ModelFileError, "damaged"):
             edgespec.load(str(target), "none", head=head, **OPTIONS)
 
     def test_a_method_that_lacks_its_head_says_so(self, target: Path) -> None:
-        with pytest.raises(
-            OptionError,
-            match="no head was found in the files of target.gguf, beside them or in the Hugging Face",
-        ):
+        with raises(OptionError, "target.gguf", code="method_unavailable", option="method"):
             edgespec.load(str(target), "none", method="eagle", **OPTIONS)
-        with pytest.raises(OptionError, match="--head none was given"):
+        with raises(OptionError, "was given", code="method_unavailable", option="method"):
             edgespec.load(str(target), "none", method="eagle", head="none", **OPTIONS)
 
     def test_a_method_that_lacks_its_head_suggests_one_of_the_catalogue(self, target: Path) -> None:
-        with pytest.raises(OptionError) as raised:
-            edgespec.load("demo", "none", method="eagle", **OPTIONS)
-        assert raised.value.next_step == "use --head demo-head"
-        with pytest.raises(OptionError) as raised:
-            edgespec.load("demo", "none", method="medusa", **OPTIONS)
-        assert raised.value.next_step == "pass one with --head REF (see `edgespec models show demo`)"
-        with pytest.raises(OptionError) as raised:
-            edgespec.load(str(target), "none", method="eagle", **OPTIONS)
-        assert "pass one with --head REF" in raised.value.next_step
+        for name, method, quoted in (
+            ("demo", "eagle", "--head demo-head"),
+            ("demo", "medusa", "edgespec models show demo"),
+            (str(target), "eagle", "--head REF"),
+        ):
+            with raises(OptionError, quoted, code="method_unavailable"):
+                edgespec.load(name, "none", method=method, **OPTIONS)
 
 
 class TestEarlyExit:
@@ -163,7 +159,7 @@ class TestEarlyExit:
         assert "prepared for early exit" in pair.why_no_head
         # The automatic mode prefers the head.
         assert [each.head for each in pair_of(target).heads] == [Head("eagle", head)]
-        with pytest.raises(OptionError, match="a head cannot be used"):
+        with raises(OptionError, code="option_not_supported", option="head"):
             pair_of(target, method="layerskip", methods=["eagle"], head=head)
 
 
@@ -198,12 +194,12 @@ class TestLoading:
             assert f"not drafting with the head {head}" in runtime.target.notice.split(" · ")[-1]
             assert runtime.generate("the file", max_tokens=8).method.effective in ("none", "suffix")
         for options in ({"method": "eagle"}, {"head": head}):
-            with pytest.raises(ModelFileError, match="not finite"):
+            with raises(ModelFileError, "not finite"):
                 edgespec.load(str(target), "none", **OPTIONS, **options)
 
     def test_a_head_for_another_target_is_refused(self, target: Path, tmp_path: Path) -> None:
         other = write_eagle(tmp_path / "other.gguf", layers=(0, 1, 2), size=16)
-        with pytest.raises(CapabilityError, match="made for another target"):
+        with raises(CapabilityError, code="head_mismatch"):
             edgespec.load(str(target), "none", head=other, **OPTIONS)
 
 
@@ -239,7 +235,7 @@ class TestPlanning:
         for options in ({"head": head}, {"method": "eagle"}):
             planned = self.planned(target, total - 1, **options)
             assert not planned.plan.fits
-            with pytest.raises(MemoryBudgetError, match="use --head none"):
+            with raises(MemoryBudgetError, "use --head none"):
                 check_fits(planned)
 
     def test_the_least_preferred_head_is_dropped_first(self, target: Path, head: Path) -> None:
@@ -296,7 +292,7 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
 def test_every_head_that_a_model_supports_is_declared_by_its_format(reference: str) -> None:
     if reference == "demo-mlx-draft" and not mlx_installed():
         pytest.skip("MLX is not installed")
-    declared = resolve(reference).file_format.head_formats.keys()
+    declared = resolve(reference).file_format.heads.keys()
     with edgespec.load(reference, "none", method="none", **OPTIONS) as runtime:
         supported = runtime.target.capabilities.self_draft_methods.intersection(head_names())
     assert supported <= declared

@@ -21,6 +21,7 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.formats import mlx_files
 from edgespec.model.model_facts import Adapter, Capabilities, ModelFacts
 from edgespec.store.reference import resolve
+from tests.raising import raises
 
 FACTS = ModelFacts(
     name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,
@@ -60,7 +61,7 @@ def test_without_mlx_the_error_names_the_setup_command(
     loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlx_files, "mlx_installed", lambda: False)
-    with pytest.raises(BackendMissingError, match=r"demo-mlx is an MLX model.*scripts/setup mlx"):
+    with raises(BackendMissingError, "demo-mlx", "scripts/setup mlx"):
         _load_models(resolve("demo-mlx"), LoadOptions(), None)
     assert not loaded
 
@@ -95,14 +96,14 @@ def test_loading_imports_one_backend_only(reference: str, draft: str, unwanted: 
 
 
 def test_a_folder_is_no_adapter_for_a_gguf(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(EdgespecError, match="needs an adapter in a .gguf file") as caught:
+    with raises(EdgespecError, ".gguf", code="adapter_unusable") as caught:
         edgespec.load("demo", adapter=str(tmp_path))
     assert caught.value.next_step
     assert not loaded
 
 
 def test_a_missing_adapter_is_rejected(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(EdgespecError, match="the adapter folder .*none does not exist"):
+    with raises(EdgespecError, code="adapter_unusable"):
         edgespec.load("demo-mlx", adapter=str(tmp_path / "none"))
     assert not loaded
 
@@ -110,19 +111,19 @@ def test_a_missing_adapter_is_rejected(loaded: list[tuple[str, Any]], tmp_path: 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"method": ["suffix"]}, r"method must be a string, not \['suffix'\]"),
-        ({"method": 3}, "method must be a string, not 3"),
-        ({"methods": "suffix"}, "methods must be a list, not 'suffix'"),
-        ({"methods": None}, "methods must be a list, not None"),
-        ({"methods": [None]}, "method must be a string, not None"),
-        ({"draft_branches": 2.5}, "draft_branches must be .*, not 2.5"),
-        ({"draft_branches": None}, "draft_branches must be .*, not None"),
+        ({"method": ["suffix"]}, "['suffix']"),
+        ({"method": 3}, "method must"),
+        ({"methods": "suffix"}, "'suffix'"),
+        ({"methods": None}, "None"),
+        ({"methods": [None]}, "None"),
+        ({"draft_branches": 2.5}, "2.5"),
+        ({"draft_branches": None}, "None"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_rejected(
     loaded: list[tuple[str, Any]], options: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(OptionError, match=says):
+    with raises(OptionError, says):
         edgespec.load("demo", **options)
     assert loaded == []
 

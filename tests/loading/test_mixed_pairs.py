@@ -15,6 +15,7 @@ from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.losslessness import read_prompts
 from tests.backends.tiny_models import write_llama
 from tests.cases import covering
+from tests.raising import raises
 
 pytest.importorskip("mlx.core")
 
@@ -164,7 +165,7 @@ class TestOptions:
             assert runtime.generate(
                 "What does tar do?", method="model", max_tokens=4, seed=1
             ).stats.drafted_tokens
-        with pytest.raises(OptionError, match="threads has no effect"):
+        with raises(OptionError, code="option_without_effect", option="threads"):
             edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=CONTEXT, threads=1)
 
     def test_both_models_share_one_memory_budget(self) -> None:
@@ -174,5 +175,5 @@ class TestOptions:
             assert runtime.plan is not None
             needed = runtime.plan.total_bytes
             short = needed - runtime.draft.weight_bytes // 2
-        with pytest.raises(MemoryBudgetError, match="use --draft none"):
+        with raises(MemoryBudgetError, "use --draft none"):
             edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, exactness="off", memory=short)

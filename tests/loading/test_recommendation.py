@@ -18,6 +18,7 @@ from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.pass_weights import PassWeights
 from edgespec.model.registry import format_of
 from edgespec.store.catalogue import load_catalogue
+from tests.raising import raises
 
 GIB = 2**30
 
@@ -130,5 +131,5 @@ def test_the_prediction_of_a_pair_never_falls_below_plain_decoding() -> None:
 
 def test_an_invalid_size_is_refused() -> None:
     save(machine(100))
-    with pytest.raises(OptionError, match="memory"):
+    with raises(OptionError, option="memory"):
         recommend(memory="lots")

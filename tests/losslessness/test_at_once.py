@@ -24,6 +24,7 @@ from edgespec.losslessness.verify import _Verification
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import write_llama
 from tests.losslessness.faults import share_cells
+from tests.raising import raises
 
 PROMPTS = read_prompts()[::9]
 CHANGED = 6
@@ -139,25 +140,28 @@ class TestErrors:
 
 class TestOptions:
     @pytest.mark.parametrize(
-        ("options", "says"),
+        ("options", "code", "says"),
         [
-            ({"acceptance": "rejection"}, "cannot be combined with --parallel"),
+            ({"acceptance": "rejection"}, "option_conflict", "combined"),
             (
                 {"methods": ("suffix",), "temperatures": (0.0,), "prompts": PROMPTS[:1]},
-                "there is only one reply",
+                "option_without_effect",
+                "one reply",
             ),
         ],
     )
-    def test_invalid_options_raise_an_error(self, many: Runtime, options: dict[str, Any], says: str) -> None:
+    def test_invalid_options_raise_an_error(
+        self, many: Runtime, options: dict[str, Any], code: str, says: str
+    ) -> None:
         prompts = options.pop("prompts", PROMPTS)
-        with pytest.raises(OptionError, match=says):
+        with raises(OptionError, says, code=code):
             verify(many, prompts, at_once=True, **options)
 
     def test_models_that_run_one_reply_at_a_time(self) -> None:
         options: dict[str, Any] = {"context": 512, "parallel": 2, "method": "none", "exactness": "off"}
         with (
             edgespec.load("demo-mlx-draft", "none", **options) as runtime,
-            pytest.raises(OptionError, match="demo-mlx-draft generates only one reply at a time"),
+            raises(OptionError, "demo-mlx-draft", code="option_without_effect"),
         ):
             prove(runtime)
 

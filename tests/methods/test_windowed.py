@@ -26,6 +26,7 @@ from edgespec.methods.model.windowed import AttentionWindow, WindowedModel, choo
 from edgespec.model.base import LanguageModel, LoadOptions, Snapshot
 from tests.backends.contract import step
 from tests.backends.rewindable import StateModel, replayed_table
+from tests.raising import raises
 from tests.tables import near, runtime, table
 from tests.tabular import TabularModel
 
@@ -173,7 +174,7 @@ def test_branches() -> None:
 
 class TestErrors:
     def test_inner_context_too_small(self) -> None:
-        with pytest.raises(OptionError, match="--draft-window"):
+        with raises(OptionError, code="option_not_supported", option="draft_window"):
             WindowedModel(a_table(), AttentionWindow(3, 100), CONTEXT)
 
     def test_sequence_too_long(self) -> None:
@@ -189,13 +190,13 @@ class TestErrors:
     def test_tree_too_wide(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         assert model.facts.capabilities.max_width == 8
-        with pytest.raises(CapabilityError, match="exceeds the maximum width of 8"):
+        with raises(CapabilityError, "of 8", code="draft_too_wide"):
             model.verify(TokenTree.chain(1, [2] * 8))
 
     def test_invalid_snapshot(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         for snapshot in (Snapshot(2, b"nothing"), Snapshot(3, b"[1, 2]"), Snapshot(401, b"[1]")):
-            with pytest.raises(BackendError, match="belongs to another model"):
+            with raises(BackendError, code="state_not_restored"):
                 model.restore(snapshot)
         assert model.length == 0
 

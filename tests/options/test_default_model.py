@@ -20,6 +20,7 @@ from edgespec.store.catalogue import load_catalogue
 from edgespec.store.installed import find_installed
 from edgespec.store.prepared import quantised
 from edgespec.store.reference import resolve
+from tests.raising import raises
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_without_smollm2_the_demo_is_the_default() -> None:
     with edgespec.load(draft="none", method="none", context=256, threads=1) as runtime:
         assert runtime.target.name == "demo"
         assert "temperature" not in runtime.reply_defaults()
-    with pytest.raises(ModelNotFoundError, match=r"smollm2 is not installed; run .*setup"):
+    with raises(ModelNotFoundError, "smollm2"):
         resolve("smollm2")
     assert "smollm2" not in [model.reference for model in find_installed(include_embedded=True).models]
 
@@ -69,7 +70,7 @@ def test_the_default_quantisation_is_made_once(installed: Path, monkeypatch: pyt
     assert listed.path == first.path
     assert listed.info.quantisation == quantisation
     assert resolve(f"smollm2:{entry.packaged_quantisation}").path == installed
-    with pytest.raises(ModelNotFoundError, match="smollm2 is available only as"):
+    with raises(ModelNotFoundError, "smollm2", code="quantisation_unavailable"):
         resolve("smollm2:Q2_K")
     # A damaged copy is not used.
     with first.path.open("r+b") as file:

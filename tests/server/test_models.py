@@ -17,6 +17,7 @@ from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import user_aliases_path
 from edgespec.system.files import format_bytes
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.raising import raises
 from tests.store.fake_stores import OllamaStore
 
 # A demo model needs about 90 MiB with a context of 256 tokens, and Python 80 MiB.
@@ -78,7 +79,7 @@ def test_options_of_gguf_models_do_not_apply_to_mlx_models(tiny_mlx: str) -> Non
 
     @pool_test(load_options={"threads": 1}, target=tiny_mlx)
     async def refused(pool: ModelPool) -> None:
-        with pytest.raises(OptionError, match="threads has no effect on an MLX model"):
+        with raises(OptionError, code="option_without_effect", option="threads"):
             await use(pool, None)
 
 
@@ -208,7 +209,7 @@ def test_which_models_requests_can_name(
     @pool_test(target=str(link))
     async def test(pool: ModelPool) -> None:
         for path in (str(demo_draft), "../mine.gguf", "other", "~/x.gguf", "/dev/zero"):
-            with pytest.raises(ModelNotFoundError, match="is the path of a file"):
+            with raises(ModelNotFoundError, "path of"):
                 await use(pool, path)
         user_aliases_path().write_text(f'[aliases]\nnamed = "{demo_draft}"\n')
         try:
@@ -261,7 +262,7 @@ def test_names_without_a_tag_are_the_same_everywhere(
         # An alias whose model is missing names both.
         user_aliases_path().write_text('[aliases]\nlost = "hf:user/repo"\n')
         try:
-            with pytest.raises(ModelNotFoundError, match=r"lost stands for hf:user/repo, but .*; .*demo"):
+            with raises(ModelNotFoundError, "stands"):
                 await use(pool, "lost")
         finally:
             user_aliases_path().unlink()

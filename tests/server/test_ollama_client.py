@@ -269,20 +269,17 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_predictt": 1}, "did you mean options.max_tokens or options.num_predict?"),
-        ({"temperature": -1}, "temperature must be a number from 0 to 100, not -1"),
-        ({"options": {"temperatur": 1}}, "did you mean options.temperature?"),
-        ({"options": {"mirostat": 2}}, "mirostat 2 is not supported; leave mirostat out, or set it to 0"),
-        ({"options": {"tfs_z": 0.5}}, "tfs_z 0.5 is not supported; leave tfs_z out, or set it to 1"),
-        ({"options": {"temperature": -1}}, "temperature must be a number from 0 to 100, not -1"),
-        (
-            {"options": {"num_predict": -3}},
-            "options.num_predict: input should be greater than or equal to 1",
-        ),
-        ({"format": "xml"}, "format 'xml' is not supported"),
+        ({"num_predictt": 1}, "options.num_predict?"),
+        ({"temperature": -1}, "temperature"),
+        ({"options": {"temperatur": 1}}, "options.temperature?"),
+        ({"options": {"mirostat": 2}}, "mirostat 2"),
+        ({"options": {"tfs_z": 0.5}}, "tfs_z 0.5"),
+        ({"options": {"temperature": -1}}, "temperature"),
+        ({"options": {"num_predict": -3}}, "options.num_predict"),
+        ({"format": "xml"}, "'xml'"),
         ({"think": "hard"}, "think: "),
-        ({"top_logprobs": 2}, "top_logprobs requires logprobs: true"),
-        ({"messages": [{"role": "user", "content": "x", "images": [PNG]}]}, "messages.0.images has 1 images"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x", "images": [PNG]}]}, "messages.0.images"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
         ({"tools": [{"type": "function"}]}, "tool"),
     ],
@@ -311,7 +308,7 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
     with pytest.raises(ResponseError) as missing:
         client.chat("gpt-77", MESSAGES)
     assert missing.value.status_code == 404
-    with pytest.raises(ResponseError, match="there is no model named gpt-77") as unknown:
+    with pytest.raises(ResponseError, match="gpt-77") as unknown:
         client.show("gpt-77")
     assert unknown.value.status_code == 404
     with pytest.raises(ResponseError) as long:
@@ -330,7 +327,7 @@ def test_pulling_confirms_a_model_on_this_machine(client: ollama.Client) -> None
         running(target="demo") as server,
         ollama.Client(host=server.url) as other,
         # A reply would come from the server's own model.
-        pytest.raises(ResponseError, match="no model named gpt-77"),
+        pytest.raises(ResponseError, match="gpt-77"),
     ):
         other.pull("gpt-77")
 

@@ -62,20 +62,21 @@ def test_completions_continue_tokens(client: openai.OpenAI, plain: Runtime) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("prompt", "code"),
     [
-        ([1, 10**6], "token 1000000 in the prompt is not in the vocabulary"),
-        ([[-1]], "token -1 in the prompt is not in the vocabulary"),
-        ([[]], "the prompt is empty"),
-        ([], "the request asks for 0 completions"),
-        ([5] * 2000, "maximum context length is 1024 tokens"),
-        ([5, "a"], "prompt"),
-        ([1.5], "prompt"),
+        ([1, 10**6], "token_unknown"),
+        ([[-1]], "token_unknown"),
+        ([[]], "prompt_empty"),
+        ([], "invalid_request"),
+        ([5] * 2000, "context_length_exceeded"),
+        ([5, "a"], "invalid_request"),
+        ([1.5], "invalid_request"),
     ],
 )
-def test_invalid_token_prompts(client: openai.OpenAI, prompt: Any, message: str, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
+def test_invalid_token_prompts(client: openai.OpenAI, prompt: Any, code: str, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="demo", prompt=prompt, echo=True, max_tokens=4, stream=stream)
+    assert error.value.code == code
 
 
 def test_usage_and_timings_are_always_sent(client: openai.OpenAI) -> None:
@@ -208,56 +209,63 @@ def test_replies_can_be_sent_back_as_dicts(client: openai.OpenAI) -> None:
     assert replies[0].message.content == replies[1].message.content
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def _with_part(**part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
 @pytest.mark.parametrize(
-    ("change", "param", "message"),
+    ("change", "param", "code"),
     [
-        ({"temperatur": 1}, "temperatur", "unknown field 'temperatur'; did you mean temperature?"),
-        ({"temperature": "hot"}, "temperature", "temperature must be a number from 0 to 100, not 'hot'"),
-        ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1"),
-        ({"method": "modle"}, "method", "did you mean 'model'?"),
-        ({"method": "lookahead"}, None, "lookahead"),
-        ({"max_loss": 2}, "max_loss", "max_loss must be a fraction from 0 to 1, not 2"),
-        ({"max_loss": 0.1, "method": "none"}, None, "the method none drafts nothing; leave max_loss out"),
-        ({"draft_window": 64}, "draft_window", "start the server with --draft-window"),
-        ({"num_ctx": 4096}, "num_ctx", "start the server with --context"),
-        ({"keep_alive": "5m"}, "keep_alive", "start the server with --idle-unload"),
-        ({"prompt": "hi"}, "prompt", "unknown field 'prompt'; use messages, or POST /v1/completions"),
-        (
-            {"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
-            "functions",
-            "functions and tools cannot be used together",
-        ),
-        ({"function_call": {"name": "f"}}, "function_call", "function_call requires functions"),
-        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, None, "unknown tool: 'g'"),
-        ({"tools": [{"type": "function"}]}, None, "tool"),
-        ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
-        ({"messages": []}, "messages", "messages is empty; add at least one"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
-        (
-            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-            "messages.0.content.0.type",
-            "messages.0.content.0.type: field required",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0",
-            "edgespec's models read only text",
-        ),
-        (
-            {"stream_options": {"include_usage": True}, "stream": False},
-            "stream_options",
-            "stream_options requires stream",
-        ),
+        ({"temperatur": 1}, "temperatur", "unknown_field"),
+        ({"temperature": "hot"}, "temperature", "option_invalid"),
+        ({"temperature": -1}, "temperature", "option_invalid"),
+        ({"method": "modle"}, "method", "option_invalid"),
+        ({"method": "lookahead"}, "method", "method_unavailable"),
+        ({"max_loss": 2}, "max_loss", "option_invalid"),
+        ({"max_loss": 0.1, "method": "none"}, "max_loss", "option_without_effect"),
+        ({"draft_window": 64}, "draft_window", "unknown_field"),
+        ({"num_ctx": 4096}, "num_ctx", "unknown_field"),
+        ({"keep_alive": "5m"}, "keep_alive", "unknown_field"),
+        ({"prompt": "hi"}, "prompt", "unknown_field"),
+        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions", "option_conflict"),
+        ({"function_call": {"name": "f"}}, "function_call", "tools_invalid"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, None, "tools_invalid"),
+        ({"tools": [{"type": "function"}]}, None, "tools_invalid"),
+        ({"n": 99}, "n", "invalid_request"),
+        ({"messages": []}, "messages", "invalid_request"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_request"),
+        (_with_part(text="x"), "messages.0.content.0.type", "missing_field"),
+        (_with_part(type="image_url", image_url={"url": "x"}), "messages.0.content.0", "unsupported_content"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options", "invalid_request"),
     ],
 )
 def test_invalid_requests_are_explained(
-    client: openai.OpenAI, change: dict[str, Any], param: str | None, message: str
+    client: openai.OpenAI, change: dict[str, Any], param: str | None, code: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=change)
-    assert message in error.value.message
-    assert error.value.param == param
+    assert (error.value.code, error.value.param) == (code, param)
     assert error.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"temperatur": 1}, "temperature?"),
+        ({"method": "modle"}, "'model'"),
+        ({"draft_window": 64}, "--draft-window"),
+        ({"num_ctx": 4096}, "--context"),
+        ({"keep_alive": "5m"}, "--idle-unload"),
+        ({"prompt": "hi"}, "POST /v1/completions"),
+    ],
+)
+def test_errors_name_what_to_use_instead(client: openai.OpenAI, change: dict[str, Any], advice: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=change)
+    assert advice in error.value.message
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -291,7 +299,7 @@ def test_deep_nesting_is_not_called_invalid_json(client: openai.OpenAI) -> None:
     nested: Any = {}
     for _ in range(300):
         nested = {"properties": {"a": nested}}
-    with pytest.raises(openai.BadRequestError, match="nested too deeply; use at most 200 levels"):
+    with pytest.raises(openai.BadRequestError, match="nested"):
         client.chat.completions.create(model="demo", messages=MESSAGES, extra_body={"schema": nested})
 
 
@@ -300,12 +308,9 @@ def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="gpt-77", messages=MESSAGES)
     assert error.value.code == "model_not_found"
     assert "path" not in error.value.message
-    with pytest.raises(
-        openai.NotFoundError,
-        match=r"70b-q4: \S+ is not on this machine; download it with `edgespec models pull",
-    ):
+    with pytest.raises(openai.NotFoundError, match="edgespec models pull"):
         client.chat.completions.create(model="70b-q4", messages=MESSAGES)
-    with pytest.raises(openai.NotFoundError, match="is the path of a file"):
+    with pytest.raises(openai.NotFoundError, match="passwd"):
         client.chat.completions.create(model="/etc/passwd", messages=MESSAGES)
 
 

@@ -178,24 +178,22 @@ def test_other_constraints(
         assert call.function.name == "list_files"
 
 
-def test_errors_name_the_reason(http: httpx.Client) -> None:
+def test_errors_have_the_code_of_the_reason(http: httpx.Client) -> None:
     def error(tools: Any, **constraint: Any) -> str:
         body = {"messages": MESSAGES, "tools": tools, "max_tokens": 2, **constraint}
         response = http.post("/v1/chat/completions", json=body)
         assert response.status_code == 400, response.text
-        return str(response.json()["error"]["message"])
+        return str(response.json()["error"]["code"])
 
     unique = {"type": "array", "uniqueItems": True}
-    assert "the JSON schema cannot be used: uniqueItems" in error(TOOLS, schema=unique)
+    assert error(TOOLS, schema=unique) == "constraint_not_supported"
     parameters = {"type": "object", "properties": {"a": unique}}
     function = {"name": "f", "parameters": parameters, "strict": True}
     strict = [{"type": "function", "function": function}]
-    assert "the parameters of the tool f cannot be enforced" in error(strict, schema=SCHEMA)
+    assert error(strict, schema=SCHEMA) == "constraint_not_supported"
     broken = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "x"}}}]
-    assert "the parameters of the tool f cannot be enforced" in error(broken, schema=SCHEMA)
-    assert "regex cannot be used together with a tool_choice that requires a call" in error(
-        TOOLS, regex="a", tool_choice="required"
-    )
+    assert error(broken, schema=SCHEMA) == "constraint_not_supported"
+    assert error(TOOLS, regex="a", tool_choice="required") == "option_conflict"
     lenient = [{"type": "function", "function": {**function, "strict": False}}]
     body = {"messages": MESSAGES, "tools": lenient, "max_tokens": 2, "schema": SCHEMA}
     assert http.post("/v1/chat/completions", json=body).status_code == 200

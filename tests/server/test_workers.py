@@ -26,7 +26,7 @@ def test_a_request_after_a_lost_worker_loads_the_model_again(start_worker: Calla
         worker.process.wait()
         lost = client.post("/v1/chat/completions", json=body)
         assert lost.status_code == 503
-        assert lost.json()["error"]["code"] == "worker_unavailable"
+        assert lost.json()["error"]["code"] == "worker_lost"
         assert worker.address in lost.json()["error"]["message"]
         # The worker has not been started again.
         absent = client.post("/v1/chat/completions", json=body)

@@ -12,6 +12,7 @@ import pytest
 from edgespec.errors import ModelNotFoundError
 from edgespec.store.catalogue import Catalogue, ModelEntry, load_catalogue, models_folder
 from edgespec.store.hub_files import HubFile, choose_files, is_quantisation
+from tests.raising import raises
 
 ENTRIES = load_catalogue().entries
 
@@ -132,21 +133,21 @@ def choose(names: list[str], quantisation: str | None) -> list[str]:
 
 def test_the_only_model_is_the_default_whatever_its_quantisation() -> None:
     assert choose(["a-Q8_0.gguf", "mmproj-a-F16.gguf", "a.imatrix.gguf"], None) == ["a-Q8_0.gguf"]
-    with pytest.raises(ModelNotFoundError, match="u/r has no Q4_K_M; it has Q8_0, Q6_K"):
+    with raises(ModelNotFoundError, "u/r", "Q4_K_M", "Q8_0, Q6_K", code="quantisation_unavailable"):
         choose(["a-Q8_0.gguf", "b-Q6_K.gguf"], None)
 
 
 def test_a_file_can_be_named_where_two_models_share_a_quantisation() -> None:
     names = ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"]
-    with pytest.raises(ModelNotFoundError, match=r"2 models with quantisation Q4_K_M.*hf:u/r:a-Q4_K_M\.gguf"):
+    with raises(ModelNotFoundError, "2 models", "Q4_K_M", "u/r", "a-Q4_K_M.gguf", code="ambiguous"):
         choose(names, None)
     assert choose(names, "B-q4_k_m.gguf") == ["b-Q4_K_M.gguf"]
 
 
 def test_repositories_without_a_complete_model() -> None:
-    with pytest.raises(ModelNotFoundError, match="contains no GGUF model"):
+    with raises(ModelNotFoundError, "no GGUF", code="repository_unusable"):
         choose(["model.safetensors"], None)
-    with pytest.raises(ModelNotFoundError, match="has only 1 of the 2 parts"):
+    with raises(ModelNotFoundError, "1 of", "2 parts", code="repository_unusable"):
         choose(["a-Q8_0-00001-of-00002.gguf"], "Q8_0")
 
 

@@ -22,6 +22,7 @@ from edgespec.store.reference_parsing import (
     Reference,
     parse_reference,
 )
+from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
 
@@ -67,38 +68,29 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "the model reference is empty; use a path"),
-        ("  ", "the model reference is empty; use a path"),
-        ("hf:", "hf: is not a Hugging Face repository; write it as hf:user/repo"),
-        ("hf:repo", "hf:repo is not a Hugging Face repository; write it as"),
-        ("hf.co/user", "is not a Hugging Face repository; write it as"),
-        ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
-        ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
-        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or remove"),
-        (
-            "8b-q4@main",
-            "specifies revision main, but edgespec supports only the newest revision; write 8b-q4",
-        ),
-        (
-            "user/repo@",
-            "specifies a revision, but edgespec supports only the newest revision; write user/repo",
-        ),
-        (
-            "hf:user/repo@v1:Q8_0",
-            "specifies revision v1, but .* only the newest revision; write hf:user/repo:Q8_0",
-        ),
-        ("https://example.com/a.gguf", "is not a Hugging Face URL; download the file"),
-        ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
-        ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
-        ("LMStudio: ", "LMStudio: has no model name; write it as lmstudio:NAME"),
-        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; use"),
-        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; use"),
-        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; use"),
-        ("hf:u/" + "a" * 600 + ":Q4_0", r"a reference of 602 characters is too long"),
+        ("", "use a path"),
+        ("  ", "use a path"),
+        ("hf:", "hf:"),
+        ("hf:repo", "hf:repo"),
+        ("hf.co/user", "Face repository"),
+        ("hf:user/repo with spaces", "Face repository"),
+        ("hf:user/repo:", "hf:user/repo:"),
+        ("8b-q4:", "8b-q4:"),
+        ("8b-q4@main", "revision main"),
+        ("user/repo@", "a revision"),
+        ("hf:user/repo@v1:Q8_0", "hf:user/repo:Q8_0"),
+        ("https://example.com/a.gguf", "Face URL"),
+        ("https://huggingface.co/u/r/blob/dev/a.gguf", "Face repository"),
+        ("ollama:", "ollama:"),
+        ("LMStudio: ", "LMStudio:"),
+        ("a" * 5000, "5,000"),
+        ("a" * 600, "600"),
+        ("u/" + "a" * 600, "602"),
+        ("hf:u/" + "a" * 600 + ":Q4_0", "602"),
     ],
 )
 def test_invalid_references_have_a_hint(text: str, line: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=line) as caught:
+    with raises(ModelNotFoundError, line, code="reference_invalid") as caught:
         parse_reference(text)
     assert len(str(caught.value)) < 200
 
@@ -124,7 +116,7 @@ def test_the_path_of_the_demo_has_its_entry() -> None:
 
 
 def test_the_demo_has_one_quantisation() -> None:
-    with pytest.raises(ModelNotFoundError, match="is available only as Q8_0, not as Q4_0"):
+    with raises(ModelNotFoundError, "Q8_0", "Q4_0", code="quantisation_unavailable"):
         resolve("demo:Q4_0")
     assert resolve("demo:q8_0").path == resolve("demo").path
 
@@ -132,15 +124,15 @@ def test_the_demo_has_one_quantisation() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("dmo", "there is no model named dmo; did you mean demo"),
-        ("llama-3.3", "did you mean llama-3.3-70b"),
-        ("8b", "did you mean 8b-q4"),
-        ("qwen3:999b", "did you mean qwen3:"),
-        ("zzzzzz", "there is no model named zzzzzz; `edgespec models list`"),
+        ("dmo", "dmo"),
+        ("llama-3.3", "llama-3.3-70b"),
+        ("8b", "8b-q4"),
+        ("qwen3:999b", "qwen3"),
+        ("zzzzzz", "`edgespec models list`"),
     ],
 )
 def test_an_unknown_name_suggests_the_most_similar(text: str, line: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=line):
+    with raises(ModelNotFoundError, line):
         resolve(text)
 
 
@@ -150,7 +142,7 @@ def test_an_unknown_name_suggests_the_most_similar(text: str, line: str) -> None
 def test_tags_and_case_do_not_change_the_suggestion(
     name: str, meant: str, tag: str, change: Callable[[str], str]
 ) -> None:
-    with pytest.raises(ModelNotFoundError, match=f"did you mean .*{meant}"):
+    with raises(ModelNotFoundError, meant):
         resolve(change(name) + tag)
 
 
@@ -167,14 +159,14 @@ class TestFiles:
 
     def test_a_missing_file_suggests_a_similar_one(self, tmp_path: Path) -> None:
         (tmp_path / "llama-8b.gguf").touch()
-        with pytest.raises(ModelNotFoundError, match=r"there is no file .*did you mean .*llama-8b\.gguf"):
+        with raises(ModelNotFoundError, "llama-8b.gguf", "you mean"):
             resolve(str(tmp_path / "lama-8b.gguf"))
 
     def test_a_folder_suggests_a_model_in_it(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; use the path"):
+        with raises(ModelFileError, "use the path", code="model_file_incomplete"):
             resolve(str(tmp_path))
         (tmp_path / "a.gguf").touch()
-        with pytest.raises(ModelFileError, match=r"use the path of the GGUF file in it: .*a\.gguf"):
+        with raises(ModelFileError, "a.gguf", code="wrong_file"):
             resolve(str(tmp_path))
 
     def test_a_folder_suggests_a_model_that_can_be_used(self, tmp_path: Path) -> None:
@@ -183,7 +175,7 @@ class TestFiles:
         (tmp_path / "b.gguf").write_text("hello")
         shutil.copy(models_folder() / "demo-head-q8_0.gguf", tmp_path / "c.gguf")
         shutil.copy(whole, tmp_path / "d.gguf")
-        with pytest.raises(ModelFileError, match=r"use the path of a GGUF file in it: .*d\.gguf") as caught:
+        with raises(ModelFileError, "d.gguf", code="wrong_file") as caught:
             resolve(str(tmp_path))
         assert "config.json" not in str(caught.value)
 
@@ -193,7 +185,7 @@ class TestFiles:
         (tmp_path / "my").mkdir()
         (tmp_path / "my" / "model.gguf").touch()
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ModelNotFoundError, match=r"did you mean my/model\.gguf\?.* hf:my/model$"):
+        with raises(ModelNotFoundError, "my/model.gguf", "my/model"):
             resolve("my/model")
 
     def test_a_folder_that_could_be_a_repository(
@@ -201,7 +193,7 @@ class TestFiles:
     ) -> None:
         (tmp_path / "user" / "repo").mkdir(parents=True)
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ModelFileError, match="write hf:user/repo"):
+        with raises(ModelFileError, "write hf:user/repo", code="model_file_incomplete"):
             resolve("user/repo")
 
     def test_a_file_without_read_permission(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +204,7 @@ class TestFiles:
             raise PermissionError
 
         monkeypatch.setattr(Path, "open", refuse)  # chmod has no effect on root.
-        with pytest.raises(ModelFileError, match="no permission to read .*; change its permissions"):
+        with raises(ModelFileError, "its permissions", code="model_file_unreadable"):
             resolve(str(model))
 
     @pytest.mark.parametrize("text", ["\0.gguf", "x" * 5000 + ".gguf", "/dev/null", "~no-such-user/x.gguf"])
@@ -248,18 +240,18 @@ class TestUserAliases:
 
     def test_aliases_are_suggested(self, write: Path) -> None:
         write.write_text('[aliases]\nfavourite = "demo"\n', encoding="utf-8")
-        with pytest.raises(ModelNotFoundError, match="did you mean favourite"):
+        with raises(ModelNotFoundError, "favourite"):
             resolve("favorite")
 
     def test_circular_aliases_are_rejected(self, write: Path) -> None:
         write.write_text('[aliases]\na = "b"\nb = "a"\n', encoding="utf-8")
-        with pytest.raises(ModelNotFoundError, match="refers to itself .a -> b -> a."):
+        with raises(ModelNotFoundError, "a ->", code="alias_invalid"):
             resolve("a")
 
     @pytest.mark.parametrize("content", ["not toml", "[aliases]\na = 1\n", "aliases = 3\n", "\udcff"])
     def test_a_broken_file_is_one_line(self, write: Path, content: str) -> None:
         write.write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ModelNotFoundError, match="the alias file") as caught:
+        with raises(ModelNotFoundError, code="alias_invalid") as caught:
             resolve("demo")
         assert caught.value.next_step
 
@@ -294,7 +286,9 @@ class TestOllamaStore:
 
     def test_a_deleted_ollama_model_falls_back_to_the_catalogue(self, blob: Path) -> None:
         blob.unlink()
-        with pytest.raises(ModelNotFoundError, match="bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M is not on"):
+        with raises(
+            ModelNotFoundError, "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", code="model_not_downloaded"
+        ):
             resolve("llama3.2:1b", allow_download=False)
 
     def test_an_unknown_manifest_is_not_a_model(self, blob: Path) -> None:
@@ -313,9 +307,7 @@ def test_a_repository_is_downloaded_with_a_note(hub: StandInHub) -> None:
 
 
 def test_a_name_with_a_quantisation() -> None:
-    with pytest.raises(
-        ModelNotFoundError, match="Meta-Llama-3.1-8B-Instruct-GGUF:Q6_K is not on this machine"
-    ):
+    with raises(ModelNotFoundError, "Meta-Llama-3.1-8B-Instruct-GGUF:Q6_K", code="model_not_downloaded"):
         resolve("llama-3.1-8b:Q6_K", allow_download=False)
 
 
@@ -347,5 +339,5 @@ def test_the_best_installed_draft_is_taken(tmp_path: Path) -> None:
 def test_a_broken_link(tmp_path: Path) -> None:
     link = tmp_path / "model.gguf"
     link.symlink_to(tmp_path / "gone.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"is a symbolic link to .*gone\.gguf, which does not exist"):
+    with raises(ModelNotFoundError, "gone.gguf"):
         resolve(str(link))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from edgespec.system.files import (
     write_advice,
     write_private_file,
 )
+from tests.raising import raises
 
 
 def mode(path: Path) -> int:
@@ -68,7 +68,7 @@ def test_relative_folders_are_refused(
     variable: str, folder: Callable[[], Path], value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigurationError, match=f"^{variable} is {re.escape(repr(value))}, which is"):
+    with raises(ConfigurationError, variable, repr(value)):
         folder()
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert home_folder() is None
     # platformdirs returns a relative path for a user id that has no entry in the user database.
     monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: Path("~/.local/share/edgespec"))
-    with pytest.raises(ConfigurationError, match="set HOME or EDGESPEC_DATA_DIR to an absolute path"):
+    with raises(ConfigurationError, "HOME or EDGESPEC_DATA_DIR"):
         data_folder()
 
 

@@ -29,6 +29,7 @@ from edgespec.train import (
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.cases import covering
+from tests.raising import raises
 from tests.train.conftest import PROMPTS, Stops, arrays_of
 
 QUANTISED = ("affine", 8, 32)
@@ -144,10 +145,10 @@ def test_an_interrupted_training_gives_the_same_draft_model(
     assert whole.earlier is not None
     assert whole.figures.tokens_per_pass > whole.earlier.tokens_per_pass + 0.1
     for after in (0, 3):
-        with pytest.raises(CancelledError, match="run the same command again to continue"):
+        with raises(CancelledError, "continue"):
             trained(target, draft, tmp_path / "parts", Stops(after))
         assert list((tmp_path / "parts" / "training").glob("state-*.safetensors"))
-    with pytest.raises(OptionError, match="an unfinished training run with a different --lora"):
+    with raises(OptionError, "--lora", code="output_exists"):
         trained(target, draft, tmp_path / "parts", lora=True)
     parts = trained(target, draft, tmp_path / "parts")
     assert (parts.curve, parts.figures, parts.earlier) == (whole.curve, whole.figures, whole.earlier)
@@ -261,23 +262,21 @@ def test_padding_tokens_of_one_model_only(target: TrainingTarget, tmp_path: Path
 def test_other_draft_models_are_refused(target: TrainingTarget, model: Path, tmp_path: Path) -> None:
     found, to = resolve(str(model)), tmp_path / "new"
     gguf = write_llama(tmp_path / "model.gguf", layers=2)
-    with pytest.raises(
-        OptionError, match="is a GGUF model, but only MLX and Hugging Face models can be trained"
-    ):
+    with raises(OptionError, "Face models", code="model_not_trainable"):
         find_draft(found, str(gguf), to, no_progress)
-    with pytest.raises(OptionError, match="is the folder of the draft model itself"):
+    with raises(OptionError, code="output_exists"):
         find_draft(found, str(model), model, no_progress)
-    with pytest.raises(OptionError, match="there is no draft model to train for .*tiny"):
+    with raises(OptionError, "tiny", code="draft_missing"):
         find_draft(found, "auto", to, no_progress)
     demo = find_draft(resolve("demo-mlx"), "auto", to, no_progress)
     assert demo.path.name == "demo-mlx-draft"
-    with pytest.raises(OptionError, match="cannot be trained for tiny: their vocabularies differ"):
+    with raises(OptionError, "tiny", code="vocabulary_mismatch"):
         DraftToTrain(demo, lora=False).student(target)
 
 
 def test_another_model_is_not_overwritten(target: TrainingTarget, draft: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
     before = file_state(tmp_path / "model.safetensors")
-    with pytest.raises(ModelFileError, match="contains a model that is not a trained version of"):
+    with raises(ModelFileError, code="output_exists"):
         trained(target, draft, tmp_path)
     assert file_state(tmp_path / "model.safetensors") == before

@@ -25,6 +25,7 @@ from edgespec.store.catalogue import models_folder
 from edgespec.store.prepared.head import needs_conversion, prepare_head
 from edgespec.system.files import file_state
 from tests.backends.tiny_models import write_llama
+from tests.raising import raises
 from tests.train.conftest import LAYERS, Stops, Train
 
 TEXT = (
@@ -70,13 +71,13 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train, tmp_path: Path) -> None:
     gguf, folder = write_llama(tmp_path / "model.gguf", layers=LAYERS), tmp_path / "head"
-    with pytest.raises(CancelledError, match="run the same command again to continue"):
+    with raises(CancelledError, "same command"):
         train(folder, Stops(0, "converting"), gguf=gguf)
     weights = file_state(folder / "model.safetensors")
     converted = folder / "head.gguf"
     # A folder with the name of the file makes the conversion fail.
     converted.mkdir()
-    with pytest.raises(EdgespecError, match=r"is trained, but its conversion.*failed.*again to convert it"):
+    with raises(EdgespecError, "conversion", code="file_not_written"):
         train(folder, gguf=gguf)
     converted.rmdir()
     again, announced = Stops(), list[str]()

@@ -25,6 +25,7 @@ from edgespec.train.conversations import (
 )
 from edgespec.train.writing import ConversationWriter
 from tests.backends.mlx.tiny_checkpoints import CONTROL, TOKENS, write_checkpoint
+from tests.raising import raises
 from tests.train.conftest import LAYERS, PROMPTS
 
 START, END = (TOKENS - len(CONTROL) + CONTROL.index(f"<|im_{name}|>") for name in ("start", "end"))
@@ -74,7 +75,7 @@ def test_long_prompts_are_left_out(target: TrainingTarget) -> None:
 
 def test_a_target_that_writes_no_questions(target: TrainingTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.train.writing._MAX_QUESTION_TOKENS", 1)
-    with pytest.raises(EdgespecError, match="wrote no questions.*--prompts"):
+    with raises(EdgespecError, code="training_data_missing"):
         ConversationWriter(target.teacher, target.template, ()).write(0, always)
 
 
@@ -89,7 +90,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
 
 def test_every_message_of_a_saved_chat_is_a_prompt(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
-    with pytest.raises(OptionError, match="no saved chats"):
+    with raises(OptionError, code="training_data_missing"):
         chat_prompts(store)
     messages = (Message("user", "a"), Message("assistant", "b"), Message("user", "```c```"))
     now = datetime.now(UTC)

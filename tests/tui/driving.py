@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
 
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
@@ -148,7 +148,7 @@ async def driving(
     app = ChatApp(
         load,
         load_other=load_other,
-        model_name="demo",
+        models=ModelReferences("demo"),
         system=system,
         settings=settings,
         resume=resume,

@@ -15,6 +15,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
+from tests.raising import raises
 from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
 
@@ -122,7 +123,7 @@ async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
 
     with monkeypatch.context() as patched:
         patched.setattr("edgespec.chat.store.write_private_file", full)
-        with pytest.raises(ChatFileError, match="the disk is full"):
+        with raises(ChatFileError, "disk is", code="file_not_written"):
             await archive.save(first, "demo")
     says(second, "bye")
     await archive.save(second, "demo")

@@ -15,6 +15,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui import archive
 from edgespec.tui.archive import Archive
+from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -187,7 +188,7 @@ def test_files_that_are_no_chats_do_not_stop_the_deletion_of_chats(
     chats = Archive(ChatStore(tmp_path))
     chats.hidden.append("two")
     monkeypatch.setattr(archive, "time", lambda: 1e10)
-    with pytest.raises(ChatFileError, match=r"two\.json"):
+    with raises(ChatFileError, "two.json", code="file_not_written"):
         chats.finish_all_deletions()
     assert {path.name for path in tmp_path.iterdir()} == {".no chat.deleted", ".folder.deleted", "two.json"}
 
@@ -222,7 +223,7 @@ async def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
     archive = Archive(store)
     await archive.hide("one")
     (tmp_path / ".one.deleted").rename(tmp_path / "away")
-    with pytest.raises(ChatFileError, match="cannot restore the chat"):
+    with raises(ChatFileError, "restore", code="file_not_written"):
         await archive.restore()
     (tmp_path / "away").rename(tmp_path / ".one.deleted")
     restored = await archive.restore()

@@ -23,6 +23,7 @@ from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.widgets.prompt import PromptInput
 from tests.backends.tiny_models import write_llama
+from tests.raising import raises
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -285,7 +286,7 @@ class TestNothingHangs:
         monkeypatch.setattr(PromptInput, "render_line", fail)
         real_run = ChatApp.run
         monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True))
-        with pytest.raises(EdgespecError, match="the chat was closed by an internal error"):
+        with raises(EdgespecError, code="internal_error"):
             run_chat(loading(ScriptedRuntime()), store=ChatStore(tmp_path / "chats"))
 
 

@@ -107,10 +107,10 @@ def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[
 def test_why_suggests_a_draft_model_and_a_real_model() -> None:
     slow = replace(LIVE, gain=0.05)
     told = why(slow, made_up_stats(30), missing_draft="1b-q4", is_demo=False, is_random=False)
-    assert "--draft 1b-q4" in told[2]
+    assert "/draft 1b-q4" in told[2]
     told = why(slow, made_up_stats(30), missing_draft="", is_demo=False, is_random=False)
     assert "There is no draft model for this model" in told[2]
-    assert "--draft" not in told[2]
+    assert "/draft" not in told[2]
     assert "demo" in why(slow, made_up_stats(30), missing_draft=None, is_demo=True, is_random=False)[2]
 
 
@@ -142,7 +142,7 @@ def test_why_suggests_only_a_draft_model_that_exists(monkeypatch: pytest.MonkeyP
     assert "There is no draft model for this model" in why()
     small = models_folder() / "demo-draft-q8_0.gguf"
     add_to_lmstudio(tmp_path / ".lmstudio" / "models", "maker/small/small.gguf", small)
-    assert "Try the draft model maker/small: quit and restart with --draft maker/small." in why()
+    assert "/draft maker/small" in why()
 
 
 def test_why_suggests_auto_if_a_named_method_is_slow() -> None:

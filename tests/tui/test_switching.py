@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.chat.saved_chat import Setting
+from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import BackendError, CancelledError
 from edgespec.store.download import Progress
 from edgespec.tui.screens.loading import LoadingScreen
@@ -47,7 +47,8 @@ async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> Non
         assert d.chat.current_chat.messages == messages
         await d.sees("edgespec  tiny")
         assert json.loads(d.saved()[0].read_text())["target"] == "tiny"
-        assert d.app.switched_to == other
+        assert d.chat.models == ModelReferences(other)
+        assert d.app.preferences.target == other
         await d.say("And by date?")
         reply = d.chat.current_chat.entries[-1].content
         await d.send("/model demo")
@@ -71,7 +72,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(tmp_path:
         await d.settled()
         assert "broken.gguf" in d.transcript()
         assert d.chat.current_chat.messages == before
-        assert d.app.switched_to == ""
+        assert d.chat.models.target == "demo"
         await d.say("/regen")
         assert d.chat.current_chat.messages == before
 

@@ -49,7 +49,11 @@ class LoraAdapters:
         lib, count = library(), len(self._handles)
         handles = (lib.llama_adapter_lora_p_ctypes * count)(*self._handles)
         if lib.llama_set_adapters_lora(context, handles, count, (ctypes.c_float * count)(*self.scales)):
-            raise BackendError("llama.cpp could not apply the adapters", "load the model without --adapter")
+            raise BackendError(
+                "llama.cpp could not apply the adapters",
+                "load the model without --adapter",
+                code="adapter_unusable",
+            )
 
 
 def _load(model: Any, path: Path) -> Any:
@@ -60,5 +64,6 @@ def _load(model: Any, path: Path) -> Any:
         raise ModelFileError(
             f"the adapter {path} could not be loaded: {detail}",
             "use an adapter that was trained for this model, or download it again",
+            code="adapter_unusable",
         )
     return handle

@@ -107,7 +107,9 @@ class ExportedCheckpoints:
     def restore(self, checkpoint: ExportedCheckpoint) -> None:
         if not self._context.import_sequence(checkpoint.state, recurrent_only=True):
             raise BackendError(
-                f"the state after {checkpoint.length:,} tokens cannot be restored", "load the model again"
+                f"the state after {checkpoint.length:,} tokens cannot be restored",
+                "load the model again",
+                code="state_not_restored",
             )
         # Remove the KV cells of later tokens, which importing the checkpoint does not touch.
         self._context.drop(0, checkpoint.length)

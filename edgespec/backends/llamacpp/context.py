@@ -16,8 +16,9 @@ from edgespec.backends.llamacpp.adapters import LoraAdapters
 from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
-from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors, use_threads
+from edgespec.backends.llamacpp.native import Interrupt, ggml, library, recent_errors, use_threads
 from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps
+from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.errors import (
     BackendError,
     CancelledError,
@@ -137,6 +138,8 @@ class LlamaContext(KvSequences):
     The contexts in `kv_readers` read this context's KV cells through a pointer that llama.cpp keeps. They are
     therefore freed before this context and reallocated after it, while its cells are empty.
 
+    If the model is larger than memory, `stream` reads the weights that are not kept in memory.
+
     The context of an EAGLE head borrows the token embeddings of `target`, so it must be reallocated whenever
     the target's context is. If `mtp` is set, the context runs only the model's multi-token prediction layers,
     and its KV cache covers only those layers.
@@ -158,6 +161,7 @@ class LlamaContext(KvSequences):
         target: LlamaContext | None = None,
         mtp: bool = False,
         adapters: LoraAdapters | None = None,
+        stream: WeightStream | None = None,
     ) -> None:
         lib = library()
         window = sliding_window(model) if mtp else lib.llama_model_n_swa(model)
@@ -183,6 +187,8 @@ class LlamaContext(KvSequences):
         params.pooling_type = lib.LLAMA_POOLING_TYPE_NONE
         params.no_perf = True
         self._model, self._target, self._adapters = model, target, adapters
+        self._stream, self._ggml = stream, ggml()
+        self._stream_callback = lib.ggml_backend_sched_eval_callback(self._on_streamed_node)
         self._vocab_size = vocabulary_size(model)
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
@@ -217,7 +223,11 @@ class LlamaContext(KvSequences):
         params.n_ctx = plan.tokens
         self._is_hooked = self._needs_hook
         params.cb_eval = (
-            self._hook.callback if self._is_hooked else self._lib.ggml_backend_sched_eval_callback()
+            self._stream_callback
+            if self._stream
+            else self._hook.callback
+            if self._is_hooked
+            else self._lib.ggml_backend_sched_eval_callback()
         )
         self._max_outputs = params.n_outputs_max = self._needed_outputs
         if self._target is not None:
@@ -231,10 +241,12 @@ class LlamaContext(KvSequences):
                     f"kv_type {plan.kv_types.text!r} requires flash attention",
                     "use --flash-attention auto or --kv-type f16",
                     option="kv_type",
+                    code="option_conflict",
                 )
             raise MemoryBudgetError(
                 f"a context of {plan.tokens:,} tokens cannot be allocated: {detail}",
                 "use a smaller --context or another --kv-type",
+                code="out_of_memory",
             )
         self._attach(context)
         self.interrupt.attach(context)
@@ -245,6 +257,17 @@ class LlamaContext(KvSequences):
             # If memory is short, the head is left without a context and cannot draft.
             with suppress(MemoryBudgetError):
                 reader.allocate(reader.plan.with_tokens(plan.tokens))
+
+    def _on_streamed_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
+        """Wait for streamed weights, and call the hook. See `HiddenStateHook.on_node`."""
+        assert self._stream is not None
+        name = self._ggml.ggml_get_name(tensor)
+        is_stop = self._stream.is_stop(name)
+        is_hooked = self._is_hooked and self._hook.on_node(tensor, True, None)
+        if is_query:
+            return is_stop or is_hooked
+        continues = not is_hooked or self._hook.on_node(tensor, False, None)
+        return (not is_stop or self._stream.on_layer(name)) and continues
 
     def apply_adapters(self) -> None:
         """Apply the adapters with their current scales, starting with the next pass.
@@ -423,8 +446,12 @@ class LlamaContext(KvSequences):
         count = batch.native.n_tokens
         recent_errors(clear=True)
         run = self._lib.llama_encode if encode else self._lib.llama_decode
+        if self._stream:
+            self._stream.begin_pass(lambda: self.interrupt.requested)
         status = run(self._context, batch.native)
         if status == 0:
+            if self._stream:
+                self._stream.end_pass(is_partial=self._is_hooked and self._hook.stop_after)
             return
         if status == _ABORTED or self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")

@@ -13,17 +13,18 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.llamacpp.context import Batch, Inputs, LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
-from edgespec.backends.llamacpp.head import CachedHead
+from edgespec.backends.llamacpp.head import LlamaHeadCells, describe_head
 from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
 from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadParts,
     HeadWeights,
-    estimate_head,
+    head_memory,
     load_head_file,
     target_layers,
 )
@@ -34,17 +35,16 @@ from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.llamacpp.state_taps import copied_rows
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import GgufHeader, read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.heads.dflash_files import MAX_BLOCK_TOKENS, read_dflash
-from edgespec.model.memory_check import check_tokens_fit
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["DFlashHead", "MarkovHead", "estimate_dflash_head", "load_dflash_head"]
+__all__ = ["DFlashHead", "MarkovHead", "estimate_head", "load_head"]
 
 # Maximum number of tokens per pass. It is small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
@@ -182,6 +182,7 @@ def check_head_kind(path: Path) -> None:
         raise CapabilityError(
             f"{path} is a DeepSeek-V4 DSpark head, which edgespec cannot run",
             "choose a DFlash or DSpark head",
+            code="head_not_supported",
         )
 
 
@@ -336,7 +337,7 @@ class MarkovHead:
         return result
 
 
-class DFlashHead(CachedHead):
+class DFlashHead(HeadView[HeadTarget]):
     """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache entry for position p is computed from the target's hidden states at p rather than from the token
@@ -349,11 +350,13 @@ class DFlashHead(CachedHead):
     """
 
     def __init__(self, shape: BlockShape, parts: HeadParts) -> None:
-        self._shape = shape
+        options, self._shape, self._context = parts.weights.options, shape, parts.context
+        super().__init__(parts.target, parts.log, parts.release, LlamaHeadCells(parts.context, options))
         capabilities = Capabilities(
             rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
         )
-        super().__init__(parts, capabilities)
+        self.facts = describe_head(parts, capabilities)
+        self._batch_tokens = options.batch_tokens
         self._markov = MarkovHead(parts.weights.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
@@ -382,19 +385,13 @@ class DFlashHead(CachedHead):
         states = self.log.rows(start, start + count)
         self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        """See `LanguageModel.verify`. Nodes before the drafted block get the logits of its first token."""
-        self._check()
-        try:
-            check_tokens_fit(self, tree.width)
-            if first == 0:
-                self._run_block(tree)
-            depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
-            self._check_draft_length(int(depths.max()) + 1, len(self._rows))
-            return HostLogits(self._rows_after(tree.tokens[first:], depths))
-        except (BackendError, ContextFullError, CancelledError):
-            self._keep(self.length)
-            raise
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
+        """See `HeadView`. Nodes before the drafted block get the logits of its first token."""
+        if first == 0:
+            self._run_block(tree)
+        depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
+        self._check_draft_length(int(depths.max()) + 1, len(self._rows))
+        return HostLogits(self._rows_after(tree.tokens[first:], depths))
 
     def _run_block(self, tree: TokenTree) -> None:
         """Cache the known hidden states of the tree's first nodes, and run a block after them."""
@@ -436,7 +433,7 @@ class DFlashHead(CachedHead):
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
 
 
-def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
+def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
     path = head.path
     assert path is not None
@@ -467,16 +464,10 @@ def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
     return load_head_file(target, head, "dflash", "a DFlash head", make)
 
 
-def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
-
-    Args:
-        path: The head's GGUF file, or a folder with a head that will be converted to GGUF.
-        context_tokens: The size of the head's KV cache.
-
-    Raises:
-        ModelFileError: The file is missing or damaged.
-    """
+def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory of a head, which is converted to GGUF first if necessary. See `HeadNetwork`."""
+    path = head.path
+    assert path is not None
     if path.is_dir():
         files = read_dflash(path)
         config, elements = files.config, {name: math.prod(t.shape) for name, t in files.tensors.items()}
@@ -521,7 +512,7 @@ def _estimate(
     # fill the batch. Heads with smaller blocks therefore need no memory for it.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
-    return estimate_head(
+    return head_memory(
         context_tokens,
         # Add the float32 copy of `markov_w2` that `MarkovHead` makes.
         weight_bytes=weight_bytes + 4 * markov_elements,

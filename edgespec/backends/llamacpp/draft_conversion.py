@@ -73,6 +73,7 @@ def _unusable(folder: Path, problem: str) -> ModelFileError:
     return ModelFileError(
         f"the model in {folder} cannot be converted: {problem}",
         "use the folder itself with --draft, or llama.cpp's convert_hf_to_gguf.py",
+        code="model_file_not_supported",
     )
 
 

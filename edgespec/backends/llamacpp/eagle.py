@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp.head_context import EagleContext
 from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadWeights,
-    estimate_head,
+    head_memory,
     load_head_file,
     target_layers,
 )
@@ -32,13 +32,13 @@ from edgespec.model.heads.eagle_files import read_eagle
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["estimate_eagle_head", "estimate_published_head", "load_eagle_head"]
+__all__ = ["estimate_head", "load_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
-def load_eagle_head(target: HeadTarget, head: Head) -> SharedHead:
+def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load an EAGLE-3 head from a GGUF file, or an EAGLE-1 or EAGLE-2 head from a folder.
 
     See `load_head_file` and `load_eagle1_head`.
@@ -69,17 +69,17 @@ def load_eagle_head(target: HeadTarget, head: Head) -> SharedHead:
     return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
 
-def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
-
-    Raises:
-        ModelFileError: The file is missing or damaged.
-    """
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory of a head, which is converted to GGUF first if necessary. See `HeadNetwork`."""
+    path = head.path
+    assert path is not None
+    if path.is_dir():
+        return _estimate_published(path, target, context_tokens)
     header = read_header(path)
     state_size = header.architecture_number("target_hidden_size") or header.architecture_number(
         "embedding_length"
     )
-    return estimate_head(
+    return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)),
         token_bytes=read_gguf_info(path).kv_bytes,
@@ -89,15 +89,11 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
     )
 
 
-def estimate_published_head(folder: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a head in the Hugging Face layout, which is converted to GGUF if necessary.
-
-    Raises ModelFileError if the folder's files are missing or damaged.
-    """
+def _estimate_published(folder: Path, target: Path, context_tokens: int) -> MemoryEstimate:
     info = read_head_info(folder)
     if "EAGLE-1" in info.heads:
         return estimate_eagle1_head(read_eagle(folder), target, context_tokens)
-    return estimate_head(
+    return head_memory(
         context_tokens,
         weight_bytes=info.size_bytes,
         token_bytes=info.kv_bytes,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.head_trial import check_finite_logits, load_most_accurate
-from edgespec.backends.head_view import AttentionHeadView
+from edgespec.backends.head_view import AttentionCells, HeadView
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, check_sizes, head_options
@@ -34,7 +34,7 @@ from edgespec.model.heads.layer_config import invalid_settings
 from edgespec.model.heads.products import Array, Product, WeightLoader, rms_norm, silu
 from edgespec.model.heads.rotation import Rotation
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
-from edgespec.model.memory_check import check_draft_width, check_tokens_fit, check_weights_fit
+from edgespec.model.memory_check import check_weights_fit
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
@@ -111,7 +111,7 @@ class Eagle1Network:
         return self._fc(np.concatenate([embeddings, states], axis=1))
 
 
-class Eagle1Head(AttentionHeadView):
+class Eagle1Head(HeadView[BaseModel]):
     """A head that takes pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
@@ -126,8 +126,6 @@ class Eagle1Head(AttentionHeadView):
         output: Multiplies by the target's LM head.
     """
 
-    _batch_tokens = BATCH_TOKENS
-
     def __init__(
         self,
         target: BaseModel,
@@ -138,10 +136,9 @@ class Eagle1Head(AttentionHeadView):
         embed: Callable[[Sequence[int]], Array],
         output: Product,
     ) -> None:
-        super().__init__(target, log, release)
+        super().__init__(target, log, release, AttentionCells(network.attention))
         self.facts = facts
-        self._network, self._attention = network, network.attention
-        self._embed, self._output = embed, output
+        self._network, self._embed, self._output = network, embed, output
         self._keep(0)
 
     def _keep(self, length: int) -> None:
@@ -152,28 +149,21 @@ class Eagle1Head(AttentionHeadView):
     def _append(self, tokens: Sequence[int]) -> None:
         self._network.append(self._embed(tokens), self._logged_states(self.length, len(tokens)))
 
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check()
-        check_tokens_fit(self, tree.width)
-        check_draft_width(tree.width, self.facts.capabilities.max_width)
-        try:
-            self._run_tree(tree, first)
-        except BaseException:
-            self._keep(self.length)
-            raise
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
+        self._add_nodes(tree, first)
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._output(np.array(self._own_states[first:]))
         # Very large hidden states can make logits overflow. Replacing NaN and infinity makes the drafts
         # useless but valid.
         return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
-    def _run_tree(self, tree: TokenTree, first: int) -> None:
+    def _add_nodes(self, tree: TokenTree, first: int) -> None:
         """Run the tree's nodes, starting at `first`, and append the head's hidden states to `_own_states`."""
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._keep(self.length)
             # During warm-up, the root is run even though the target has not processed any tokens.
-            known = max(self.log.end - self._length, 0)
+            known = max(self.log.end - self.length, 0)
             start = self._known_nodes = sum(depth <= known for depth in tree.depths)
             self._run_nodes(tree, visible, (0, start), self._logged_states(self.length, start))
         for begin, end in tree.independent_ranges(start):
@@ -187,7 +177,7 @@ class Eagle1Head(AttentionHeadView):
         """Run the nodes [first, end), given the preceding hidden state of each."""
         self._check_not_interrupted()
         begin, end = nodes
-        places = TreeNodes(self._length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
+        places = TreeNodes(self.length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
         self._own_states.extend(self._network.run(self._embed(tree.tokens[begin:end]), states, places))
 
 
@@ -218,6 +208,7 @@ def load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
         raise CapabilityError(
             f"{folder} is an EAGLE-3 head in the Hugging Face layout",
             "convert it with `edgespec prepare head`, and pass the file with --head",
+            code="head_not_supported",
         )
     size = lib.llama_model_n_embd(weights)
     check_sizes(

@@ -68,6 +68,7 @@ class Pooling(NamedTuple):
             raise CapabilityError(
                 f"the model was trained to rank texts, not to embed them (pooling_type {self.kind})",
                 "choose a model for embeddings",
+                code="embeddings_not_supported",
             )
         position, first, last, total = 0, None, None, 0.0
         for batch in in_batches(tokens, batch_tokens, progress):

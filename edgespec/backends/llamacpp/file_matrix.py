@@ -76,7 +76,9 @@ class FileMatrix:
                 parts = [self._read_range(file, *each) for each in ranges]
         except OSError as error:
             raise ModelFileError(
-                f"{self._file} cannot be read: {error.strerror or error}", "download it again"
+                f"{self._file} cannot be read: {error.strerror or error}",
+                "download it again",
+                code="model_file_unreadable",
             ) from error
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadParts,
     HeadWeights,
-    estimate_head,
+    head_memory,
     load_head_file,
 )
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
@@ -30,11 +30,10 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.model.base import LoadOptions, Snapshot
+from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.hidden_state_log import POST_NORM
-from edgespec.model.memory_check import check_draft_width, check_tokens_fit
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.self_draft_methods import Head
@@ -45,7 +44,7 @@ __all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
+def load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
     """Load a Gemma 4 assistant for a target.
 
     Raises:
@@ -60,6 +59,7 @@ def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
         raise CapabilityError(
             f"the Gemma 4 assistant {path.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
+            code="parallel_not_supported",
         )
 
     def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
@@ -69,7 +69,7 @@ def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
         found = HeadWeights(weights, path, name, options, plan, free, path)
         return HeadFile(found, (POST_NORM,), partial(_open_context, found), _checked_view)
 
-    return load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
+    return load_head_file(target, head, ASSISTANT, "a Gemma 4 assistant", make)
 
 
 def _checked_view(parts: HeadParts) -> AssistantHead:
@@ -95,7 +95,7 @@ def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
     Raises:
         ModelFileError: The file is missing or damaged.
     """
-    return estimate_head(
+    return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)),
         token_bytes=0,
@@ -144,19 +144,7 @@ class AssistantHead(HeadView[HeadTarget]):
     def threads(self) -> int:
         return self._context.threads
 
-    def start_at(self, position: int) -> None:  # noqa: ARG002
-        self._check()
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
-        """Return an empty snapshot, because the head stores no keys and values of its own."""
-        self._check()
-        end = self.length if end is None else min(end, self.length)
-        return Snapshot(end, b"", end)
-
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check()
-        check_tokens_fit(self, tree.width)
-        check_draft_width(tree.width, self.facts.capabilities.max_width)
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
         self._own_states = self._own_states[:first]
         # Run each node in a later pass than its parent, because it takes the hidden state after the parent as
         # input.
@@ -201,6 +189,7 @@ def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> P
         raise MemoryBudgetError(
             f"the head cannot be loaded: a copy of {target.length:,} cached tokens cannot be allocated",
             "close other programs, or load the head before the first prompt",
+            code="out_of_memory",
         ) from error
     try:
         threads = threads_for(weights.handle, options)

@@ -59,6 +59,7 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         raise CapabilityError(
             f"the head {path} was made for another target: it needs {mismatch} as in {target_name}",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
 
 

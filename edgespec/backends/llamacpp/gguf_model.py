@@ -144,6 +144,7 @@ class GgufModel(BaseModel):
             raise CapabilityError(
                 f"{self.facts.name} cannot move cached keys to other positions",
                 "truncate the cache and prefill the rest again",
+                code="rollback_not_supported",
             )
         if self.cells.is_tracked:
             raise CapabilityError(
@@ -181,6 +182,7 @@ class GgufModel(BaseModel):
             raise BackendError(
                 "the saved KV cache belongs to another model or exceeds the context",
                 "process the prompt again",
+                code="state_not_restored",
             )
         for cells in self._all_cells:
             cells.length = length
@@ -229,6 +231,7 @@ class GgufModel(BaseModel):
             f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it was not"
             " prepared for that",
             f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
+            code="early_exit_not_supported",
         )
 
     def _head(self, method: Head) -> SelfDraftView[Any]:  # noqa: ARG002
@@ -236,6 +239,7 @@ class GgufModel(BaseModel):
             f"{self.facts.name} cannot use a head, because it was prepared for early exit, and its lower and"
             " upper layers run separately",
             "load the original model file, or use --head none",
+            code="head_not_supported",
         )
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:

@@ -1,4 +1,4 @@
-"""Base classes for heads with their own KV cache."""
+"""Run heads that take pairs of a token and a hidden state, and keep the KV caches of heads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_view import CachedHeadView
-from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass
-from edgespec.backends.llamacpp.head_loading import HeadParts
+from edgespec.backends.head_view import HeadCells, HeadView
+from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, PairContext
+from edgespec.backends.llamacpp.head_loading import HeadParts, HeadSlot
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
@@ -19,129 +19,145 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError
-from edgespec.model.memory_check import check_draft_width, check_tokens_fit
-from edgespec.model.model_facts import Capabilities
+from edgespec.errors import BackendError, MemoryBudgetError
+from edgespec.model.base import LoadOptions
+from edgespec.model.model_facts import Capabilities, ModelFacts
 
-__all__ = ["CachedHead", "PairHead"]
+__all__ = ["LlamaHeadCells", "PairHead", "describe_head"]
 
 
-class CachedHead(CachedHeadView[HeadTarget]):
-    """A head with its own KV cache that llama.cpp runs.
+class LlamaHeadCells(HeadCells):
+    """The KV cache of a head that llama.cpp runs.
 
-    Args:
-        parts: The weights, the target and the context.
-        capabilities: What the head can draft.
+    Attributes:
+        context: The context that runs the head.
+        kv: The cells of the committed tokens and of the draft tree.
     """
 
-    def __init__(self, parts: HeadParts, capabilities: Capabilities) -> None:
-        target, context, weights = parts.target, parts.context, parts.weights
-        super().__init__(target, parts.log, parts.release)
-        self._options, self._context = weights.options, context
-        self._batch_tokens = weights.options.batch_tokens
+    def __init__(self, context: HeadContext | HeadSlot, options: LoadOptions) -> None:
         context.clear()  # A slot can hold the tokens of a closed view.
-        self._cells = KvCells(context, weights.options.max_branches)
-        result = ProbeResult(capabilities, "in place")
-        facts = describe(
-            weights.handle,
-            str(weights.path),
-            weights.name,
-            weights.max_plan.share,
-            self.vocabulary,
-            result,
-        )
-        self.facts = replace(
-            facts,
-            context_tokens=context.plan.tokens,
-            kv_bytes=context.plan.kv_bytes,
-            vocab_size=self.vocabulary.size,
-            notice="",
-        )
-
-    @property
-    def length(self) -> int:
-        return self._cells.length
-
-    @property
-    def free_tokens(self) -> int:
-        return max(0, self._context.tokens - self.length)
+        self.context, self._options = context, options
+        self.kv = KvCells(context, options.max_branches)
 
     @property
     def threads(self) -> int:
-        return self._context.threads
+        return self.context.threads
 
     @property
-    def _first_cached(self) -> int:
-        first = self._context.first_position
+    def length(self) -> int:
+        return self.kv.length
+
+    @property
+    def start(self) -> int:
+        first = self.context.first_position
         return self.length if first is None else first
 
-    def _restart(self, position: int) -> None:
-        self._context.clear()
-        self._keep(position)
+    def restart(self, position: int) -> None:  # noqa: ARG002
+        self.context.clear()
 
-    def _export(self, start: int, end: int) -> bytes:
-        return export_text(self._context, start, end)
+    def truncate(self, length: int) -> None:
+        self.kv.truncate(length)
 
-    def _import(self, start: int, end: int, data: bytes) -> bool:
-        return end <= self._context.tokens and import_text(self._context, memoryview(data), start, end)
+    def export(self, start: int, end: int) -> bytes:
+        return export_text(self.context, start, end)
 
-    def _keep(self, length: int) -> None:
-        super()._keep(length)
-        self._cells.truncate(length)
+    def append_exported(self, start: int, end: int, data: bytes) -> bool:
+        return end <= self.context.tokens and import_text(self.context, memoryview(data), start, end)
 
-    def resized(self) -> None:
+    def capacity(self, context_tokens: int) -> int:  # noqa: ARG002
+        return self.context.tokens
+
+    def resized(self, facts: ModelFacts, context_tokens: int) -> ModelFacts:
         """Resize the head's context to match the target's, or keep its size if memory is short."""
-        tokens, context = self._target.facts.context_tokens, self._context
+        context = self.context
         assert isinstance(context, HeadContext)  # The size of a slot never changes.
-        if not tokens:
+        if not context_tokens:
             # The target lost its KV cache, so free the head's as well until the target's is reallocated.
-            self._cells.length = 0
+            self.kv.length = 0
             context.release()
-            return
+            return facts
         before = context.plan
-        plan = before.with_tokens(tokens)
+        plan = before.with_tokens(context_tokens)
         try:
-            check_resize_fits([before], [plan], self.facts.weight_bytes, self._options)
+            check_resize_fits([before], [plan], facts.weight_bytes, self._options)
         except MemoryBudgetError:
             plan = before
         try:
-            self._keep(min(self.length, plan.tokens))
+            self.truncate(min(self.length, plan.tokens))
             rebuild_context(context, plan, self.length)
         except (MemoryBudgetError, BackendError):
-            self._cells.length = 0
-        self.facts = replace(self.facts, context_tokens=context.plan.tokens, kv_bytes=context.plan.kv_bytes)
+            self.kv.length = 0
+        return replace(facts, context_tokens=context.plan.tokens, kv_bytes=context.plan.kv_bytes)
 
     def interrupt(self, enabled: bool) -> None:
-        self._context.set_interrupt(enabled)
+        self.context.set_interrupt(enabled)
 
 
-class PairHead(CachedHead):
+def describe_head(parts: HeadParts, capabilities: Capabilities) -> ModelFacts:
+    """Return the facts of a head with its own KV cache."""
+    weights, plan, vocabulary = parts.weights, parts.context.plan, parts.target.vocabulary
+    result = ProbeResult(capabilities, "in place")
+    share = weights.max_plan.share
+    facts = describe(weights.handle, str(weights.path), weights.name, share, vocabulary, result)
+    return replace(
+        facts,
+        context_tokens=plan.tokens,
+        kv_bytes=plan.kv_bytes,
+        vocab_size=vocabulary.size,
+        notice="",
+    )
+
+
+class PairHead(HeadView[HeadTarget]):
     """A head that takes pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
     state yet, so the head uses its own hidden state instead. After verification, `commit` removes the KV
     cells of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
+    A head can be a chain of layers, each trained to predict one token further ahead than the previous one.
+    The first layer predicts the children of the draft tree's root, the second predicts their children, and so
+    on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so each one
+    processes every token.
+
     Args:
         parts: The weights, the target and the context.
         encodes: Whether the head has an encoder that combines the inputs of several target layers.
+        layers: Number of layers in the chain. 1 if the head is no chain.
     """
 
-    def __init__(self, parts: HeadParts, encodes: bool = False) -> None:
+    _cells: LlamaHeadCells
+    # Index of the layer of a chain that runs the current level of the draft tree.
+    _layer = 0
+
+    def __init__(self, parts: HeadParts, encodes: bool = False, layers: int = 1) -> None:
+        options = parts.weights.options
+        super().__init__(parts.target, parts.log, parts.release, LlamaHeadCells(parts.context, options))
         capabilities = Capabilities(
             rollback=True,
             tree=parts.target.facts.capabilities.tree,
             max_width=parts.context.max_width,
-            max_branches=parts.weights.options.max_branches,
+            max_branches=options.max_branches,
         )
-        super().__init__(parts, capabilities)
-        self._encodes = encodes
+        self.facts = describe_head(parts, capabilities)
+        self._batch_tokens = options.batch_tokens
+        self._context, self._encodes, self._layers = parts.context, encodes, layers
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: list[NDArray[np.float32]] = []
 
     def _append(self, tokens: Sequence[int]) -> None:
-        states = self._target_states(self.length, len(tokens))
-        self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
+        for layer in range(self._layers):
+            if self._layers > 1:
+                # Free these tokens' KV cells, so that every layer uses the same cell for a given token.
+                self._cells.truncate(self.length)
+                self._select(layer)
+            states = self._target_states(self.length, len(tokens))
+            self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
+
+    def _select(self, layer: int) -> None:
+        """Select the layer of a chain that later passes run."""
+        assert isinstance(self._context, PairContext)
+        self._context.select_mtp_layer(layer)
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
         """Return the head's input states for `count` tokens, one per token, starting at position `start`."""
@@ -150,26 +166,25 @@ class PairHead(CachedHead):
             return states
         return self._context.compute(HeadPass.chain("encode", [0] * count, states, start)).states
 
-    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check()
-        try:
-            check_tokens_fit(self, tree.width)
-            check_draft_width(tree.width, self.facts.capabilities.max_width)
-            if first == 0:
-                self._cells.end_round()
-                self._own_states = []
-            return HostLogits(self._run_tree(tree, first))
-        except (BackendError, ContextFullError, CancelledError):
-            self._cells.end_round()
-            raise
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
+        if first == 0:
+            self._cells.kv.end_round()
+            self._own_states = []
+        begin = self._begin_level(first) if self._layers > 1 else first
+        positions, sequences = self._cells.kv.place_tree(tree, begin)
+        states = self._states_before(tree, begin, positions)
+        rows = self._context.compute(HeadPass("draft", tree.tokens[begin:], states, positions, sequences))
+        self._own_states.extend(rows.states[first - begin :])
+        return HostLogits(rows.logits[first - begin :])
 
-    def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run a tree's nodes, starting at `first`, store their hidden states, and return their logits."""
-        positions, sequences = self._cells.place_tree(tree, first)
-        states = self._states_before(tree, first, positions)
-        rows = self._context.compute(HeadPass("draft", tree.tokens[first:], states, positions, sequences))
-        self._own_states.extend(rows.states)
-        return rows.logits
+    def _begin_level(self, first: int) -> int:
+        """Select the layer for the nodes from `first` on, and return the first node that it must run."""
+        before, self._layer = self._layer, min(self._layer + 1, self._layers - 1) if first else 0
+        self._select(self._layer)
+        if first == 0 or self._layer == before:
+            return first
+        self._cells.kv.end_round()
+        return 0
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
         """Return input states for the nodes from `first` on: the target's if known, else the head's own."""
@@ -181,9 +196,8 @@ class PairHead(CachedHead):
         own = [self._own_states[tree.parents[first + node]] for node in range(known, len(positions))]
         return np.array([*(self._target_states(positions[0], known) if known else ()), *own])
 
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep only the KV cells that were computed from the target's hidden states."""
-        self._check()
-        if self._known_nodes:
-            self._cells.commit(tuple(range(1, self._known_nodes)))
-        self._keep(self.length)
+    def commit(self, path: tuple[int, ...]) -> None:
+        if self._layers > 1:
+            # Not every layer has run these nodes, so the next prefill reruns them.
+            self._known_nodes = 0
+        super().commit(path)

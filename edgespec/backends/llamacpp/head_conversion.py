@@ -106,6 +106,7 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
         raise ModelFileError(
             f"the head in {folder} needs no conversion, because it is an EAGLE-1 or EAGLE-2 head",
             f"use the folder itself: --head {shlex.quote(str(folder))}",
+            code="wrong_file",
         )
     if unknown:
         problem = f"llama.cpp does not support the tensor {unknown[0]}"
@@ -117,7 +118,9 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
     else:
         return choices[0]
     raise ModelFileError(
-        f"the head in {folder} cannot be converted: {problem}", "choose an EAGLE-3 head for this target"
+        f"the head in {folder} cannot be converted: {problem}",
+        "choose an EAGLE-3 head for this target",
+        code="model_file_not_supported",
     )
 
 
@@ -148,6 +151,7 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
         raise ModelFileError(
             f"the head in {folder} cannot be converted: {problem}",
             "choose a DFlash or DSpark head for this target",
+            code="model_file_not_supported",
         )
     tensors = ((_gguf_name(name), tensor.read()) for name, tensor in head.tensors.items())
     add_settings = partial(_add_dflash_settings, config=head.config)

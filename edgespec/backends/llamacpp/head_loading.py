@@ -36,7 +36,7 @@ __all__ = [
     "HeadParts",
     "HeadWeights",
     "check_sizes",
-    "estimate_head",
+    "head_memory",
     "head_options",
     "load_head_file",
     "target_layers",
@@ -164,6 +164,7 @@ class SharedHeadContext(SharedContext):
             raise CapabilityError(
                 f"{name} cannot draft for several replies at once, because it has sliding-window attention",
                 "omit --parallel, or choose another method, such as suffix",
+                code="parallel_not_supported",
             )
         # `HeadFile` frees the weights.
         super().__init__(context, lambda: None)
@@ -211,7 +212,7 @@ def head_options(target: HeadTarget) -> LoadOptions:
         batch_tokens=BATCH_TOKENS,
         max_logit_rows=BATCH_TOKENS,
         kv_type="auto",
-        mtp=True,
+        own_head=True,
     )
 
 
@@ -247,6 +248,7 @@ def load_head_file(
             raise CapabilityError(
                 f"{shown} is not {kind}, but a model with the architecture {shorten(found)!r}",
                 "pass a head with --head, and draft models with --draft",
+                code="wrong_file",
             )
         own_size = vocabulary_size(target.weights[0])
         check_sizes(target, shown, [("a vocabulary", own_size, vocabulary_size(weights))])
@@ -300,6 +302,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
             f"the head {path} was made for another target: it reads the layers {layers}, but"
             f" {target.facts.name} has {count} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     return layers
 
@@ -319,10 +322,11 @@ def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, 
                 f"the head {path} was made for another target: it needs {what} of size {needed:,}, not"
                 f" {own:,} as in {target.facts.name}",
                 "choose the head that was published for this target",
+                code="head_mismatch",
             )
 
 
-def estimate_head(
+def head_memory(
     context_tokens: int,
     *,
     weight_bytes: int,

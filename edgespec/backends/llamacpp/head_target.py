@@ -18,6 +18,7 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.base_model import BaseModel, SelfDraftView
 from edgespec.model.hidden_state_log import HiddenStateLog
 from edgespec.model.optional_features import HiddenStateSource
+from edgespec.model.registry import format_of
 from edgespec.model.self_draft_methods import Head
 
 __all__ = ["HeadTarget", "SharedHead", "SharedHeads"]
@@ -45,20 +46,16 @@ class SharedHeads:
     """The heads of a target. Opening the first view of a head loads it, and closing the last one frees it.
 
     Only the thread that loads and closes models uses this class.
-
-    Args:
-        load: Loads a head for a target.
     """
 
-    def __init__(self, load: Callable[[HeadTarget, Head], SharedHead]) -> None:
-        self._load = load
+    def __init__(self) -> None:
         # The loaded heads, with one object per open view.
         self._loaded: dict[Head, tuple[SharedHead, set[object]]] = {}
 
     def view(self, target: HeadTarget, head: Head) -> SelfDraftView[Any]:
         """Return a view of a head for one reply. Raises the errors of loading the head."""
         if head not in self._loaded:
-            self._loaded[head] = self._load(target, head), set()
+            self._loaded[head] = format_of("gguf").load_head(target, head), set()
         (loaded, views), own = self._loaded[head], object()
         views.add(own)
 
@@ -154,5 +151,6 @@ class HeadTarget(BaseModel, HiddenStateSource):
                 f"{self.facts.name} does not support heads for the method {head.method}, because of its"
                 f" architecture {self.facts.architecture!r} or this version of llama.cpp",
                 "choose another method, such as model or suffix",
+                code="head_not_supported",
             )
         return self._heads.view(self, head)

@@ -62,7 +62,9 @@ def check_headers(files: Iterable[Path]) -> None:
             status = part.stat()
         except OSError as error:
             raise ModelFileError(
-                f"{part} cannot be read: {error.strerror or error}", "check the path and its permissions"
+                f"{part} cannot be read: {error.strerror or error}",
+                "check the path and its permissions",
+                code="model_file_unreadable",
             ) from error
         _check(part, status.st_size, status.st_mtime_ns)
 

@@ -98,6 +98,7 @@ class KvCells:
             raise CapabilityError(
                 f"the draft tree exceeds the limit of {self._max_branches} branches",
                 "raise the limit with --draft-branches",
+                code="draft_too_wide",
             )
         # Ancestors in the current batch have no KV cells to share yet, so add them to the new sequence here.
         while parent >= first:

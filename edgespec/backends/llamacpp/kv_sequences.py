@@ -75,6 +75,7 @@ class KvSequences:
             raise ContextFullError(
                 "the context has no KV cache because the system ran out of memory",
                 "close other programs and send the message again",
+                code="out_of_memory",
             )
 
     @property

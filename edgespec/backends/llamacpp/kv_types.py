@@ -89,6 +89,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
             f"kv_type {types.text!r} has two types, but this model stores keys and values as one vector",
             f"use --kv-type {types.keys} or --kv-type auto",
             option="kv_type",
+            code="option_not_supported",
         )
     return types
 

@@ -53,7 +53,7 @@ from edgespec.model.formats.layerskip_files import (
 )
 from edgespec.model.memory_check import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import LowBit
+from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["LayerSkipModel", "hidden_states", "load_layerskip"]
 
@@ -130,7 +130,7 @@ class LayerSkipModel(GgufModel):
             super().__init__([lower, upper], [below, above], cells, max_plans[0], options)
             file_bytes = sum((Path(folder) / file).stat().st_size for file in FILES)
             facts = describe(lower, folder, name, max_plans[0], self.vocabulary, result, file_bytes)
-            capabilities = replace(result.capabilities, self_draft_methods=frozenset({"layerskip"}))
+            capabilities = replace(result.capabilities, self_draft_methods=frozenset({EarlyExit.method}))
             self.facts: ModelFacts = replace(
                 facts,
                 description=metadata(lower, DESCRIPTION_KEY) or facts.description,
@@ -146,7 +146,9 @@ class LayerSkipModel(GgufModel):
             self.prefill([0, 0])
             try:
                 self.export_cells(0, 2)
-                capabilities = replace(capabilities, self_draft_methods=frozenset({"layerskip", "lowbit"}))
+                capabilities = replace(
+                    capabilities, self_draft_methods=frozenset({EarlyExit.method, LowBit.method})
+                )
                 self.facts = replace(self.facts, capabilities=capabilities)
             except CapabilityError as error:
                 self.low_bit_error = error
@@ -186,11 +188,12 @@ class LayerSkipModel(GgufModel):
         return load_low_bit_view(self, method)
 
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
-        self.check_can_draft("layerskip")
+        self.check_can_draft(EarlyExit.method)
         if exit_layer != self.exit_layer:
             raise CapabilityError(
                 f"{self.facts.name} was loaded for exit layer {self.exit_layer}, not {exit_layer}",
                 f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
+                code="early_exit_not_supported",
             )
         return EarlyExitView(self)
 
@@ -317,7 +320,11 @@ def _check_supported(weights: Any, name: str) -> None:
     elif library().llama_model_rope_type(weights) not in _SINGLE_POSITION_ROPES:
         reason = "it uses more than one position per token"
     if reason:
-        raise ModelFileError(f"{name} does not support layerskip: {reason}", "load the original model file")
+        raise ModelFileError(
+            f"{name} does not support layerskip: {reason}",
+            "load the original model file",
+            code="model_file_not_supported",
+        )
 
 
 def hidden_states(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from edgespec.backends.llamacpp.context_plan import ContextPlan
@@ -17,7 +18,15 @@ from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
+from edgespec.backends.llamacpp.weight_stream import (
+    WeightStream,
+    can_stream,
+    file_mappings,
+    saved_bytes,
+    spread_evenly,
+    streamable_layers,
+)
+from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
 from edgespec.model.base import LoadOptions, Progress, Vocabulary
 from edgespec.model.formats.file_quirks import explain_refusal
 from edgespec.model.formats.gguf_files import gguf_files
@@ -25,12 +34,14 @@ from edgespec.model.formats.gguf_header import GgufHeader, read_header
 from edgespec.model.memory_check import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.system.cores import usable_cores
-from edgespec.system.files import file_state
+from edgespec.system.files import cache_folder, file_state, make_private_folder
 
 __all__ = [
     "check_file",
     "default_threads",
     "describe",
+    "free_weights",
+    "load_all",
     "load_files",
     "load_skeleton",
     "load_vocabulary",
@@ -38,6 +49,7 @@ __all__ = [
     "model_params",
     "repacks_weights",
     "threads_for",
+    "with_more_memory",
 ]
 
 # A GGUF file, the first file of a multi-part model, or a list of all its files if their names are
@@ -75,6 +87,76 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     return load_files(path, name, options, progress)
 
 
+def load_all(
+    path: str, name: str, options: LoadOptions, progress: Progress | None
+) -> tuple[Any, WeightStream | None]:
+    """Load the weights of a GGUF model, of which `options.streamed_layers` layers are read in every pass.
+
+    Returns:
+        A llama_model handle, and the stream that reads these layers. The caller must release both with
+        `free_weights`. Without streamed layers, there is no stream.
+
+    Raises:
+        CapabilityError: The model cannot be streamed.
+        MemoryBudgetError: The weights to keep exceed the memory budget.
+        EdgespecError: See `load_weights` for the other errors.
+    """
+    if not options.streamed_layers:
+        return load_weights(path, name, options, progress), None
+    layers = streamable_layers(Path(path))
+    streamed = spread_evenly(layers, min(options.streamed_layers, len(layers)))
+    if not can_stream() or not streamed:
+        raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
+    check_weights_fit(name, check_file(path) - saved_bytes(streamed), options)
+    files = gguf_files(Path(path))
+    with _without_weights(files) as copies:
+        before = file_mappings(copies)
+        mapped = replace(options, mmap=True, mlock=False, repack=False)
+        weights = load_files([str(copy) for copy in copies], name, mapped, progress)
+        found = sorted(file_mappings(copies) - before)
+    try:
+        return weights, WeightStream(files, found, streamed, progress)
+    except BaseException:
+        library().llama_model_free(weights)
+        raise
+
+
+def free_weights(weights: Any, stream: WeightStream | None) -> None:
+    """Free what `load_all` returned."""
+    if stream:
+        stream.close()
+    library().llama_model_free(weights)
+
+
+def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
+    """Raise the memory limit by the size of the weights that take up no memory, because they are streamed."""
+    if stream is None or options.memory_bytes is None:
+        return options
+    return replace(options, memory_bytes=options.memory_bytes + stream.saved_bytes)
+
+
+@contextmanager
+def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
+    """Create copies of GGUF files with holes in place of the weights. If that fails, return the files.
+
+    llama.cpp reads all of a file when it maps it, which takes long if the file is larger than memory.
+    """
+    with ExitStack() as undo:
+        copies: Sequence[Path] = files
+        with suppress(OSError):
+            make_private_folder(cache_folder())
+            folder = Path(undo.enter_context(TemporaryDirectory(dir=cache_folder())))
+            copies = [_without_data(file, folder / f"{number}.gguf") for number, file in enumerate(files)]
+        yield copies
+
+
+def _without_data(file: Path, copy: Path) -> Path:
+    with file.open("rb") as source, copy.open("wb") as target:
+        target.write(source.read(read_header(file).size_bytes))
+        target.truncate(file.stat().st_size)
+    return copy
+
+
 def load_files(
     paths: Paths,
     name: str,
@@ -93,7 +175,7 @@ def load_files(
     if place is not None:
         place(params)
     params.use_extra_bufts &= repack and options.repack
-    params.load_mtp = options.mtp
+    params.load_mtp = options.own_head
     lib = library()
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,
@@ -209,12 +291,13 @@ def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFile
         return MemoryBudgetError(
             f"{size:,} bytes of memory for {path} cannot be allocated",
             "close other programs, choose a smaller quantisation, or reduce --gpu-layers",
+            code="out_of_memory",
         )
     headers: list[GgufHeader] = []
     with suppress(ModelFileError):
         headers += map(read_header, files)
     if refusal := explain_refusal(text, headers):
-        return ModelFileError(f"{path} {refusal.what}", refusal.next_step)
+        return ModelFileError(f"{path} {refusal.what}", refusal.next_step, code="model_file_not_supported")
     detail = lines[0] if lines else "llama.cpp reported no reason"
     return ModelFileError(
         f"{path} ({size:,} bytes) could not be loaded: {detail}", "check the file or download it again"

@@ -74,6 +74,7 @@ def check_can_share_cache(path: Path) -> None:
             raise CapabilityError(
                 f"{path.name} does not support the method lowbit, because it has recurrent layers",
                 "use a method that needs no copy of the model, such as suffix",
+                code="lowbit_not_supported",
             )
     finally:
         library().llama_model_free(model)
@@ -85,15 +86,17 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         raise CapabilityError(
             f"no low-bit copy of {target.facts.name} was specified",
             "create one with `edgespec prepare lowbit`",
+            code="lowbit_not_supported",
         )
     if target.low_bit_error is not None:
         raise target.low_bit_error
-    target.check_can_draft("lowbit")
-    if "lowbit" not in target.facts.capabilities.self_draft_methods:
+    target.check_can_draft(LowBit.method)
+    if LowBit.method not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} does not support lowbit:"
             f" {target.facts.capabilities.reason or 'its KV cells cannot be copied'}",
             "choose another method",
+            code="lowbit_not_supported",
         )
     options = replace(target.options, adapters=())
     if options.memory_bytes is not None:
@@ -118,6 +121,7 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
                 f"{path} is not a copy of the target: its {key} is {other.get(key)},"
                 f" but the target's is {target.get(key)}",
                 "make a copy of the target with `edgespec prepare lowbit`",
+                code="model_mismatch",
             )
 
 
@@ -236,6 +240,7 @@ class LowBitView(SelfDraftView[GgufModel]):
             raise CapabilityError(
                 f"the low-bit copy cannot use the KV cells of {target.facts.name}",
                 "recreate the copy with `edgespec prepare lowbit`",
+                code="lowbit_not_supported",
             )
         self._cells.truncate(0)
 

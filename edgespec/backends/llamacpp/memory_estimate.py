@@ -39,6 +39,13 @@ from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
+from edgespec.backends.llamacpp.weight_stream import (
+    LayerRanges,
+    can_stream,
+    saved_bytes,
+    spread_evenly,
+    streamable_layers,
+)
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.layerskip_files import PARTS, SHARED_BYTES_KEY
@@ -127,6 +134,7 @@ class GgufMemoryEstimator:
         self.why_not_shared = "it was prepared for early exit" if split else why_not_shared(weights)
         self._part_layers = [lib.llama_model_n_layer(part) * has_own_memory() for part in self._weights]
         self.layers: int = max(self._part_layers)
+        self._streamable: list[LayerRanges] | None = None
         # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
         # repacking the weights.
         can_share = split and not any(repacks_weights(files, None) for files in self._files)
@@ -134,6 +142,18 @@ class GgufMemoryEstimator:
         self._states: States | None = None
         # Multi-token prediction layers count towards the head's memory, not the model's.
         self._unloaded_bytes = 0 if split else unloaded_bytes(Path(path))
+
+    @property
+    def streamable_layers(self) -> int:
+        return len(self._streamable_layers())
+
+    def _streamable_layers(self) -> Sequence[LayerRanges]:
+        if self._streamable is None:
+            self._streamable = [] if self._split or not can_stream() else streamable_layers(Path(self._path))
+        return self._streamable
+
+    def streamed_bytes(self, layers: int) -> int:
+        return sum(layer.size_bytes for layer in spread_evenly(self._streamable_layers(), layers))
 
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
@@ -169,6 +189,8 @@ class GgufMemoryEstimator:
             return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
         weight_bytes += adapter_bytes(options.adapters)
+        if options.streamed_layers:
+            weight_bytes -= saved_bytes(spread_evenly(self._streamable_layers(), options.streamed_layers))
         if options.mmap and not options.mlock and in_main_memory(options):
             weight_bytes -= self._shared_bytes
         parts = (
@@ -191,7 +213,9 @@ class GgufMemoryEstimator:
         weights = self._weights[0]
         if plan.recurrent:
             raise CapabilityError(
-                f"{self.name} has recurrent layers, which workers do not support", "omit --workers"
+                f"{self.name} has recurrent layers, which workers do not support",
+                "omit --workers",
+                code="workers_not_supported",
             )
         without_logits = self._compute_without_logits(plan, options)
         placed = place_layers(

@@ -79,6 +79,7 @@ def merge_kv(
         raise CapabilityError(
             f"the KV cells of {name}'s lower and upper layers cannot be merged: {error}",
             "load the original model file to use lowbit, or choose another method",
+            code="lowbit_not_supported",
         ) from error
 
 

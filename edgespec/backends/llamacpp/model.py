@@ -16,17 +16,16 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
-from edgespec.backends.llamacpp.head_kinds import load_head
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.loading import describe, free_weights, load_all, threads_for, with_more_memory
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
-from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
+from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
@@ -55,11 +54,11 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     if options.kv_type != "auto":
         # Report an invalid `--kv-type` before loading the model, which can take minutes.
         parse_kv_types(options.kv_type)
-    weights = load_weights(path, name, options, progress)
+    weights, stream = load_all(path, name, options, progress)
     try:
-        model = LlamaCppModel(weights, path, name, options)
+        model = LlamaCppModel(weights, path, name, options, stream)
     except BaseException:
-        library().llama_model_free(weights)
+        free_weights(weights, stream)
         raise
     result = model.probe_result
     return ReplayModel(model, result.capabilities.reason, result.undo_tokens) if result.replays else model
@@ -72,14 +71,21 @@ class LlamaCppModel(GgufModel, HeadTarget):
     instead of branches.
     """
 
-    def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
+    def __init__(
+        self, weights: Any, path: str, name: str, options: LoadOptions, stream: WeightStream | None = None
+    ) -> None:
         if not vocabulary_size(weights):
-            raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
-        max_plan = plan_context(weights, options)
+            raise ModelFileError(
+                f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
+            )
+        max_plan = plan_context(weights, with_more_memory(options, stream))
         plan = initial_plan(weights, max_plan, options)
         self._adapters = LoraAdapters(weights, options.adapters)
         self._pooling = Pooling.of(weights)
-        context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=self._adapters)
+        self._stream = stream
+        context = LlamaContext(
+            *(weights, options, plan, threads_for(weights, options)), adapters=self._adapters, stream=stream
+        )
         try:
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
@@ -88,7 +94,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
             self.facts: ModelFacts = replace(
                 facts,
                 weight_bytes=facts.weight_bytes
-                - (0 if options.mtp else unloaded_bytes(Path(path)))
+                - (stream.saved_bytes if stream else 0)
+                - (0 if options.own_head else unloaded_bytes(Path(path)))
                 + adapter_bytes(options.adapters),
                 context_tokens=plan.tokens,
                 kv_bytes=plan.kv_bytes,
@@ -99,7 +106,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
             context.close()
             raise
         self._checkpoints = open_checkpoints(context)
-        self._heads, self._tree_states = SharedHeads(load_head), []
+        self._heads, self._tree_states = SharedHeads(), []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
 
@@ -188,6 +195,11 @@ class LlamaCppModel(GgufModel, HeadTarget):
     @property
     def context(self) -> LlamaContext:
         return self._context
+
+    def close(self) -> None:
+        if self._stream:
+            self._stream.close()
+        super().close()
 
     def _tap_states(self) -> None:
         self._context.tap_states(self.logs.states)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.gemma4_assistant import estimate_assistant, load_assistant
 from edgespec.backends.llamacpp.gemma4_assistant_files import is_assistant
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
+from edgespec.backends.llamacpp.head_context import PairContext
 from edgespec.backends.llamacpp.head_loading import (
     HeadFile,
     HeadParts,
     HeadWeights,
     check_sizes,
-    estimate_head,
+    head_memory,
     head_options,
     load_head_file,
 )
@@ -32,20 +29,19 @@ from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["ChainedMtpHead", "estimate_mtp_head", "load_mtp_head"]
+__all__ = ["estimate_head", "load_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 4
 _F16 = KvTypes("f16", "f16")
 
 
-def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
+def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
 
     Raises:
@@ -58,10 +54,11 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers separately from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
+            code="head_not_supported",
         )
     path = head.path
     if path is not None and is_assistant(path):
-        return load_assistant(target, path)
+        return load_assistant(target, head, path)
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
     if layers.count > 1 and target.options.parallel > 1:
@@ -69,6 +66,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         raise CapabilityError(
             f"the {layers.count} MTP layers of {file.name} cannot draft for several replies at once",
             "omit --parallel, or choose another method, such as suffix",
+            code="parallel_not_supported",
         )
 
     def make(weights: Any, options: LoadOptions, name: str, free: Callable[[], None]) -> HeadFile:
@@ -82,7 +80,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
             )
 
         def make_view(parts: HeadParts) -> PairHead:
-            view = ChainedMtpHead(layers.count, parts) if layers.count > 1 else PairHead(parts)
+            view = PairHead(parts, layers=layers.count)
             if path is None:
                 # `weights` covers the whole target, not just its MTP layers.
                 view.facts = replace(view.facts, weight_bytes=layers.weight_bytes)
@@ -92,10 +90,11 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
         return HeadFile(found, states, open_context, make_view)
 
     if path is None:
-        if not target.options.mtp:
+        if not target.options.own_head:
             raise CapabilityError(
                 f"{target.facts.name} was loaded without its MTP layers",
-                "load the model with --method mtp (in Python, use the option `method` or `methods`)",
+                f"load the model with --method {head.method} (in Python: the option `method` or `methods`)",
+                code="mtp_missing",
             )
         name = f"the MTP layers of {target.facts.name}"
         return make(target.weights[0], head_options(target), name, lambda: None)
@@ -109,22 +108,13 @@ def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
     return load_head_file(target, head, target.facts.architecture, "a file with MTP layers", make_from_file)
 
 
-def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of MTP layers, including the hidden-state log that they read.
-
-    Args:
-        path: The file with the MTP layers. None means the target's own file.
-        target: The target's file.
-        context_tokens: Size of the KV cache in tokens.
-
-    Raises:
-        CapabilityError: The file has no MTP layers that llama.cpp can run.
-        ModelFileError: The file is missing or damaged.
-    """
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory of MTP layers. See `HeadNetwork`."""
+    path = head.path
     if path is not None and is_assistant(path):
         return estimate_assistant(path, context_tokens)
     layers = read_mtp_layers(path or target)
-    return estimate_head(
+    return head_memory(
         context_tokens,
         weight_bytes=check_file(str(path)) if path else layers.weight_bytes,
         token_bytes=layers.token_bytes,
@@ -148,49 +138,3 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
         rows=max(options.batch_tokens, sequences),
         slots=slots,
     )
-
-
-class ChainedMtpHead(PairHead):
-    """A chain of MTP layers, each trained to predict one token further ahead than the previous one.
-
-    The first layer predicts the children of the draft tree's root, the second predicts their children, and so
-    on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so each one
-    processes every token.
-
-    Args:
-        layers: Number of layers.
-        parts: The weights, the target and the context.
-    """
-
-    _context: PairContext
-
-    # Index of the MTP layer that runs the current level of the draft tree.
-    _layer = 0
-
-    def __init__(self, layers: int, parts: HeadParts) -> None:
-        super().__init__(parts)
-        self._count = layers
-
-    def _append(self, tokens: Sequence[int]) -> None:
-        for layer in range(self._count):
-            # Free these tokens' KV cells, so that every layer uses the same cell for a given token.
-            self._cells.truncate(self.length)
-            self._context.select_mtp_layer(layer)
-            super()._append(tokens)
-
-    def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        before, self._layer = self._layer, min(self._layer + 1, self._count - 1) if first else 0
-        self._context.select_mtp_layer(self._layer)
-        if first == 0 or self._layer == before:
-            return super()._run_tree(tree, first)
-        self._cells.end_round()
-        positions, sequences = self._cells.place_tree(tree, 0)
-        states = self._states_before(tree, 0, positions)
-        rows = self._context.compute(HeadPass("draft", tree.tokens, states, positions, sequences))
-        self._own_states.extend(rows.states[first:])
-        return rows.logits[first:]
-
-    def commit(self, path: tuple[int, ...]) -> None:
-        """Remove the KV cells of all nodes. The next prefill reruns the accepted tokens with every layer."""
-        self._known_nodes = 0
-        super().commit(path)

@@ -129,12 +129,14 @@ def read_mtp_layers(path: Path) -> MtpLayers:
             f"edgespec cannot draft with the {count} MTP layer{'s' if count > 1 else ''} of"
             f" {path.name}, whose architecture is {shorten(header.architecture)!r}",
             "choose another method",
+            code="head_not_supported",
         )
     # Check the tensors too, because many files still list MTP layers that were removed in conversion.
     if graph is None or not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
             f"{path.name} contains no layers for multi-token prediction (MTP)",
             "use a GGUF file that was converted with its MTP layers, or choose another method",
+            code="mtp_missing",
         )
     layers = range(blocks - count, blocks)
     if count >= blocks:
@@ -147,6 +149,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
             f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
             " attention layers",
             "choose another method",
+            code="head_not_supported",
         )
     _check_streams(path, header, layers, graph)
     for layer in layers:
@@ -200,6 +203,7 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
             f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
             " attention layers or experts, or because they read hidden states of another size",
             "choose another method",
+            code="head_not_supported",
         )
 
 
@@ -259,6 +263,7 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
                 f"the head {path} was made for another target: its {key} is {_shown(has)}, but"
                 f" {_shown(needs)} in {target_name}",
                 "choose the head that was published for this target",
+                code="head_mismatch",
             )
 
 

@@ -76,6 +76,7 @@ def use_threads() -> None:
             " so in a forked child of this process",
             "start the child process before you load a model, use multiprocessing's `spawn` method, or load"
             " the model with threads=1",
+            code="process_forked",
         )
 
 

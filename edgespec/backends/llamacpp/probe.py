@@ -10,16 +10,14 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.checkpoints import open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.errors import BackendError, ModelFileError
 from edgespec.model.base import LoadOptions
-from edgespec.model.heads.residual_layout import RESIDUAL_METHODS
 from edgespec.model.model_facts import Capabilities
+from edgespec.model.registry import format_of
+from edgespec.model.self_draft_methods import LowBit
 
 __all__ = ["ProbeResult", "probe"]
 
@@ -53,11 +51,16 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
     """
     lib = library()
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
-        raise ModelFileError("the model does not generate text", "choose a decoder-only language model")
+        raise ModelFileError(
+            "the model does not generate text",
+            "choose a decoder-only language model",
+            code="model_file_not_supported",
+        )
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
             "encoder-decoder and diffusion models are not supported",
             "choose a decoder-only language model",
+            code="model_file_not_supported",
         )
     try:
         result = _probe_replay(context) if context.plan.recurrent else _probe_cells(context, options)
@@ -71,11 +74,9 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     """Return the methods that can draft with a head for this model."""
     if not (result.capabilities.rollback or result.replays):
         return frozenset()
-    has_mtp = metadata(weights, "general.architecture") in (*MTP_GRAPHS, ASSISTANT_TARGET)
-    layers, nextn = target_layers_api() is not None, nextn_api() is not None
-    works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
-    # edgespec runs Medusa and Hydra heads itself, so any version of llama.cpp works.
-    return frozenset({*RESIDUAL_METHODS, *(name for name in works if works[name])})
+    architecture = metadata(weights, "general.architecture") or ""
+    heads = format_of("gguf").heads
+    return frozenset(name for name, support in heads.items() if support.runs_for(architecture))
 
 
 def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
@@ -95,7 +96,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
             reason,
             context.max_width,
             options.max_branches,
-            self_draft_methods=frozenset({"lowbit"} if copyable else ()),
+            self_draft_methods=frozenset({LowBit.method} if copyable else ()),
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )

@@ -25,6 +25,7 @@ from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import BaseModel
 from edgespec.model.self_draft_methods import Head, SelfDraft
+from edgespec.options.methods import methods
 
 __all__ = ["RemoteModel", "load_on_workers"]
 
@@ -33,9 +34,6 @@ _Result = TypeVar("_Result")
 _LOCAL_TENSORS = rb"^(output|token_embd)\.weight$"
 _LOCAL_TENSORS_WITHOUT_OUTPUT = rb"^token_embd\.weight$"
 _UNLIMITED_BYTES = 1 << 62
-# The kinds of heads that read only hidden states. Multi-token prediction (MTP) heads also use weights or the
-# KV cache of the target, which are on the workers.
-_HEADS = frozenset({"dflash", "eagle", "hydra", "medusa"})
 _MAX_DEVICES = 16
 # Widths to which verify passes are padded: the root plus a draft of 0, 1, 2, 4, 8 or 16 tokens. Few widths
 # are used because the first pass of a new width takes eight more round trips with two workers, and each
@@ -66,7 +64,7 @@ def load_on_workers(
         memory_bytes=_UNLIMITED_BYTES,
         initial_context_tokens=None,
         max_branches=1,
-        mtp=False,
+        own_head=False,
         workers=None,
     )
 
@@ -140,7 +138,9 @@ class RemoteModel(BaseModel):
                 pass_widths=_PASS_WIDTHS,
                 has_slow_width_changes=True,
                 reason="drafts without branches only, because its layers are on workers",
-                self_draft_methods=facts.capabilities.self_draft_methods & _HEADS,
+                self_draft_methods=facts.capabilities.self_draft_methods.intersection(
+                    each.name for each in methods() if each.works_on_workers
+                ),
             ),
         )
 
@@ -192,6 +192,7 @@ class RemoteModel(BaseModel):
                 f"{self.facts.name} cannot use a head for the method {method.method}, because its layers"
                 " are on workers",
                 "use --head none, or omit --workers",
+                code="head_not_supported",
             )
         # The head runs on this machine, so only the hidden states that it reads cross the network.
         return self._call(lambda: self._model.self_draft(method))
@@ -201,6 +202,7 @@ class RemoteModel(BaseModel):
             f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
             " are on workers",
             "load the model again with another --context",
+            code="context_fixed",
         )
 
     def interrupt(self, enabled: bool) -> None:

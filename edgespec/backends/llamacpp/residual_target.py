@@ -22,13 +22,13 @@ from edgespec.model.heads.residual_layout import ResidualHeads
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.self_draft_methods import Head
 
-__all__ = ["EMBEDDINGS", "estimate_gguf_residual_heads", "lm_head", "load_gguf_residual_heads"]
+__all__ = ["EMBEDDINGS", "estimate_head", "lm_head", "load_head"]
 
 # Name of the token embeddings in GGUF files.
 EMBEDDINGS = "token_embd.weight"
 
 
-def load_gguf_residual_heads(target: HeadTarget, head: Head) -> SharedHead:
+def load_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load Medusa or Hydra heads for a GGUF target. See `load_residual_heads`."""
     return load_residual_heads(_target(target), head.shown_path)
 
@@ -74,11 +74,11 @@ def lm_head(path: Path) -> FileMatrix:
     return FileMatrix(path, "output.weight", EMBEDDINGS)
 
 
-def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory of Medusa or Hydra heads for a GGUF target. See `estimate_residual_heads`."""
     vocab_size = read_gguf_info(target).vocab_size
     return estimate_residual_heads(
-        path, context_tokens, vocab_size, lambda heads: _weight_bytes(heads, target)
+        head.shown_path, context_tokens, vocab_size, lambda heads: _weight_bytes(heads, target)
     )
 
 

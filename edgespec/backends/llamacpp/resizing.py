@@ -90,6 +90,7 @@ def rebuild_context(
             raise MemoryBudgetError(
                 f"the context cannot be resized: a copy of {length:,} cached tokens cannot be allocated",
                 "close other programs or use a smaller --context",
+                code="out_of_memory",
             ) from error
     try:
         _fill(context, plan, saved, length, recurrent)

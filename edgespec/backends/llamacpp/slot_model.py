@@ -16,15 +16,13 @@ from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
-from edgespec.backends.llamacpp.head_kinds import load_head
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.loading import describe, free_weights, load_all, threads_for, with_more_memory
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
-from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant
 from edgespec.backends.llamacpp.shared_context import (
@@ -49,7 +47,7 @@ from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
 from edgespec.model.base_model import check_progress, split_last_batch
 from edgespec.model.memory_check import check_draft_width
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import Head, SelfDraft
+from edgespec.model.self_draft_methods import Head, LowBit, SelfDraft
 
 __all__ = ["SlotModel", "load_slots"]
 
@@ -70,20 +68,28 @@ def load_slots(
     """
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
-    weights = load_weights(path, name, options, progress)
+    weights, stream = load_all(path, name, options, progress)
     context: LlamaContext | None = None
     try:
         if not vocabulary_size(weights):
-            raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
+            raise ModelFileError(
+                f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
+            )
         if why := why_not_shared(weights):
-            raise CapabilityError(f"replies cannot share the passes of {name}: {why}", "omit --parallel")
-        plan = plan_context(weights, options)
+            raise CapabilityError(
+                f"replies cannot share the passes of {name}: {why}",
+                "omit --parallel",
+                code="parallel_not_supported",
+            )
+        plan = plan_context(weights, with_more_memory(options, stream))
         check_slots(plan, options)
         adapters = LoraAdapters(weights, options.adapters)
-        context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
+        context = LlamaContext(
+            *(weights, options, plan, threads_for(weights, options)), adapters=adapters, stream=stream
+        )
         result = probe(context, weights, options)
         max_width = min(result.capabilities.max_width, max_pass_tokens(context))
-        heads = result.capabilities.self_draft_methods - {"lowbit"}
+        heads = result.capabilities.self_draft_methods - {LowBit.method}
         capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=heads)
         vocabularies = [LlamaVocabulary(weights) for _ in range(plan.slots)]
         facts = describe(
@@ -92,18 +98,19 @@ def load_slots(
         facts = replace(
             facts,
             weight_bytes=facts.weight_bytes
-            - (0 if options.mtp else unloaded_bytes(Path(path)))
+            - (stream.saved_bytes if stream else 0)
+            - (0 if options.own_head else unloaded_bytes(Path(path)))
             + adapter_bytes(options.adapters),
             cache_variant=cache_variant(weights, plan.share),
             adapters=options.adapters,
         )
-        shared = SharedContext(context, partial(library().llama_model_free, weights))
+        shared = SharedContext(context, partial(free_weights, weights, stream))
     except BaseException:
         if context:
             context.close()
-        library().llama_model_free(weights)
+        free_weights(weights, stream)
         raise
-    loaded_heads = SharedHeads(load_head)
+    loaded_heads = SharedHeads()
     return [
         SlotModel(facts, slot, vocabulary, weights, options, loaded_heads)
         for slot, vocabulary in zip(shared.slots, vocabularies, strict=True)
@@ -241,6 +248,7 @@ class SlotModel(HeadTarget):
             raise CapabilityError(
                 f"{self.facts.name} cannot move cached keys to other positions",
                 "truncate the cache and prefill the rest again",
+                code="rollback_not_supported",
             )
         self._cells.end_round()
         end = min(end, self.length)
@@ -267,6 +275,7 @@ class SlotModel(HeadTarget):
             raise BackendError(
                 "the saved KV cache belongs to another model or exceeds the context",
                 "process the prompt again",
+                code="state_not_restored",
             )
         self._cells.length = length
 
@@ -278,6 +287,7 @@ class SlotModel(HeadTarget):
                 f"a context that several replies share cannot grow beyond {self._slot.tokens:,} tokens per"
                 " reply",
                 "load the model again with a larger --context",
+                code="context_fixed",
             )
         self._cells.end_round()
 
@@ -298,6 +308,7 @@ class SlotModel(HeadTarget):
         raise CapabilityError(
             f"{self.facts.name} cannot draft for itself while several replies share its passes",
             "omit --parallel, or choose another method, such as model or suffix",
+            code="parallel_not_supported",
         )
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
@@ -305,6 +316,7 @@ class SlotModel(HeadTarget):
             f"the adapter scales of {self.facts.name} are fixed while several replies share its passes"
             " (--parallel)",
             "omit --parallel, or load the model with other scales in --adapter",
+            code="parallel_not_supported",
         )
 
     def interrupt(self, enabled: bool) -> None:

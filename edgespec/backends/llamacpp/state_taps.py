@@ -38,7 +38,7 @@ class HiddenStateHook:
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = ggml()
         # Keep a reference to the callback, because ctypes does not, and C code may call it later.
-        self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
+        self.callback = library().ggml_backend_sched_eval_callback(self.on_node)
 
     def set_names(self, names: Sequence[str]) -> None:
         """Choose the tensors to copy, by their names in the computation graph."""
@@ -48,7 +48,8 @@ class HiddenStateHook:
         """Discard tensors left over from an interrupted pass."""
         self._rows.clear()
 
-    def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
+    def on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
+        """Handle a node of the computation graph. Return what llama.cpp expects from its `cb_eval`."""
         name = self._ggml.ggml_get_name(tensor)
         if is_query:  # Before computing a node, llama.cpp asks whether the hook needs its result.
             return name in self._names
@@ -176,6 +177,7 @@ class StateTaps:
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self._layer_count} layers",
                     "choose the head that was published for this target",
+                    code="head_mismatch",
                 )
         if 0 in states and not self._has_layer_taps:
             raise CapabilityError(

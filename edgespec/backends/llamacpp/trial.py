@@ -67,7 +67,7 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
     Raises:
         EdgespecError: The model or the head cannot be loaded.
     """
-    target = load(path, name, replace(_OPTIONS, mtp=head == Head("mtp")), progress)
+    target = load(path, name, replace(_OPTIONS, own_head=head.path is None), progress)
     try:
         view = cast(HeadModel, target.self_draft(head))
         tokens = [target.facts.vocab_size * i // _HEAD_TOKENS for i in range(_HEAD_TOKENS)]

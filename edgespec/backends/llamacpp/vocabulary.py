@@ -107,6 +107,7 @@ class LlamaVocabulary:
             raise BackendError(
                 f"token {token} is not in the vocabulary of {self.size:,} tokens",
                 f"use a token id from 0 to {self.size - 1}",
+                code="token_unknown",
             )
         buffer, room = _PieceBuffer(), ctypes.sizeof(_PieceBuffer)
         while True:

@@ -45,7 +45,9 @@ class LastAbsentLayer(LayerProxy):
         cache = _cache_among(args, kwargs)
         offset, layout = cache.offset, cache.layout
         if layout.offsets is not None:
-            raise CapabilityError("a model on workers cannot verify token trees")
+            raise CapabilityError(
+                "a model on workers cannot verify token trees", code="workers_not_supported"
+            )
         cache.skip(states.shape[1])
         return self._run_block(states, offset, layout.round_start)
 
@@ -121,6 +123,7 @@ def check_separable(model: Any, name: str) -> None:
         raise CapabilityError(
             f"{name} cannot run on workers with MLX, because {problem}",
             "use a GGUF version of the model, or omit --workers",
+            code="workers_not_supported",
         )
 
 

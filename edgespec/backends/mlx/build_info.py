@@ -65,6 +65,7 @@ def use_in_this_process() -> None:
         raise BackendError(
             f"MLX was already used in process {_first_user()}, so it cannot run in its forked child process",
             "start the child process before you load an MLX model, or use multiprocessing's `spawn` method",
+            code="process_forked",
         )
 
 

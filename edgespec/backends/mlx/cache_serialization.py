@@ -35,7 +35,9 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
     """
     if caches.unsupported:
         raise BackendError(
-            f"caches of type {caches.unsupported_kinds} cannot be saved", "process the prompt again"
+            f"caches of type {caches.unsupported_kinds} cannot be saved",
+            "process the prompt again",
+            code="state_not_restored",
         )
     blobs: list[bytes] = []
     parts = _attention_parts(caches.attention, start, end, blobs)
@@ -100,7 +102,9 @@ def deserialize_caches(
     except (ValueError, KeyError, TypeError, IndexError) as error:
         caches.clear()
         raise BackendError(
-            f"the KV cache snapshot cannot be restored: {error}", "process the prompt again"
+            f"the KV cache snapshot cannot be restored: {error}",
+            "process the prompt again",
+            code="state_not_restored",
         ) from error
 
 

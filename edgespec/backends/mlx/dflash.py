@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,22 +16,23 @@ from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 
 from edgespec.backends.head_trial import check_finite
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.eagle_network import FeedForward
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.head_cells import BATCH_TOKENS, MlxHeadCells
 from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
     checked_folder,
-    estimate_head,
     evaluate_constants,
     head_facts,
+    head_memory,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.model.heads.dflash_files import DFlashConfig, DFlashFiles, read_dflash
@@ -40,8 +40,9 @@ from edgespec.model.heads.layer_config import invalid_settings
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
+__all__ = ["DFlashHead", "estimate_head", "load_head"]
 
 
 class DFlashNetwork(Module):
@@ -163,7 +164,7 @@ class _Attention(Module):
         return rows.reshape(1, count, -1, self._config.head_size).transpose(0, 2, 1, 3)
 
 
-class DFlashHead(CachedHead):
+class DFlashHead(HeadView[HeadTarget]):
     """A head with its own KV cache that predicts a block of tokens from the target's hidden states.
 
     The cache row for position p is computed from the target's hidden states at p rather than from the token
@@ -176,10 +177,10 @@ class DFlashHead(CachedHead):
     already computed get the logits of the block's first token.
 
     Args:
-        config: The head's configuration. `CachedHead` describes the other arguments.
+        config: The head's configuration. `EagleHead` describes the other arguments.
     """
 
-    _network: DFlashNetwork
+    _cells: MlxHeadCells
 
     def __init__(
         self,
@@ -191,7 +192,9 @@ class DFlashHead(CachedHead):
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
-        self._config = config
+        self._config, self._network = config, network
+        self._embed, self._lm_head = embed, lm_head
+        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._first_row = 0 if config.predicts_next else 1
         capabilities = Capabilities(
             rollback=True,
@@ -199,8 +202,11 @@ class DFlashHead(CachedHead):
             max_draft_length=config.block_tokens - self._first_row,
             drafts_in_one_pass=True,
         )
-        facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, config.states, network, embed, lm_head, target_ids, facts)
+        self.facts = replace(facts, capabilities=capabilities)
+        cells = MlxHeadCells([network.cache_count])
+        # Open the log last, because nothing would close it if a later line failed.
+        super().__init__(target, target.log_hidden_states(config.states), cells=cells)
+        self._keep(0)
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
@@ -212,14 +218,17 @@ class DFlashHead(CachedHead):
         """The first position whose hidden states are in the log."""
         return self.log.start
 
-    def _run_known(self, tokens: Sequence[int]) -> None:
-        self._add_states(self._length, self._length + len(tokens))
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._add_states(self.length, self.length + len(tokens))
+        evaluate(*self._cells.arrays)
 
     def _add_states(self, start: int, end: int) -> None:
         """Append the target's hidden states at positions [start, end) to the head's KV cache."""
-        self._layout.set_chain(start - self._start)
+        self._cells.layout.set_chain(start - self._cells.start)
         with translate_errors("the head could not be run"):
-            self._network.add_states(mx.array(self.log.rows(start, end)).astype(self._dtype), self._caches)
+            self._network.add_states(
+                mx.array(self.log.rows(start, end)).astype(self._network.dtype), self._cells.caches[0]
+            )
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
         if first == 0:
@@ -233,22 +242,22 @@ class DFlashHead(CachedHead):
     def _run_block(self, tree: TokenTree) -> None:
         """Cache the known hidden states of the tree's first nodes, and run a block after them."""
         self._keep(self.length)
-        known = min(max(self.log.end - self._length, 0), tree.width - 1)
-        begin = self._length + known
+        known = min(max(self.log.end - self.length, 0), tree.width - 1)
+        begin = self.length + known
         if known:
-            self._add_states(self._length, begin)
+            self._add_states(self.length, begin)
         masks = [self._config.mask_token] * (self._config.block_tokens - 1)
-        self._layout.set_chain(begin - self._start)
-        self._layout.scratch = True
+        self._cells.layout.set_chain(begin - self._cells.start)
+        self._cells.layout.scratch = True
         try:
             with translate_errors("the head could not be run"):
                 embeddings = self._embed(mx.array([tree.tokens[known], *masks]))
-                states = self._network(embeddings.astype(self._dtype), self._caches)
+                states = self._network(embeddings.astype(self._network.dtype), self._cells.caches[0])
                 self._rows = self._lm_head(states[self._first_row :]).astype(mx.float32)
         finally:
-            self._layout.scratch = False
-            self._rewind(begin)
-        evaluate(self._rows, *self._cache_arrays)
+            self._cells.layout.scratch = False
+            self._cells.rewind(begin)
+        evaluate(self._rows, *self._cells.arrays)
         self._known_nodes = known
 
     def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> mx.array:
@@ -259,38 +268,29 @@ class DFlashHead(CachedHead):
                 rows = rows + self._network.markov_head(mx.array(list(tokens))).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
 
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._keep(self.length)
+            del self._network, self._cells.caches, self._embed, self._lm_head, self._draft_vocabulary
 
-def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
 
-    Raises:
-        CapabilityError: The head is a GGUF file.
-        ModelFileError: The folder contains no DFlash or DSpark head, or a damaged one.
-    """
-    files = read_dflash(checked_folder(folder))
+def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    """See `HeadNetwork`."""
+    files = read_dflash(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     batch_elements = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
     compute_elements = (
         batch_elements + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused
     )
     weight_bytes = sum(map(loaded_bytes, files.tensors.values()))
-    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
+    return head_memory(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
-def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
-    """Load a DFlash or DSpark head for a target.
-
-    Args:
-        target: The target.
-        net: The target's mlx-lm model.
-        folder: Folder of the head, in the layout in which it was published.
-
-    Raises:
-        CapabilityError: The head was made for a different target, or is a GGUF file.
-        ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or not supported.
-        MemoryBudgetError: The head does not fit in memory.
-    """
-    files = read_dflash(checked_folder(folder))
+def load_head(target: HeadTarget, head: Head) -> DFlashHead:
+    """Load a DFlash or DSpark head for a target. See `HeadNetwork`."""
+    folder = checked_folder(head.shown_path)
+    files = read_dflash(folder)
     config, name = files.config, f"the head of {target.facts.name}"
     check_sizes(target, folder, config.size, config.vocab_size)
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
@@ -298,6 +298,7 @@ def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
             f"the head {folder} was made for another target: it reads the layers {list(config.states)}, but"
             f" {target.facts.name} has {target.layer_count} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
@@ -315,12 +316,12 @@ def load_dflash_head(target: HeadTarget, net: Any, folder: Path) -> DFlashHead:
         config.kv_bytes_per_token,
         config.context_tokens,
     )
-    embed = TargetEmbedding(net, config.vocab_size, config.size)
-    lm_head = TargetLmHead(net) if files.target_ids is None else network.lm_head
-    head = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
+    embed = TargetEmbedding(target.net, config.vocab_size, config.size)
+    lm_head = TargetLmHead(target.net) if files.target_ids is None else network.lm_head
+    view = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
     try:
-        check_finite(head, folder)
+        check_finite(view, folder)
     except BaseException:
-        head.close()
+        view.close()
         raise
-    return head
+    return view

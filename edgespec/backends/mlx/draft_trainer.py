@@ -97,7 +97,9 @@ class TrainableDraft:
             self._adapted = list(adapted_layers(self.net))
             if not self._adapted:
                 raise CapabilityError(
-                    f"{name} has no linear layers to which LoRA layers can be added", "omit --lora"
+                    f"{name} has no linear layers to which LoRA layers can be added",
+                    "omit --lora",
+                    code="model_not_trainable",
                 )
             self.net.freeze()
             for layer in self._adapted:
@@ -268,6 +270,7 @@ class DraftStudent:
             raise ModelFileError(
                 f"{folder} contains a model that is not a trained version of {self._name}",
                 "choose another folder for the new draft model",
+                code="output_exists",
             )
         return self._loaded(folder)
 

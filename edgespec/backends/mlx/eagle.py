@@ -5,40 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.head_trial import load_most_accurate
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
-from edgespec.backends.mlx.evaluation import start_evaluation, translate_errors
+from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.head_cells import BATCH_TOKENS, MlxHeadCells
 from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
     checked_folder,
-    estimate_head,
     evaluate_constants,
     head_facts,
+    head_memory,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import install_tree_ropes
-from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CapabilityError
 from edgespec.model.heads.eagle_files import EagleFiles, read_eagle
 from edgespec.model.heads.layer_config import invalid_settings
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.model.memory_check import check_draft_width
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["EagleHead", "HeadNetwork", "estimate_eagle_head", "load_eagle_head"]
+__all__ = ["EagleHead", "HeadNetwork", "estimate_head", "load_head"]
 
 
 class HeadNetwork(Protocol):
@@ -71,36 +72,57 @@ class HeadNetwork(Protocol):
         """Convert the head's hidden states to its own inputs for the next draft step."""
 
 
-class EagleHead(CachedHead):
+class EagleHead(HeadView[HeadTarget]):
     """A head that takes pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
     state yet, so the head uses its own hidden state instead. After verification, `commit` removes the cache
     rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
-    See `CachedHead` for the arguments.
+    A head can have a chain of networks, each trained to predict one token further ahead than the previous
+    one. The first network predicts the children of the draft tree's root, the second predicts their children,
+    and so on. The last network also predicts all deeper nodes. Networks cannot share keys and values, so each
+    one processes every token.
+
+    Args:
+        target: The target.
+        states: The hidden states of the target that the head reads. Passed to `log_hidden_states`.
+        networks: The networks, with evaluated weights.
+        embed: Returns the embeddings of token ids.
+        lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
+        target_ids: The target's token id for each token of the draft vocabulary, or None if the vocabularies
+            are the same.
+        facts: The head's name and sizes.
     """
 
-    _network: HeadNetwork
+    _cells: MlxHeadCells
 
     def __init__(
         self,
         target: HeadTarget,
         states: Sequence[int],
-        network: HeadNetwork,
+        networks: Sequence[HeadNetwork],
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
+        self.networks, self._embed, self._lm_head = networks, embed, lm_head
+        # Index of the network that runs the current level of the draft tree.
+        self._step = 0
+        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
+        cells = MlxHeadCells([network.cache_count for network in networks])
+        for network in networks:
+            install_tree_ropes(network, cells.layout)
         capabilities = Capabilities(
             rollback=True,
             tree=target.facts.capabilities.tree,
             max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
         )
-        facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, states, network, embed, lm_head, target_ids, facts)
-        install_tree_ropes(network, self._layout)
+        self.facts = replace(facts, capabilities=capabilities)
+        # Open the log last, because nothing would close it if a later line failed.
+        super().__init__(target, target.log_hidden_states(states), cells=cells)
+        self._keep(0)
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
@@ -109,23 +131,43 @@ class EagleHead(CachedHead):
         # converted them to inputs for the next draft step.
         self._own_states: list[mx.array] = []
 
-    def _run_known(self, tokens: Sequence[int]) -> None:
-        self._layout.set_chain(self._length - self._start)
-        self._run(tokens, self._target_states(self._length, len(tokens)))
+    def _append(self, tokens: Sequence[int]) -> None:
+        for step in range(len(self.networks)):
+            self._step = step
+            self._cells.layout.set_chain(self.length - self._cells.start)
+            self._run(tokens, self._target_states(self.length, len(tokens)))
+        evaluate(*self._cells.arrays)
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
-        check_draft_width(tree.width, self.facts.capabilities.max_width)
         if first == 0:
             self._keep(self.length)
+        before, self._step = self._step, min(self._step + 1, len(self.networks) - 1) if first else 0
+        if first and self._step != before:
+            self._run_again(tree, first)
         self._round.extend(tree, first)
-        own = []
+        own, network = [], self.networks[self._step]
         for begin, end in self._passes(tree, first):
             self._set_layout(begin, end)
             own.append(self._run(tree.tokens[begin:end], self._states_before(tree, begin, end)))
-            self._own_states.append(self._network.fed_back(own[-1]))
+            self._own_states.append(network.fed_back(own[-1]))
         rows = self._logits(mx.concatenate(own))
-        start_evaluation(rows, *self._own_states, *self._cache_arrays)
+        start_evaluation(rows, *self._own_states, *self._cells.arrays)
         return DeviceLogits(rows, self._round.depths[first:])
+
+    def _run_again(self, tree: TokenTree, count: int) -> None:
+        """Rerun the first `count` nodes of the tree with the current network, to fill its cache."""
+        known = self._known_nodes
+        self._set_layout(0, count)
+        states = [self._target_states(self.length, known)]
+        if known < count:
+            states.append(self._states_before(tree, known, count))
+        self._run(tree.tokens[:count], mx.concatenate(states))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        if len(self.networks) > 1:
+            # Not every network has run these nodes, so the next prefill reruns them.
+            self._known_nodes = 0
+        super().commit(path)
 
     def _passes(self, tree: TokenTree, first: int) -> list[tuple[int, int]]:
         """Split the nodes, starting at `first`, into ranges that can each run in one pass.
@@ -136,79 +178,73 @@ class EagleHead(CachedHead):
         begin, ranges = first, []
         if first == 0:
             # For warm-up, the root is run even before the target has processed any tokens.
-            last = max(self.log.end, self._length)
-            begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
+            last = max(self.log.end, self.length)
+            begin = self._known_nodes = sum(self.length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
         return [*ranges, *tree.independent_ranges(begin)]
 
     def _set_layout(self, begin: int, end: int) -> None:
-        start, nodes = self._length - self._start, self._round
+        start, nodes, layout = self.length - self._cells.start, self._round, self._cells.layout
         if nodes.is_chain:
-            self._layout.set_chain(start)
+            layout.set_chain(start)
         else:
-            self._layout.set_tree(start, nodes.parents[:end], nodes.depths[:end], begin)
+            layout.set_tree(start, nodes.parents[:end], nodes.depths[:end], begin)
 
     def _states_before(self, tree: TokenTree, begin: int, end: int) -> mx.array:
         """Return the hidden state before each node: the target's if known, else the head's own."""
         if end <= self._known_nodes:
-            return self._target_states(self._length + begin, end - begin)
+            return self._target_states(self.length + begin, end - begin)
         return mx.concatenate(self._own_states)[mx.array(tree.parents[begin:end])]
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
-        return self._network.reduced(mx.array(self._logged_states(start, count)).astype(self._dtype))
+        network = self.networks[self._step]
+        return network.reduced(mx.array(self._logged_states(start, count)).astype(network.dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
         """Return the head's hidden states for `tokens`, given the hidden state preceding each."""
         with translate_errors("the head could not be run"):
-            embeddings = self._embed(mx.array(list(tokens))).astype(self._dtype)
-            return self._network(embeddings, states, self._caches)
+            network = self.networks[self._step]
+            embeddings = self._embed(mx.array(list(tokens))).astype(network.dtype)
+            return network(embeddings, states, self._cells.caches[self._step])
 
     def _logits(self, states: mx.array) -> mx.array:
         """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
         with translate_errors("the head could not be run"):
-            rows = self._lm_head(self._network.normalised(states)).astype(mx.float32)
+            rows = self._lm_head(self.networks[self._step].normalised(states)).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
 
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._keep(self.length)
+            del self.networks, self._cells.caches, self._embed, self._lm_head, self._draft_vocabulary
 
-def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate a head's memory, including the hidden-state log that it reads.
 
-    Raises:
-        CapabilityError: The head is a GGUF file.
-        ModelFileError: The folder contains no EAGLE head, or a damaged one.
-    """
-    files = read_eagle(checked_folder(folder))
+def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    """See `HeadNetwork`."""
+    files = read_eagle(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
     row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
     compute_elements = BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused
-    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
+    return head_memory(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
-def load_eagle_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
-    """Load an EAGLE head for a target. The target's cache must be empty.
+def load_head(target: HeadTarget, head: Head) -> EagleHead:
+    """Load an EAGLE head for a target. See `HeadNetwork`.
 
     A head's configuration does not say which hidden states it reads, or whether its input starts with the
     embedding or the hidden state. We therefore try all combinations (see `load_most_accurate`).
-
-    Args:
-        target: The target.
-        net: The target's mlx-lm model.
-        folder: Folder of the head, in the layout in which it was published.
-
-    Raises:
-        CapabilityError: The head was made for a different target, or is a GGUF file.
-        ModelFileError: The folder contains no EAGLE head, or the head is damaged or not supported.
-        MemoryBudgetError: The head does not fit in memory.
     """
-    files = read_eagle(checked_folder(folder))
+    folder = checked_folder(head.shown_path)
+    files = read_eagle(folder)
     name = f"the head of {target.facts.name}"
     check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
     check_memory(target, name, files.weight_bytes)
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
     choices = (
-        _head(target, net, files, weights, states, hidden_first, name, folder)
+        _head(target, files, weights, states, hidden_first, name, folder)
         for hidden_first in (False, True)
         for states in _state_choices(target, files, folder)
     )
@@ -228,13 +264,13 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
             f"the head {folder} was made for another target: it reads the layers"
             f" {list(files.config.layers or ())}, but {target.facts.name} has {layers} layers",
             "choose the head that was published for this target",
+            code="head_mismatch",
         )
     return choices
 
 
 def _head(
     target: HeadTarget,
-    net: Any,
     files: EagleFiles,
     weights: Sequence[tuple[str, mx.array]],
     states: Sequence[int],
@@ -252,9 +288,9 @@ def _head(
     embed = (
         network.embed_tokens
         if "embed_tokens.weight" in parameters
-        else TargetEmbedding(net, config.vocab_size, config.hidden_size)
+        else TargetEmbedding(target.net, config.vocab_size, config.hidden_size)
     )
-    lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(net)
+    lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(target.net)
     facts = head_facts(
         target,
         name,
@@ -265,4 +301,4 @@ def _head(
         config.kv_bytes_per_token,
         config.context_tokens,
     )
-    return EagleHead(target, states, network, embed, lm_head, files.target_ids, facts)
+    return EagleHead(target, states, [network], embed, lm_head, files.target_ids, facts)

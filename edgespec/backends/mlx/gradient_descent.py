@@ -89,7 +89,7 @@ class GradientDescent:
             gradients, norm = optimizers.clip_grad_norm(gradients, self._max_gradient_norm)
             evaluate(value, norm)
             if not mx.isfinite(value + norm).item():
-                raise BackendError(f"the loss of {self._name} is not finite")
+                raise BackendError(f"the loss of {self._name} is not finite", code="training_diverged")
         finally:
             self._network.weights = weights
         self.steps += 1
@@ -122,6 +122,7 @@ class GradientDescent:
             raise ModelFileError(
                 f"{path}, which holds the state of an interrupted training run, is damaged: {error}",
                 f"delete the folder {path.parent} and train again",
+                code="training_damaged",
             ) from error
         evaluate(*saved.values())
         self._network.weights = {name: array for name, array in saved.items() if ":" not in name}

@@ -25,9 +25,9 @@ __all__ = [
     "check_memory",
     "check_sizes",
     "checked_folder",
-    "estimate_head",
     "evaluate_constants",
     "head_facts",
+    "head_memory",
     "loaded_bytes",
     "weight_array",
 ]
@@ -36,7 +36,7 @@ __all__ = [
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 
-def estimate_head(
+def head_memory(
     context_tokens: int, weight_bytes: int, kv_bytes_per_token: int, compute_elements: int
 ) -> MemoryEstimate:
     """Estimate the memory of a head whose passes allocate `compute_elements` float32 values."""
@@ -57,6 +57,7 @@ def checked_folder(path: Path) -> Path:
         raise CapabilityError(
             f"{path} is not a folder, but heads for MLX models must be folders as published on Hugging Face",
             "pass the folder of the head with --head, or use a GGUF version of the model",
+            code="wrong_file",
         )
     return path
 
@@ -107,6 +108,7 @@ def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: i
                 f"the head {folder} was made for another target: it needs {what} of size {needed:,}, but"
                 f" {target.facts.name} has {what} of size {own:,}",
                 "choose the head that was published for this target",
+                code="head_mismatch",
             )
 
 

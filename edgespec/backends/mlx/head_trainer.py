@@ -176,6 +176,7 @@ def _load_published_head(
         raise ModelFileError(
             f"{folder} contains no {kind.title} for {teacher.name} that can be evaluated: {error}",
             "choose another folder for the new head",
+            code="output_exists",
         ) from error
     return HeadGuesser(teacher, head)
 

@@ -154,6 +154,8 @@ def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes,
                     stream.truncate(size)
         except OSError as error:
             raise WorkerError(
-                f"the worker cannot write to {folder}: {error_reason(error)}", write_advice(error, folder)
+                f"the worker cannot write to {folder}: {error_reason(error)}",
+                write_advice(error, folder),
+                code="file_not_written",
             ) from error
         return read_skeleton(name, "the model", LoadOptions())

@@ -77,7 +77,7 @@ class _LayerServer:
             self._answer_error(WorkerError(f"the message is invalid: {type(error).__name__}: {error}"))
 
     def _answer_error(self, error: EdgespecError) -> None:
-        self._messages.send({"error": error.what, "next_step": error.next_step})
+        self._messages.send({"error": error.what, "next_step": error.next_step, "code": error.code})
 
     def _load(self) -> LayerBlock:
         from edgespec.backends.mlx.layer_messages import MAX_FILES_BYTES, PROTOCOL, read_array
@@ -85,7 +85,9 @@ class _LayerServer:
         header, data = self._messages.receive(MAX_FILES_BYTES)
         if header["protocol"] != PROTOCOL:
             raise WorkerError(
-                "the worker has another version of edgespec", "install the same version on both machines"
+                "the worker has another version of edgespec",
+                "install the same version on both machines",
+                code="worker_version_mismatch",
             )
         headers, start = [], 0
         for header_bytes, file_bytes in header["weight_files"]:

@@ -107,6 +107,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
                 f"{name} does not support kv_type {options.kv_type!r}: {error.what}",
                 "use --kv-type auto",
                 option="kv_type",
+                code="option_not_supported",
             ) from error
         model.partial_models.unavailable = result.unavailable_self_drafts
         weight_bytes = loaded.weight_bytes + (skeleton.low_bits.nbytes if skeleton.low_bits else 0)

@@ -70,7 +70,10 @@ class MlxTrainer:
         self._model_name, self._end_round = model_name, end_round
         self._layers = list(adapted_layers(net))
         if not self._layers:
-            raise CapabilityError(f"{model_name} has no linear layers to which LoRA layers can be added")
+            raise CapabilityError(
+                f"{model_name} has no linear layers to which LoRA layers can be added",
+                code="model_not_trainable",
+            )
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
         evaluate(*self._weights().values(), *self._optimiser_state())
 
@@ -133,7 +136,10 @@ class MlxTrainer:
                     gradients, norm = optimizers.clip_grad_norm(gradients, _MAX_GRADIENT_NORM)
                     evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
-                        raise BackendError(f"training {self._model_name} produced a non-finite loss")
+                        raise BackendError(
+                            f"training {self._model_name} produced a non-finite loss",
+                            code="training_diverged",
+                        )
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
                     evaluate(*updated.values(), *self._optimiser_state())
                 except BaseException:

@@ -86,6 +86,7 @@ class MlxMemoryEstimator:
 
     layers = 0
     longrope_switch_tokens = 0
+    streamable_layers = 0
     why_not_shared = "MLX runs one reply at a time"
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
@@ -97,6 +98,9 @@ class MlxMemoryEstimator:
         self._shape = _read_shape(path, name, options.adapters, options.low_bits, self._stamps)
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
+    def streamed_bytes(self, layers: int) -> int:  # noqa: ARG002
+        return 0
+
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         check_options(options)
         shape = self._shape
@@ -107,6 +111,7 @@ class MlxMemoryEstimator:
                 f"{self.name} does not support kv_type {options.kv_type!r}",
                 "use --kv-type auto",
                 option="kv_type",
+                code="option_not_supported",
             )
         if options.workers is not None:
             return self._estimate_local(options)

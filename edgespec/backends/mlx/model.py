@@ -6,7 +6,6 @@ import gc
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -19,8 +18,6 @@ from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import (
-    SELF_DRAFT_NAMES,
-    PartialDraft,
     PartialModel,
     PartialModelFactory,
 )
@@ -37,7 +34,8 @@ from edgespec.model.base_model import SelfDraftView, in_batches
 from edgespec.model.hidden_state_log import HiddenStateLog
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.optional_features import Trainer
-from edgespec.model.self_draft_methods import Head, SelfDraft
+from edgespec.model.registry import format_of
+from edgespec.model.self_draft_methods import EarlyExit, Head, SelfDraft
 
 __all__ = ["MlxModel", "SpreadModel"]
 
@@ -111,7 +109,8 @@ class MlxModel(HeadTarget):
                 raise CapabilityError(f"{name} cannot verify drafts: {capabilities.reason}")
             if tree.width > capabilities.max_width:
                 raise CapabilityError(
-                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
+                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}",
+                    code="draft_too_wide",
                 )
             if not capabilities.tree and not tree.is_chain:
                 raise CapabilityError(f"{name} cannot verify token trees: {capabilities.reason}")
@@ -137,7 +136,8 @@ class MlxModel(HeadTarget):
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
             f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because the MLX"
-            " backend cannot move cached keys to other positions"
+            " backend cannot move cached keys to other positions",
+            code="rollback_not_supported",
         )
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
@@ -179,6 +179,7 @@ class MlxModel(HeadTarget):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
                 "clear the cache and process the text again",
+                code="rollback_not_supported",
             )
         self._runner.rewind(checkpoint)
 
@@ -215,35 +216,20 @@ class MlxModel(HeadTarget):
     def layer_count(self) -> int:
         return self.partial_models.layer_count
 
+    @property
+    def net(self) -> Any:
+        return self._net
+
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
+        self.partial_models.check(method.method, self.facts)
         view: SelfDraftView[Any]
         if isinstance(method, Head):
-            view = self._head(method)
+            view = format_of("mlx").load_head(self, method)
         else:
-            view = MlxSelfDraftView(self, self._partial_model(method))
+            view = MlxSelfDraftView(self, self.partial_models.create(method, self.facts.name))
         self._views.add(view)
         return view
-
-    def _head(self, method: Head) -> SelfDraftView[Any]:
-        from edgespec.backends.mlx.dflash import load_dflash_head
-        from edgespec.backends.mlx.eagle import load_eagle_head
-        from edgespec.backends.mlx.mtp import load_mtp_head
-        from edgespec.backends.mlx.residual_target import load_mlx_residual_heads
-
-        self.partial_models.check(method.method, self.facts)
-        loaders: dict[str, Callable[[MlxModel, Any, Path], SelfDraftView[Any]]] = {
-            "mtp": load_mtp_head,
-            "eagle": load_eagle_head,
-            "dflash": load_dflash_head,
-            "medusa": load_mlx_residual_heads,
-            "hydra": load_mlx_residual_heads,
-        }
-        return loaders[method.method](self, self._net, method.path or Path(self.facts.path))
-
-    def _partial_model(self, method: PartialDraft) -> PartialModel:
-        self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)
-        return self.partial_models.create(method, self.facts.name)
 
     def measure_exits(self, tokens: Sequence[int], first: int = 0) -> tuple[dict[int, float], list[int], int]:
         """Measure how often each early exit agrees with the full model on the next token.
@@ -262,7 +248,7 @@ class MlxModel(HeadTarget):
             CapabilityError: The model has no early exits.
             ContextFullError: The tokens do not fit in the context.
         """
-        self.partial_models.check("layerskip", self.facts)
+        self.partial_models.check(EarlyExit.method, self.facts)
         self._check(len(tokens))
         self._check_not_interrupted()
         self.end_round()
@@ -326,12 +312,14 @@ class SpreadModel(MlxModel):
         raise CapabilityError(
             f"the cache of {self.facts.name} cannot be copied, because it is on workers",
             "process the prompt again",
+            code="workers_not_supported",
         )
 
     def restore(self, snapshot: Snapshot) -> NoReturn:  # noqa: ARG002
         raise CapabilityError(
             f"the cache of {self.facts.name} cannot be restored, because it is on workers",
             "process the prompt again",
+            code="workers_not_supported",
         )
 
     def resize(self, context_tokens: int) -> None:
@@ -339,6 +327,7 @@ class SpreadModel(MlxModel):
             f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
             " are on workers",
             "load the model again with another --context",
+            code="context_fixed",
         )
 
     def interrupt(self, enabled: bool) -> None:

@@ -160,19 +160,26 @@ def _is_ordinary(path: Path) -> bool:
 def _read_config(folder: Path) -> dict[str, Any]:
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
-        raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
+        raise ModelFileError(
+            f"{folder} has no {', '.join(missing[:3])}",
+            "download the model again",
+            code="model_file_incomplete",
+        )
     # Reject named pipes, because mlx-lm and transformers would wait forever when opening them.
     if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
         raise ModelFileError(f"{special[0]} is a pipe or a device, not a file", "delete it")
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelFileError(
-            f"{folder / 'config.json'} has no model_type", "choose a folder that contains a language model"
+            f"{folder / 'config.json'} has no model_type",
+            "choose a folder that contains a language model",
+            code="wrong_file",
         )
     if config.get("model_file") is not None:
         raise ModelFileError(
             f"{folder} requires its own Python file {str(config['model_file'])!r}, which edgespec never runs",
             "choose a model that mlx-lm supports without custom code",
+            code="model_file_not_supported",
         )
     return config
 
@@ -181,12 +188,16 @@ def _adapter_file(folder: Path) -> Path:
     weights = folder / "adapters.safetensors"
     if (folder / "adapter_model.safetensors").exists() and not weights.exists():
         raise ModelFileError(
-            f"{folder} contains a PEFT adapter, not an mlx-lm adapter", "train or convert it with mlx-lm"
+            f"{folder} contains a PEFT adapter, not an mlx-lm adapter",
+            "train or convert it with mlx-lm",
+            code="adapter_unusable",
         )
     for file in (folder / "adapter_config.json", weights):
         if not file.exists():
             raise ModelFileError(
-                f"{folder} has no {file.name}", "use the folder that `mlx_lm.lora --adapter-path` wrote"
+                f"{folder} has no {file.name}",
+                "use the folder that `mlx_lm.lora --adapter-path` wrote",
+                code="adapter_unusable",
             )
     read_json_object(folder / "adapter_config.json")
     return weights
@@ -209,6 +220,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     raise ModelFileError(
         f"{folder} uses architecture {config['model_type']!r}, which mlx-lm {version} does not support",
         "update mlx-lm or choose another model",
+        code="model_file_not_supported",
     )
 
 
@@ -238,11 +250,13 @@ def translate_load_errors(path: str) -> Iterator[None]:
             raise MemoryBudgetError(
                 f"not enough memory to load {path}: {text}",
                 "close other programs or choose a smaller quantisation",
+                code="out_of_memory",
             ) from error
         if isinstance(error, OSError) and error.strerror:
             raise ModelFileError(
                 f"{error.filename or path} cannot be read: {error.strerror}",
                 "check the path and its permissions",
+                code="model_file_unreadable",
             ) from error
         detail = text if len(text) <= _MAX_DETAIL_CHARACTERS else f"{text[:_MAX_DETAIL_CHARACTERS]}..."
         raise ModelFileError(f"{path} could not be loaded: {detail}", "check or replace its files") from error

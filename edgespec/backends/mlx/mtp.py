@@ -16,20 +16,18 @@ from mlx.nn.layers.quantized import quantize
 
 from edgespec.backends.head_trial import load_most_accurate
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.head_cells import BATCH_TOKENS
 from edgespec.backends.mlx.head_loading import (
     check_memory,
-    estimate_head,
     evaluate_constants,
     head_facts,
+    head_memory,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.layers import Body, LayerList
-from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError, shorten
 from edgespec.model.formats.mlx_files import read_json_object
 from edgespec.model.formats.mlx_metadata import language_config
@@ -37,8 +35,9 @@ from edgespec.model.heads.mtp_files import QWEN_MODELS, read_mtp
 from edgespec.model.heads.stored_tensor import StoredTensor
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["ChainedMtpHead", "estimate_mtp_head", "load_mtp_head"]
+__all__ = ["estimate_head", "load_head"]
 
 _Weights: TypeAlias = dict[str, mx.array]
 # Quantisation formats without biases, by bits per weight and group size.
@@ -98,47 +97,6 @@ class MtpModule(Module):
         return self.norm(states) if self._post_norm else states
 
 
-class MtpChain(Module):
-    """A chain of MTP modules, each trained to predict one token further ahead than the previous one.
-
-    Each module has one layer. Only the selected module runs.
-    """
-
-    def __init__(self, modules: Sequence[MtpModule]) -> None:
-        super().__init__()
-        self.steps = list(modules)
-        self._step = 0
-
-    def select(self, step: int) -> None:
-        """Select the module with this index, or the last module if there are fewer."""
-        self._step = min(step, len(self.steps) - 1)
-
-    @property
-    def step(self) -> int:
-        """Index of the selected module."""
-        return self._step
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.steps[0].dtype
-
-    @property
-    def cache_count(self) -> int:
-        return len(self.steps)
-
-    def reduced(self, states: mx.array) -> mx.array:
-        return states
-
-    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        return self.steps[self._step](embeddings, states, [caches[self._step]])
-
-    def normalised(self, states: mx.array) -> mx.array:
-        return self.steps[self._step].normalised(states)
-
-    def fed_back(self, states: mx.array) -> mx.array:
-        return self.steps[self._step].fed_back(states)
-
-
 def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
     """Quantise the layers of a network whose stored weights are quantised.
 
@@ -169,17 +127,14 @@ class _Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a model's MTP layers, including the hidden-state log that they read.
-
-    Raises:
-        ModelFileError: The folder contains no MTP layers, or they are damaged.
-    """
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    """See `HeadNetwork`."""
+    folder = head.path or target
     modules = read_mtp(folder)
     config = language_config(read_json_object(folder / "config.json"))
     size, vocab = modules[0]["norm.weight"].shape[0], int(config.get("vocab_size") or 0)
     compute_elements = BATCH_TOKENS * (2 * vocab + 16 * size) + MAX_LOGGED_TOKENS * size
-    return estimate_head(context_tokens, _weight_bytes(modules), _kv_bytes(modules), compute_elements)
+    return head_memory(context_tokens, _weight_bytes(modules), _kv_bytes(modules), compute_elements)
 
 
 def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
@@ -202,8 +157,8 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
     raise ModelFileError("the MTP layer has no tensor for attention keys", "download the model again")
 
 
-def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
-    """Load the MTP layers in a target's folder. The target's cache must be empty.
+def load_head(target: HeadTarget, head: Head) -> EagleHead:
+    """Load the MTP layers in a target's folder. See `HeadNetwork`.
 
     MTP implementations differ in four ways:
 
@@ -214,22 +169,19 @@ def load_mtp_head(target: HeadTarget, net: Any, folder: Path) -> EagleHead:
 
     Files do not reliably say which variant they need, so we try all variants and keep the most accurate one
     (see `load_most_accurate`).
-
-    Raises:
-        ModelFileError: The folder contains no MTP layers, or they are damaged.
-        MemoryBudgetError: The layers do not fit in memory.
     """
+    folder = head.path or Path(target.facts.path)
     stored = read_mtp(folder)
     check_memory(target, f"the MTP layers of {target.facts.name}", _weight_bytes(stored))
     modules = [
-        _converted(net, {name: weight_array(tensor) for name, tensor in tensors.items()})
+        _converted(target.net, {name: weight_array(tensor) for name, tensor in tensors.items()})
         for tensors in stored
     ]
     variants = [modules]
     if target.facts.architecture in QWEN_MODELS:
         variants.insert(0, [_with_norms_raised(weights) for weights in modules])
     choices = (
-        _head(target, net, arrangement, state, hidden_first, folder)
+        _head(target, arrangement, state, hidden_first, folder)
         for hidden_first in (False, True)
         for state in (POST_NORM, target.layer_count)
         for variant in variants
@@ -301,12 +253,10 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
 
 
 def _head(
-    target: HeadTarget, net: Any, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
+    target: HeadTarget, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
 ) -> EagleHead:
     """Create a head that reads the target's hidden state `state`, before or after the embedding."""
-    networks = [
-        _module(target, net, weights, state == POST_NORM, hidden_first, folder) for weights in modules
-    ]
+    networks = [_module(target, weights, state == POST_NORM, hidden_first, folder) for weights in modules]
     arrays = {id(one): one for weights in modules for one in weights.values()}
     facts = head_facts(
         target,
@@ -318,18 +268,16 @@ def _head(
         _kv_bytes(modules),
         target.facts.trained_context_tokens,
     )
-    embed = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
-    lm_head = TargetLmHead(net)
-    if len(networks) == 1:
-        return EagleHead(target, [state], networks[0], embed, lm_head, None, facts)
-    return ChainedMtpHead(target, [state], MtpChain(networks), embed, lm_head, None, facts)
+    embed = TargetEmbedding(target.net, target.facts.vocab_size, target.state_size)
+    lm_head = TargetLmHead(target.net)
+    return EagleHead(target, [state], networks, embed, lm_head, None, facts)
 
 
 def _module(
-    target: HeadTarget, net: Any, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
+    target: HeadTarget, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
 ) -> MtpModule:
     """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
-    arguments, layers = Body(net).arguments, LayerList(net).layers
+    arguments, layers = Body(target.net).arguments, LayerList(target.net).layers
     # Use the last layer's type, because the first layers of some models have no experts, unlike the MTP
     # layers.
     index = max(index for index, layer in enumerate(layers) if "self_attn" in layer)
@@ -347,40 +295,3 @@ def _module(
             f"the MTP layers in {folder} do not fit the model: {shorten(error)}", "download the model again"
         ) from error
     return network
-
-
-class ChainedMtpHead(EagleHead):
-    """A chain of MTP modules, each trained to predict one token further ahead than the previous one.
-
-    The first module predicts the children of the draft tree's root, the second predicts their children, and
-    so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so each one
-    processes every token.
-    """
-
-    _network: MtpChain
-
-    def _run_known(self, tokens: Sequence[int]) -> None:
-        for step in range(len(self._network.steps)):
-            self._network.select(step)
-            super()._run_known(tokens)
-
-    def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
-        before = self._network.step
-        self._network.select(before + 1 if first else 0)
-        if first and self._network.step != before:
-            self._run_again(tree, first)
-        return super()._run_tree(tree, first)
-
-    def _run_again(self, tree: TokenTree, count: int) -> None:
-        """Rerun the first `count` nodes of the tree with the selected module, to fill its cache."""
-        known = self._known_nodes
-        self._set_layout(0, count)
-        states = [self._target_states(self._length, known)]
-        if known < count:
-            states.append(self._states_before(tree, known, count))
-        self._run(tree.tokens[:count], mx.concatenate(states))
-
-    def commit(self, path: tuple[int, ...]) -> None:
-        """Remove the cache rows of all nodes. The next prefill reruns the accepted tokens in all modules."""
-        self._known_nodes = 0
-        super().commit(path)

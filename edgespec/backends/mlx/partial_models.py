@@ -21,15 +21,10 @@ from edgespec.errors import CapabilityError, OptionError
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
-__all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
+__all__ = ["EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
 
 PartialDraft: TypeAlias = EarlyExit | LowBit
 """The self-draft methods that run only part of the target."""
-
-SELF_DRAFT_NAMES: dict[type[PartialDraft], str] = {
-    EarlyExit: "layerskip",
-    LowBit: "lowbit",
-}
 
 
 class PartialModel:
@@ -173,6 +168,7 @@ class PartialModelFactory:
                 raise CapabilityError(
                     f"{name} already contains low-bit weights, so it cannot use a separate low-bit copy",
                     "do not set `LowBit.copy`",
+                    code="lowbit_not_supported",
                 )
             assert self.low_bits is not None
             activate = partial(_low_precision, self.low_bits, self._layout, method)

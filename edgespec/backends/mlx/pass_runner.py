@@ -251,6 +251,7 @@ class PassRunner:
                     raise CapabilityError(
                         "a recurrent model cannot remove the last tokens from its state",
                         "rewind to a checkpoint instead",
+                        code="rollback_not_supported",
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
+from edgespec.backends.mlx.partial_models import PartialDraft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError, WorkerLostError
-from edgespec.model.heads.mtp_files import MTP_MODELS
-from edgespec.model.heads.residual_layout import RESIDUAL_METHODS
 from edgespec.model.model_facts import Capabilities
+from edgespec.model.registry import format_of
 from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
@@ -31,9 +30,7 @@ PROBE_TOKENS = 8
 # Maximum relative rounding error of logits: the larger of this many machine epsilons and this fraction.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
-# The methods that draft with heads, which read the model's hidden states.
-_HEADS = ("mtp", "eagle", "dflash", *RESIDUAL_METHODS)
-_METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
+_PARTIAL_METHODS = (EarlyExit.method, LowBit.method)
 
 
 class ProbeResult(NamedTuple):
@@ -81,28 +78,30 @@ def probe(model: MlxModel) -> ProbeResult:
     if problem or recurrent or why_chains_only:
         tree_problem = problem or why_chains_only or "the model's recurrent state supports only chains"
         reason = problem or why_chains_only or "a recurrent state cannot be shared with a draft model"
-        unavailable = dict.fromkeys(SELF_DRAFT_NAMES.values(), reason)
+        unavailable = dict.fromkeys(_PARTIAL_METHODS, reason)
         rollback = "not possible" if problem else "checkpoints of the recurrent state, and replay"
     else:
         tree_problem = checks.find_problem(checks.tree)
         checks.supports_trees = not tree_problem
         problems = {
-            "layerskip": checks.find_problem(checks.early_exit),
-            "lowbit": checks.find_problem(checks.low_bits),
+            EarlyExit.method: checks.find_problem(checks.early_exit),
+            LowBit.method: checks.find_problem(checks.low_bits),
         }
         unavailable = {name: reason for name, reason in problems.items() if reason}
         extra = f"; sliding windows keep {AttentionCache.slack} extra tokens" if caches.windowed else ""
         rollback = f"by offset{extra}"
+    heads = format_of("mlx").heads
     if why_no_heads := problem or why_chains_only or checks.find_problem(checks.hidden_states):
-        unavailable |= dict.fromkeys(_HEADS, why_no_heads)
-    elif model.facts.architecture not in MTP_MODELS:
-        unavailable["mtp"] = "edgespec cannot run the MTP layers of its architecture with MLX"
+        unavailable |= dict.fromkeys(heads, why_no_heads)
+    unsuitable = (name for name in heads if not heads[name].runs_for(model.facts.architecture))
+    for name in unsuitable:
+        unavailable.setdefault(name, "edgespec cannot run these heads for its architecture with MLX")
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,
         reason=tree_problem,
         max_width=model.facts.capabilities.max_width,
-        self_draft_methods=_METHODS - unavailable.keys(),
+        self_draft_methods=frozenset({*_PARTIAL_METHODS, *heads} - unavailable.keys()),
         trainable=not (problem or recurrent or why_chains_only),
         partial_truncate=caches.truncatable,
     )

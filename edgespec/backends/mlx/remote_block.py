@@ -91,8 +91,8 @@ class RemoteBlock:
     def check(self, answer: dict[str, Any]) -> None:
         """Raise BackendError if the header of an answer contains an error."""
         if "error" in answer:
-            next_step = str(answer.get("next_step", ""))
-            raise BackendError(f"the worker {self.address}: {answer['error']}", next_step)
+            next_step, code = str(answer.get("next_step", "")), str(answer.get("code", ""))
+            raise BackendError(f"the worker {self.address}: {answer['error']}", next_step, code=code)
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
         """Return the block's output in a pass. See `RunBlock`."""

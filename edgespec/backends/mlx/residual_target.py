@@ -26,27 +26,22 @@ from edgespec.model.formats.mlx_metadata import language_config, read_mlx_info
 from edgespec.model.heads.products import Array, Product
 from edgespec.model.heads.residual_layout import ResidualHeads
 from edgespec.model.memory_estimate import MemoryEstimate
+from edgespec.model.self_draft_methods import Head
 
-__all__ = ["estimate_mlx_residual_heads", "load_mlx_residual_heads"]
+__all__ = ["estimate_head", "load_head"]
 
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 
-def load_mlx_residual_heads(target: HeadTarget, net: Any, path: Path) -> ResidualHeadView:
-    """Load the Medusa or Hydra heads at a path for an MLX target. See `load_residual_heads`.
-
-    Args:
-        target: The target.
-        net: The target's mlx-lm model.
-        path: The folder or file of the heads.
-    """
+def load_head(target: HeadTarget, head: Head) -> ResidualHeadView:
+    """Load Medusa or Hydra heads for an MLX target. See `load_residual_heads`."""
     config = language_config(read_json_object(Path(target.facts.path) / "config.json"))
 
     def number(key: str, default: float) -> float:
         value = config.get(key)
         return float(value) if isinstance(value, int | float) else default
 
-    embedding = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
+    embedding = TargetEmbedding(target.net, target.facts.vocab_size, target.state_size)
     heads = load_residual_heads(
         ResidualHeadTarget(
             model=target,
@@ -59,17 +54,18 @@ def load_mlx_residual_heads(target: HeadTarget, net: Any, path: Path) -> Residua
             ),
             embed=lambda tokens: _on_host(lambda: embedding(mx.array(list(tokens)))),
             make_product=_product,
-            output=lambda: _lm_head(net, embedding),
+            output=lambda: _lm_head(target.net, embedding),
             weight_bytes=_weight_bytes,
         ),
-        path,
+        head.shown_path,
     )
     return heads.view(target)
 
 
-def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
+def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory of Medusa or Hydra heads for an MLX target. See `estimate_residual_heads`."""
-    return estimate_residual_heads(path, context_tokens, read_mlx_info(target).vocab_size, _weight_bytes)
+    vocab_size = read_mlx_info(target).vocab_size
+    return estimate_residual_heads(head.shown_path, context_tokens, vocab_size, _weight_bytes)
 
 
 def _weight_bytes(heads: ResidualHeads) -> int:

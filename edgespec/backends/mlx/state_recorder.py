@@ -62,6 +62,7 @@ class StateRecorder:
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self.layer_count} layers",
                     "choose the head that was published for this target",
+                    code="head_mismatch",
                 )
         if POST_NORM in states and self._body is None:
             self._body = Body(self._net)

@@ -30,6 +30,11 @@ class HeadTarget(BaseModel, HiddenStateSource):
 
     @property
     @abstractmethod
+    def net(self) -> Any:
+        """The mlx-lm model."""
+
+    @property
+    @abstractmethod
     def layer_count(self) -> int:
         """Number of layers."""
 
@@ -54,6 +59,7 @@ class TargetEmbedding:
                 f"the head needs an embedding with {vocab_size:,} tokens of size {size:,}, which its target"
                 " does not have",
                 "choose the head that was published for this target",
+                code="head_mismatch",
             )
         self._embedding = found[0]
 

@@ -19,9 +19,7 @@ from edgespec.model.drafter_training import Student
 __all__ = ["MlxTeacher", "load_teacher"]
 
 _HEADS: dict[str, type[TrainableHead]] = {
-    "eagle3": TrainableEagle,
-    "medusa": TrainableMedusa,
-    "hydra": TrainableHydra,
+    kind.name: kind for kind in (TrainableEagle, TrainableMedusa, TrainableHydra)
 }
 
 

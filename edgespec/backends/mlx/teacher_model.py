@@ -73,6 +73,7 @@ class TeacherModel:
                 f"a head for {self.name} cannot be trained: it has {len(tables)} embedding tables and"
                 f" {len(norms)} final norms, instead of one each",
                 "choose another model",
+                code="model_not_trainable",
             )
         self._table, self._output = tables[0], heads[0] if heads else tables[0]
         # Apply the norm to ones instead of reading its weights, because some architectures add 1 to them.

@@ -108,4 +108,5 @@ def _error(name: str, group: Any, reason: object) -> CapabilityError:
     return CapabilityError(
         f"the layers of {name} cannot be divided among {group.size()} workers: {text}",
         "use --split-mode layer, or another number of workers",
+        code="workers_not_supported",
     )

@@ -119,7 +119,7 @@ class TrainableEagle(TrainableHead):
         output: The output matrix.
     """
 
-    title = "EAGLE-3 head"
+    name, title = "eagle3", "EAGLE-3 head"
     weights_file = "model.safetensors"
 
     def __init__(
@@ -219,6 +219,7 @@ def _hidden_layers(teacher: TeacherModel) -> tuple[int, ...]:
             f"{teacher.name} has {layers} layers, but EAGLE-3 heads read hidden states of at least"
             f" {_MIN_LAYERS}",
             "choose a larger model, or train Medusa heads",
+            code="model_not_trainable",
         )
     return (2, layers // 2, layers - 3)
 
@@ -231,6 +232,7 @@ def _layer_config(teacher: TeacherModel) -> dict[str, Any]:
         raise CapabilityError(
             f"an EAGLE-3 head for {teacher.name} cannot be trained: its config.json has no {missing[0]}",
             "choose another model",
+            code="model_not_trainable",
         )
     heads = config["num_attention_heads"]
     return {

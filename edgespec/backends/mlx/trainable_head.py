@@ -30,12 +30,14 @@ class TrainableHead(ABC):
         config: The head's `config.json`.
 
     Attributes:
+        name: Name of the command that trains the head (see `HeadTraining`).
         title: The kind of head, for messages.
         weights_file: Name of the published file with the weights.
         states: The hidden states that the head reads, numbered as in `HiddenStateSource`.
         draft_tokens: Target token ids of the tokens that the head can draft, int64 [draft tokens].
     """
 
+    name: ClassVar[str]
     title: ClassVar[str]
     weights_file: ClassVar[str]
     states: tuple[int, ...]

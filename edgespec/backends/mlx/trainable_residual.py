@@ -55,7 +55,6 @@ class _Heads(Module):
 class _TrainableHeads(TrainableHead):
     """Heads that read the target's final hidden state and use the target's LM head."""
 
-    method: ClassVar[str]
     reads_tokens: ClassVar[bool]
     # Prefix of the residual blocks' names in the published layout.
     prefix: ClassVar[str]
@@ -72,8 +71,8 @@ class _TrainableHeads(TrainableHead):
         return cls(
             teacher,
             {
-                f"{cls.method}_num_heads": _HEADS,
-                f"{cls.method}_num_layers": _BLOCKS,
+                f"{cls.name}_num_heads": _HEADS,
+                f"{cls.name}_num_layers": _BLOCKS,
                 "base_model_name_or_path": Path(teacher.name).name,
             },
         )
@@ -115,7 +114,7 @@ class _TrainableHeads(TrainableHead):
 class TrainableMedusa(_TrainableHeads):
     """Medusa heads without output matrices, as written by Medusa's current training script."""
 
-    title, method = "Medusa heads", "medusa"
+    name, title = "medusa", "Medusa heads"
     weights_file = "medusa_lm_head.safetensors"
     reads_tokens, prefix = False, ""
 
@@ -123,7 +122,7 @@ class TrainableMedusa(_TrainableHeads):
 class TrainableHydra(_TrainableHeads):
     """Hydra heads. Their published layout contains a copy of the target's output matrix for each head."""
 
-    title, method = "Hydra heads", "hydra"
+    name, title = "hydra", "Hydra heads"
     weights_file = "hydra_lm_head.safetensors"
     reads_tokens, prefix = True, "hydra_mlp."
 

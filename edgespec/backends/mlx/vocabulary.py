@@ -80,6 +80,7 @@ class MlxVocabulary:
             raise BackendError(
                 f"the tokenizer returned token {beyond[0]}, but the model has only {self.size} tokens",
                 "check that the tokenizer and the weights belong to the same model",
+                code="vocabulary_mismatch",
             )
         return [*self._start, *tokens] if start else tokens
 
@@ -123,7 +124,9 @@ class MlxVocabulary:
     def raw_piece(self, token: int) -> bytes:
         tokenizer = self._check_open()
         if not 0 <= token < self.size:
-            raise BackendError(f"token {token} is not in the vocabulary of {self.size:,} tokens")
+            raise BackendError(
+                f"token {token} is not in the vocabulary of {self.size:,} tokens", code="token_unknown"
+            )
         known: str | None = tokenizer.convert_ids_to_tokens(token) if token < self._token_count else None
         if known is None:
             return b""

@@ -77,6 +77,7 @@ def check_options(options: LoadOptions) -> None:
             f"kv_type {options.kv_type!r} is not available for MLX models",
             f"choose one of {', '.join(KV_BITS)} (auto uses the model's compute data type)",
             option="kv_type",
+            code="option_not_supported",
         )
     for name, is_set, reason in (
         ("threads", options.threads is not None, "MLX chooses the number of threads itself"),
@@ -86,7 +87,12 @@ def check_options(options: LoadOptions) -> None:
         ("mmap", not options.mmap, "MLX always reads the weights into memory"),
     ):
         if is_set:
-            raise OptionError(f"{name} has no effect on an MLX model: {reason}", f"omit {name}", option=name)
+            raise OptionError(
+                f"{name} has no effect on an MLX model: {reason}",
+                f"omit {name}",
+                option=name,
+                code="option_without_effect",
+            )
 
 
 def load_model(
@@ -105,7 +111,11 @@ def load_model(
     report(0.0)
     skeleton = read_skeleton(path, name, options)
     if missing := missing_files(Path(path)):
-        raise ModelFileError(f"{path} has no {', '.join(missing[:3])}", "download the model again")
+        raise ModelFileError(
+            f"{path} has no {', '.join(missing[:3])}",
+            "download the model again",
+            code="model_file_incomplete",
+        )
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         tokenizer = _load_tokenizer(Path(path), skeleton.config)
     with translate_load_errors(path):

@@ -126,6 +126,7 @@ def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
         raise OptionError(
             f"the tool_calls of message {number} must be a list, not {type(items).__name__}",
             "pass the tool calls of the reply",
+            code="messages_invalid",
         )
     return tuple(item if isinstance(item, ToolCall) else _as_tool_call(number, item) for item in items)
 
@@ -142,4 +143,5 @@ def _as_tool_call(number: int, item: Any) -> ToolCall:
         f"message {number} has an invalid tool call: {item!r}"[:300],
         'pass dictionaries such as {"id": "call_1", "type": "function",'
         ' "function": {"name": "add", "arguments": "{}"}}',
+        code="messages_invalid",
     )

@@ -52,27 +52,37 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
         OptionError: A tool or the choice is invalid.
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise OptionError(f"tools must be a list, not {type(tools).__name__}", _TOOL_HINT)
+        raise OptionError(
+            f"tools must be a list, not {type(tools).__name__}", _TOOL_HINT, code="tools_invalid"
+        )
     functions = [each for number, tool in enumerate(tools, 1) for each in _functions(number, tool)]
     schemas = {function["name"]: function.get("parameters", {}) for function in functions}
     if len(schemas) < len(functions):
         [(repeated, _)] = Counter(function["name"] for function in functions).most_common(1)
         raise OptionError(
-            f"two tools have the same name: {shorten(repeated)}", "give each tool a different name"
+            f"two tools have the same name: {shorten(repeated)}",
+            "give each tool a different name",
+            code="tools_invalid",
         )
     chosen = read_choice(choice, tuple(schemas))
     if chosen.mode == "none":
         return ToolSet()
     if (chosen.mode == "required" or chosen.names is not None) and not functions:
-        raise OptionError("tool_choice requires a tool call, but there are no tools", "pass tools")
+        raise OptionError(
+            "tool_choice requires a tool call, but there are no tools", "pass tools", code="tools_invalid"
+        )
     if chosen.names is not None:
         for name in chosen.names:
             if name not in schemas:
                 raise OptionError(
-                    f"tool_choice names an unknown tool: {name!r}"[:300], f"use one of {', '.join(schemas)}"
+                    f"tool_choice names an unknown tool: {name!r}"[:300],
+                    f"use one of {', '.join(schemas)}",
+                    code="tools_invalid",
                 )
         if chosen.mode == "required" and not chosen.names:
-            raise OptionError("tool_choice requires a tool call, but allows no tool", "name a tool")
+            raise OptionError(
+                "tool_choice requires a tool call, but allows no tool", "name a tool", code="tools_invalid"
+            )
     required = () if chosen.mode == "auto" else tuple(schemas) if chosen.names is None else chosen.names
     if chosen.mode == "auto" and chosen.names is not None:
         # The model must not see the tools that it may not call.
@@ -90,11 +100,15 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
 def _functions(number: int, tool: Any) -> list[dict[str, Any]]:
     functions = functions_in(tool) if isinstance(tool, Mapping) else None
     if functions is None:
-        raise OptionError(f"tool {number} is not a function: {tool!r}"[:300], _TOOL_HINT)
+        raise OptionError(
+            f"tool {number} is not a function: {tool!r}"[:300], _TOOL_HINT, code="tools_invalid"
+        )
     for function in functions:
         name = function.get("name")
         if not isinstance(name, str) or not name.isprintable() or not name:
-            raise OptionError(f"tool {number} has an invalid name: {name!r}"[:300], _TOOL_HINT)
+            raise OptionError(
+                f"tool {number} has an invalid name: {name!r}"[:300], _TOOL_HINT, code="tools_invalid"
+            )
     return functions
 
 
@@ -134,7 +148,9 @@ def _blamed(render: Callable[[Definitions], str], tools: Definitions) -> Templat
             name = shorten(tool["function"]["name"])
             reason = error.what.partition(": ")[2] or error.what
             return TemplateError(
-                f"the model's chat template rejects the tool {name}: {reason}", "change or remove this tool"
+                f"the model's chat template rejects the tool {name}: {reason}",
+                "change or remove this tool",
+                code="template_rejects_messages",
             )
         if time.monotonic() > deadline:
             break

@@ -161,8 +161,9 @@ def _read_choice(choice: ToolChoice, known: Sequence[str]) -> ReadChoice:
         raise OptionError(
             f"tool_choice names an unknown tool: {choice!r}"[:300],
             f"use one of {', '.join(known)}, or auto, none or required",
+            code="tools_invalid",
         )
-    raise OptionError(f"tool_choice is invalid: {choice!r}"[:300], CHOICE_HINT)
+    raise OptionError(f"tool_choice is invalid: {choice!r}"[:300], CHOICE_HINT, code="tools_invalid")
 
 
 def _allowed(choice: Mapping[str, Any]) -> ReadChoice:
@@ -175,6 +176,7 @@ def _allowed(choice: Mapping[str, Any]) -> ReadChoice:
             f"tool_choice is invalid: {choice!r}"[:300],
             'use {"type": "allowed_tools", "mode": "auto" or "required", "tools": [{"type": "function",'
             ' "name": NAME}]}',
+            code="tools_invalid",
         )
     names = (_chosen_name(each) for each in listed if isinstance(each, Mapping))
     return ReadChoice(_MODES[mode], tuple(name for name in names if name is not None))

@@ -36,7 +36,9 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
     form = format_at(target)
     if not form.converted_heads:
         raise OptionError(
-            f"{target} is not a GGUF model", "pass the GGUF model that the draft model was trained for"
+            f"{target} is not a GGUF model",
+            "pass the GGUF model that the draft model was trained for",
+            code="wrong_file",
         )
     require_folder(folder)
     own, other = format_at(folder).read_tokens(folder), form.read_tokens(target)
@@ -44,6 +46,7 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
         raise OptionError(
             f"the draft model {folder} and {target} have different vocabularies",
             "pass the GGUF model that the draft model was trained for",
+            code="vocabulary_mismatch",
         )
     model = GgufParts(gguf_files(target))
     metadata = model.metadata(0, model.layer_count)

@@ -63,6 +63,7 @@ def measure_exits(
         raise CapabilityError(
             f"the fastest early-exit layer of {path.name} cannot be measured: {error.what}",
             "choose the early-exit layer yourself with --exit N",
+            code="early_exit_not_supported",
         ) from error
     chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
     layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]
@@ -72,6 +73,7 @@ def measure_exits(
             f"the fastest early-exit layer of {path.name} cannot be measured: predictions from its last layer"
             f" are correct for only {last:.0%} of the tokens",
             "choose the early-exit layer yourself with --exit N",
+            code="early_exit_not_supported",
         )
     return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
 
@@ -98,6 +100,7 @@ def _agreement(source: GgufParts, hidden: NDArray[np.float32], expected: NDArray
             "the fastest early-exit layer cannot be measured, because the model has no output head or no"
             " final norm",
             "choose the early-exit layer yourself with --exit N",
+            code="early_exit_not_supported",
         )
     states = _normed(source, hidden, norm, source.tensors.get("output_norm.bias"))
     flat = states.reshape(-1, states.shape[-1])

@@ -119,6 +119,7 @@ def _choose_exit(
         raise CapabilityError(
             f"{path.name}: {table.verdict}",
             f"use another method, or --exit {table.best.exit_layer} to prepare it anyway",
+            code="early_exit_not_supported",
         )
     return table.best.exit_layer, table.exits
 
@@ -133,7 +134,9 @@ def _check_source(source: GgufParts, path: Path) -> None:
     elif source.value("attention.shared_kv_layers", 0):
         reason = "some of its layers share the KV cache of earlier layers"
     if reason:
-        raise CapabilityError(f"{path.name} cannot be prepared for early exit: {reason}")
+        raise CapabilityError(
+            f"{path.name} cannot be prepared for early exit: {reason}", code="early_exit_not_supported"
+        )
 
 
 def _write_parts(
@@ -174,6 +177,7 @@ def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.
             raise CapabilityError(
                 f"{path.name} cannot be prepared for early exit: {capabilities.reason}",
                 "use the original file",
+                code="early_exit_not_supported",
             )
         return _test_logits(model), model.facts.description
     finally:
@@ -186,7 +190,9 @@ def _test_split_model(
     try:
         model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
     except ModelFileError as error:
-        raise CapabilityError(f"{path.name} cannot run as a split model: {error.what}") from error
+        raise CapabilityError(
+            f"{path.name} cannot run as a split model: {error.what}", code="early_exit_not_supported"
+        ) from error
     try:
         actual = _test_logits(model)
     finally:
@@ -197,6 +203,7 @@ def _test_split_model(
             f"{path.name} cannot be split into two parts: its logits would change by"
             f" {float(difference.max()):.2g} standard deviations",
             "choose another exit layer with --exit",
+            code="early_exit_not_supported",
         )
 
 

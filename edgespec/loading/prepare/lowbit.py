@@ -111,6 +111,7 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
         raise ModelFileError(
             f"a temporary file for {path} cannot be written: {error_reason(error)}",
             write_advice(error, Path(gettempdir()), "TMPDIR"),
+            code="file_not_written",
         ) from error
     if size.needs_importance_matrix:
         raise importance_matrix_error(type_name)

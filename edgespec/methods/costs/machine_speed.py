@@ -195,6 +195,7 @@ def _temporary_folder() -> Iterator[Path]:
             f"the speed of this machine cannot be measured, because {parent} is full or not writable:"
             f" {error_reason(error)}",
             f"free {format_bytes(2 * BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
+            code="file_not_written",
         ) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgespec.methods.head_method import head_method
-from edgespec.options.methods import MethodDocs
+from edgespec.options.methods import HeadKind, MethodDocs
 
 __all__ = ["METHOD"]
 
@@ -19,4 +19,5 @@ METHOD = head_method(
         memory="the head, its KV cache, and the hidden states of 2,048 tokens",
     ),
     order=60,
+    head=HeadKind(kinds={"dflash": "DFlash", "dspark": "DFlash"}, drafts_in_one_pass=True),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgespec.methods.head_method import head_method
-from edgespec.options.methods import MethodDocs
+from edgespec.options.methods import HeadKind, HeadTraining, MethodDocs
 
 __all__ = ["METHOD"]
 
@@ -20,4 +20,8 @@ METHOD = head_method(
         memory="the head, its KV cache, and the hidden states of 2,048 tokens",
     ),
     order=50,
+    head=HeadKind(
+        kinds={"eagle3": "EAGLE-3", "eagle2": "EAGLE-2", "eagle": "EAGLE"},
+        training=HeadTraining("eagle3", "an EAGLE-3 head", "The head is then also converted to GGUF."),
+    ),
 )

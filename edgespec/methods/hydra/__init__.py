@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgespec.methods.head_method import head_method
-from edgespec.options.methods import MethodDocs
+from edgespec.options.methods import HeadKind, HeadTraining, MethodDocs
 
 __all__ = ["METHOD"]
 
@@ -18,4 +18,9 @@ METHOD = head_method(
         memory="as for `medusa`; Hydra++ heads also need a KV cache for one layer",
     ),
     order=80,
+    head=HeadKind(
+        kinds={"hydra": "Hydra"},
+        network="residual",
+        training=HeadTraining("hydra", "Hydra heads", "The heads need no conversion to GGUF."),
+    ),
 )

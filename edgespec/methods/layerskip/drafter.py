@@ -47,6 +47,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
                 f"exit_layer cannot be set for {facts.name}, which was prepared for a single exit layer",
                 "omit --exit-layer, or run `edgespec prepare layerskip REF --exit E` again",
                 option="exit_layer",
+                code="option_not_supported",
             )
         exit_layer = int(read_prepared(context.files.path).settings["exit_layer"])
     view = target.self_draft(EarlyExit(exit_layer or _measure_best_exit(context)))
@@ -62,6 +63,7 @@ def _measure_best_exit(context: DrafterContext) -> int:
         raise CapabilityError(
             f"a context of {target.facts.context_tokens} tokens is too small to measure early exits",
             "pass --exit-layer, or use a larger --context",
+            code="early_exit_not_supported",
         )
     try:
         reply = greedy_reply(target, prompt)
@@ -72,7 +74,9 @@ def _measure_best_exit(context: DrafterContext) -> int:
         target.truncate(0)
     if not table.is_faster:
         raise CapabilityError(
-            f"{target.facts.name}: {table.verdict}", "choose another method, or pass --exit-layer"
+            f"{target.facts.name}: {table.verdict}",
+            "choose another method, or pass --exit-layer",
+            code="early_exit_not_supported",
         )
     return table.best.exit_layer
 

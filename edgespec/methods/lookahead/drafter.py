@@ -172,6 +172,7 @@ class LookaheadDrafter(Drafter):
                 f" {window.leaves} branches, but the target supports only {capabilities.max_width} tokens and"
                 f" {capabilities.max_branches if capabilities.tree else 1} branches",
                 "choose a smaller window",
+                code="option_not_supported",
             )
         self._forced = window is not None
         self._smallest = (_TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgespec.methods.head_method import head_method
-from edgespec.options.methods import MethodDocs
+from edgespec.options.methods import HeadKind, HeadTraining, MethodDocs
 
 __all__ = ["METHOD"]
 
@@ -19,4 +19,10 @@ METHOD = head_method(
         memory="the heads, and the hidden states of 2,048 tokens",
     ),
     order=70,
+    head=HeadKind(
+        kinds={"medusa": "Medusa"},
+        network="residual",
+        drafts_in_one_pass=True,
+        training=HeadTraining("medusa", "Medusa heads", "The heads need no conversion to GGUF."),
+    ),
 )

@@ -109,6 +109,7 @@ class WindowedModel(WrappedModel):
                 f" {inner.context_tokens} tokens",
                 f"use --draft-window {max(1, inner.context_tokens // 2)} or less",
                 option="draft_window",
+                code="option_not_supported",
             )
         self._window = window
         self._start = window.sink_tokens
@@ -170,7 +171,8 @@ class WindowedModel(WrappedModel):
             if tree.width > self.facts.capabilities.max_width:
                 raise CapabilityError(
                     f"a tree of {tree.width} tokens exceeds the maximum width of"
-                    f" {self.facts.capabilities.max_width}"
+                    f" {self.facts.capabilities.max_width}",
+                    code="draft_too_wide",
                 )
             if first == 0:
                 self._update_inner_cache()

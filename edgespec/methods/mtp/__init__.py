@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgespec.methods.head_method import head_method
-from edgespec.options.methods import MethodDocs
+from edgespec.options.methods import HeadKind, MethodDocs
 
 __all__ = ["METHOD"]
 
@@ -19,5 +19,6 @@ METHOD = head_method(
         memory="the MTP layers, their KV cache, and the hidden states of 2,048 tokens",
     ),
     order=40,
+    head=HeadKind(kinds={"gemma4-assistant": "MTP"}),
     works_on_workers=False,
 )

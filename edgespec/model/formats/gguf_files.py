@@ -75,12 +75,22 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
         with path.open("rb") as stream:
             start = stream.read(_SHOWN_BYTES)
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error.strerror or error}",
+            "check the path",
+            code="model_file_unreadable",
+        ) from error
     if start.startswith(b"version https://"):
-        raise ModelFileError(f"{path} is a Git LFS pointer, not the {content}", "run `git lfs pull`")
+        raise ModelFileError(
+            f"{path} is a Git LFS pointer, not the {content}",
+            "run `git lfs pull`",
+            code="model_file_incomplete",
+        )
     if not start.startswith(b"GGUF"):
         raise ModelFileError(
-            f"{path} is not a GGUF file: it {describe_start(start)}", f"select the .gguf file of a {content}"
+            f"{path} is not a GGUF file: it {describe_start(start)}",
+            f"select the .gguf file of a {content}",
+            code="wrong_file",
         )
     version, swapped = (int.from_bytes(start[4:8], order) for order in _BYTE_ORDERS)
     if len(start) >= 8 and swapped in _VERSIONS:
@@ -88,11 +98,13 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
             f"{path} has the wrong byte order for this machine ({_BYTE_ORDERS[1]}-endian)",
             f"download a {_BYTE_ORDERS[0]}-endian file of the {content}, or convert it with"
             " `gguf-convert-endian`",
+            code="model_file_not_supported",
         )
     if len(start) >= 8 and version == _VERSIONS[0]:
         raise ModelFileError(
             f"{path} has version {version} of the GGUF format, which llama.cpp can no longer read",
             f"download a newer file of the {content}",
+            code="model_file_not_supported",
         )
 
 
@@ -130,6 +142,7 @@ def gguf_files(path: Path) -> list[Path]:
             f"{path} consists of several parts of a split model that were joined without"
             " `llama-gguf-split`, so llama.cpp can read only the first part",
             _JOIN_HINT,
+            code="model_file_incomplete",
         )
     return [path] if split.total == 1 else _find_parts(path, split)
 
@@ -154,6 +167,7 @@ def _find_parts(path: Path, split: _Split) -> list[Path]:
                 f"{path} is one of {split.total} parts of a split model, but both {names} could be its"
                 f" part {number + 1}",
                 "move the parts of each model to a folder of their own",
+                code="model_file_incomplete",
             )
     missing = [number for number in range(split.total) if number not in found]
     if not missing:
@@ -164,6 +178,7 @@ def _find_parts(path: Path, split: _Split) -> list[Path]:
         raise ModelFileError(
             f"{wrong} does not contain part {missing[0] + 1} of {split.total} of the model {path}",
             "download this part again",
+            code="model_file_incomplete",
         )
     raise _missing_parts(path, name, len(missing), split.total, split.number)
 
@@ -175,6 +190,7 @@ def _missing_parts(
     return ModelFileError(
         f"{missing} of the {count} parts of {path}{which} are missing, such as {example}",
         f"copy all parts to {path.parent}; {_JOIN_HINT}",
+        code="model_file_incomplete",
     )
 
 
@@ -273,20 +289,27 @@ def check_gguf_adapters(adapters: Sequence[Adapter], model: Path) -> None:
             raise ModelFileError(
                 f"the adapter {path} is a folder, but {model.name} needs an adapter in a .gguf file",
                 "convert it with llama.cpp's convert_lora_to_gguf.py",
+                code="adapter_unusable",
             )
         check_is_gguf(path, "LoRA adapter")
         header = read_header(path)
         kinds = header.metadata.get("general.type"), header.metadata.get("adapter.type")
         if kinds != ("adapter", "lora"):
-            raise ModelFileError(f"{path} is not a LoRA adapter", "pass a GGUF file with a LoRA adapter")
+            raise ModelFileError(
+                f"{path} is not a LoRA adapter",
+                "pass a GGUF file with a LoRA adapter",
+                code="adapter_unusable",
+            )
         if header.architecture != architecture:
             raise ModelFileError(
                 f"the adapter {path} is for models of the architecture {header.architecture[:40]!r}, but"
                 f" {model.name} has the architecture {architecture!r}",
                 "use an adapter that was trained for this model",
+                code="adapter_unusable",
             )
         if "adapter.alora.invocation_tokens" in header.metadata:
             raise ModelFileError(
                 f"{path} is an activated LoRA adapter, which takes effect only after certain words",
                 "use an ordinary LoRA adapter",
+                code="adapter_unusable",
             )

@@ -149,7 +149,11 @@ def read_header(path: Path) -> GgufHeader:
                         raise
                     size *= 8
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error.strerror or error}",
+            "check the path",
+            code="model_file_unreadable",
+        ) from error
     except ValueError as error:
         raise ModelFileError(
             f"{path} is not a complete GGUF file: {shorten(error)}", "download it again"

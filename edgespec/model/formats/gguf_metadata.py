@@ -16,6 +16,7 @@ from edgespec.model.formats.gguf_header import GgufHeader, GgufTensor, read_head
 from edgespec.model.model_info import ModelInfo, ModelKind
 from edgespec.model.pass_weights import OutputLayer, PassWeights
 from edgespec.model.token_list import tokens_of_header
+from edgespec.options.methods import head_kinds
 
 __all__ = ["read_gguf_info", "read_pass_weights", "read_split_info", "split_metadata_file", "tensor_bytes"]
 
@@ -24,11 +25,6 @@ _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
     "t5encoder", "gemma-embedding", "eurobert",
 )  # fmt: skip
-# Architectures of draft heads, which take the hidden states of another model as input.
-_HEADS = {
-    "eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa",
-    "gemma4-assistant": "MTP",
-}  # fmt: skip
 # Maximum number of the target's layers that a head reads.
 _MAX_READ_LAYERS = 64
 _F16_BYTES = 2
@@ -151,14 +147,14 @@ def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> ModelKind:
         return "embedding"
     # A file that contains only MTP layers has the architecture of its target.
     has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
-    if header.architecture in _HEADS or (_heads(header, tensors) and not has_first_layer):
+    if header.architecture in head_kinds() or (_heads(header, tensors) and not has_first_layer):
         return "head"
     return "model" if header.architecture and header.architecture_number("block_count") else "other"
 
 
 def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
-    if header.architecture in _HEADS:
-        return [_HEADS[header.architecture]]
+    if header.architecture in (kinds := head_kinds()):
+        return [kinds[header.architecture][0]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
     # Some converters remove the tensors of MTP layers, but leave the number of MTP layers in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
@@ -168,7 +164,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
 def _hidden_size(header: GgufHeader) -> int:
     """Return the hidden size of a model, or of the target's hidden states that a head reads."""
     # Gemma 4 assistants return hidden states of the same size as the target's.
-    of_target = ("target_hidden_size", "embedding_length_out") if header.architecture in _HEADS else ()
+    of_target = ("target_hidden_size", "embedding_length_out") if header.architecture in head_kinds() else ()
     sizes = (header.architecture_number(key) for key in (*of_target, "embedding_length"))
     return next(filter(None, sizes), 0)
 

@@ -10,25 +10,28 @@ from edgespec.model.heads.residual_layout import residual_head_method
 from edgespec.model.model_info import ModelInfo
 from edgespec.model.registry import format_at
 from edgespec.model.self_draft_methods import Head
+from edgespec.options.methods import Method, head_kinds
 
 __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]
 
-# Maps the first word of a head's kind in `ModelInfo.heads` to the drafting method.
-_METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
 # Architectures of heads that work only with targets of one architecture.
 _TARGETS = {"gemma4-assistant": "gemma4"}
-# First words of the kinds of heads that draft several tokens in one pass.
-_ONE_PASS = ("DFlash", "Medusa")
 
 
 def method_of(kind: str) -> str:
     """Return the drafting method for a kind of head, such as "eagle" for "EAGLE-3", or "" if unknown."""
-    return _METHODS.get(_first_word(kind), "")
+    found = _record(kind)
+    return found.name if found else ""
 
 
 def drafts_in_one_pass(kind: str) -> bool:
     """Return whether heads of this kind draft several tokens per pass, rather than one."""
-    return _first_word(kind) in _ONE_PASS
+    found = _record(kind)
+    return bool(found and found.head and found.head.drafts_in_one_pass)
+
+
+def _record(kind: str) -> Method | None:
+    return {_first_word(known): each for known, each in head_kinds().values()}.get(_first_word(kind))
 
 
 def _first_word(kind: str) -> str:
@@ -56,13 +59,16 @@ def head_at(path: Path) -> Head:
     raise ModelFileError(
         f"{path} contains no head, but a model with the architecture {shorten(info.architecture)!r}",
         "pass a head with --head, and draft models with --draft",
+        code="wrong_file",
     )
 
 
 def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
     """Return the error to raise for a kind of head that edgespec cannot run."""
     return ModelFileError(
-        f"{name} is a {info.heads[0]} head, which edgespec cannot run", "choose another head"
+        f"{name} is a {info.heads[0]} head, which edgespec cannot run",
+        "choose another head",
+        code="model_file_not_supported",
     )
 
 

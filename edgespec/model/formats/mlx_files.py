@@ -92,11 +92,13 @@ def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
         raise OptionError(
             f"{model.name} is an MLX model, to which only one adapter can be applied, without a scale",
             "pass a single adapter, or merge the adapters with mlx-lm",
+            code="option_not_supported",
         )
     if not Path(adapters[0].path).is_dir():
         raise ModelFileError(
             f"the adapter folder {adapters[0].path} does not exist",
             "pass the folder that `mlx_lm.lora --adapter-path` wrote",
+            code="adapter_unusable",
         )
 
 
@@ -282,7 +284,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ModelFileError(
-            f"{path} cannot be read: {error.strerror}", "download the model again"
+            f"{path} cannot be read: {error.strerror}",
+            "download the model again",
+            code="model_file_unreadable",
         ) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON: {shorten(error)}", "download it again") from error
@@ -305,7 +309,11 @@ def read_tensors(file: Path) -> dict[str, TensorHeader]:
         with file.open("rb") as stream:
             begin = stream.read(8)
             if begin.startswith(b"version "):
-                raise ModelFileError(f"{file} is a Git LFS pointer, not the weights", "run `git lfs pull`")
+                raise ModelFileError(
+                    f"{file} is a Git LFS pointer, not the weights",
+                    "run `git lfs pull`",
+                    code="model_file_incomplete",
+                )
             length = int.from_bytes(begin, "little")
             if len(begin) < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
                 raise ModelFileError(
@@ -321,7 +329,9 @@ def read_tensors(file: Path) -> dict[str, TensorHeader]:
                 shape = tuple(int(size) for size in entry["shape"])
                 tensors[name] = TensorHeader(shape, str(entry["dtype"]), end_offset - begin_offset)
     except OSError as error:
-        raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
+        raise ModelFileError(
+            f"{file} cannot be read: {error.strerror}", "download it again", code="model_file_unreadable"
+        ) from error
     except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
             f"the header of {file} is damaged: {shorten(error)}", "download it again"

@@ -24,21 +24,17 @@ from edgespec.model.heads.mtp_files import mtp_files
 from edgespec.model.heads.tensor_files import read_folder_tensors
 from edgespec.model.model_info import ModelInfo, ModelKind
 from edgespec.model.token_list import tokens_of_folder
+from edgespec.options.methods import head_kinds
 from edgespec.system.files import read_regular_file, regular_file_bytes
 
 __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
 
 # Models that generate text have an architecture name with one of these suffixes.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_HEAD_NAMES = {
-    "eagle3": "EAGLE-3",
-    "eagle": "EAGLE",
-    "dflash": "DFlash",
-    "dspark": "DFlash",
-    "medusa": "Medusa",
-    "hydra": "Hydra",
-    "gemma4assistant": "Gemma 4 assistant",
-}
+# Heads that only llama.cpp can run.
+_OTHER_HEADS = {"gemma4assistant": "Gemma 4 assistant"}
+# Kinds of heads whose version only the tensors tell.
+_ANY_EAGLE = {("EAGLE",), ("EAGLE-2",)}
 # Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
 # Nested configurations: the language model of a vision model, and heads.
@@ -70,7 +66,9 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     for file in files:
         tensors |= read_tensors(file)
     if not tensors:
-        raise ModelFileError(f"{folder} contains no weights", "download the model again")
+        raise ModelFileError(
+            f"{folder} contains no weights", "download the model again", code="model_file_incomplete"
+        )
     tokens = tokens_of_folder(folder)
     experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
     settings = config.get("quantization") or whole.get("quantization")
@@ -113,14 +111,16 @@ def read_head_info(folder: Path) -> ModelInfo:
         weights = head_weights(names)
         size_bytes = sum((folder / name).stat().st_size for name in weights)
     except OSError as error:
-        raise ModelFileError(f"{folder} cannot be read: {error.strerror}", "check the path") from error
+        raise ModelFileError(
+            f"{folder} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+        ) from error
     needs_config = "config.json" in names or not is_complete_without_config(weights)
     whole = read_json_object(folder / "config.json") if needs_config else {}
     config = language_config(whole)
     # The weights of Medusa and Hydra heads are in files such as `medusa_lm_head.safetensors`.
-    named = [label for name, label in _HEAD_NAMES.items() for file in weights if file.startswith(f"{name}_")]
+    named = [kind for name, kind in _head_names().items() for file in weights if file.startswith(f"{name}_")]
     heads = tuple(_heads(whole, config, {}) or named[:1])
-    if (not heads or heads == ("EAGLE",)) and (kind := eagle_kind(read_folder_tensors(folder))):
+    if (not heads or heads in _ANY_EAGLE) and (kind := eagle_kind(read_folder_tensors(folder))):
         heads = (kind,)
     return ModelInfo(
         kind="head" if heads else _kind(whole),
@@ -161,7 +161,7 @@ def _kind(config: Mapping[str, Any]) -> ModelKind:
         return "other"
     if not named:
         return "model"  # mlx-lm can load models that do not name their architecture.
-    if any(head in name.lower() for name in named for head in _HEAD_NAMES):
+    if any(head in name.lower() for name in named for head in _head_names()):
         return "head"
     return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"
 
@@ -173,13 +173,18 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
     return [*names, str(config["speculators_model_type"])] if "speculators_model_type" in config else names
 
 
+def _head_names() -> dict[str, str]:
+    """Return the kind of head for each name that can occur in the architecture or file name of a head."""
+    return {name: kind for name, (kind, _) in head_kinds().items()} | _OTHER_HEADS
+
+
 def _heads(
     whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
 ) -> list[str]:
     for name in _architectures(whole):
-        for head, label in _HEAD_NAMES.items():
+        for head, kind in _head_names().items():
             if head in name.lower():
-                return [label]
+                return [kind]
     layers = _first(config, ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     if any(_MTP_NAME.search(name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]

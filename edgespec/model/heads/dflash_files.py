@@ -174,6 +174,7 @@ def read_dflash(folder: Path) -> DFlashFiles:
         raise ModelFileError(
             f"{folder} is not a DFlash or DSpark head that edgespec supports: {what}",
             "choose a folder with the config.json and weights of a DFlash or DSpark head",
+            code="model_file_not_supported",
         ) from error
     return DFlashFiles(config, tensors, ids)
 

@@ -172,6 +172,7 @@ def read_eagle(folder: Path) -> EagleFiles:
         raise ModelFileError(
             f"{folder} is not an EAGLE head that edgespec supports: {what}",
             "choose a folder with the config.json and weights of an EAGLE head",
+            code="model_file_not_supported",
         ) from error
     return EagleFiles(config, tensors, ids)
 

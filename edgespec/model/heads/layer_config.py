@@ -60,9 +60,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no config.json, so it is not the folder of a head",
             "pass a folder that contains a head's config.json and its weights, such as model.safetensors or"
             " pytorch_model.bin",
+            code="model_file_incomplete",
         ) from error
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
 

@@ -136,6 +136,7 @@ def _unusable(folder: Path, reason: str) -> ModelFileError:
     return ModelFileError(
         f"{folder} has no layer for multi-token prediction that edgespec can use: {reason}",
         "use the original Hugging Face model, or choose another method",
+        code="model_file_not_supported",
     )
 
 

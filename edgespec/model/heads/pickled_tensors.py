@@ -87,7 +87,9 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
             raise ValueError("the file contains no dictionary of tensors")
         return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
     except _DAMAGE as error:
         raise _damaged(path, error) from error
 
@@ -288,7 +290,9 @@ class _Interpreter:
             )
         except OSError as error:
             raise ModelFileError(
-                f"{self._path} cannot be read: {error_reason(error)}", "download it again"
+                f"{self._path} cannot be read: {error_reason(error)}",
+                "download it again",
+                code="model_file_unreadable",
             ) from error
         except _DAMAGE as error:
             raise _damaged(self._path, error) from error
@@ -297,4 +301,5 @@ class _Interpreter:
         return ModelFileError(
             f"{self._path} contains more than tensors: {what}",
             "use a version in safetensors format, because edgespec never runs code from model files",
+            code="model_file_not_supported",
         )

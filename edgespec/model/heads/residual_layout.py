@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.model.heads.stored_tensor import StoredTensor
 from edgespec.model.heads.tensor_files import read_tensor_files
+from edgespec.options.methods import methods
 from edgespec.system.files import error_reason, read_regular_file
 
 __all__ = [
-    "RESIDUAL_METHODS",
     "AttentionLayer",
     "Linear",
     "ResidualBlock",
@@ -26,9 +26,10 @@ __all__ = [
     "residual_head_method",
 ]
 
-# Methods whose heads consist of residual blocks, and file types of weights in order of preference.
-RESIDUAL_METHODS = ("medusa", "hydra")
+# File types of weights in order of preference.
 _SUFFIXES = (".safetensors", ".pt", ".bin")
+# Name prefix of the residual blocks of Hydra heads.
+_HYDRA_BLOCKS = "hydra_mlp."
 # Name prefix of the prefix layer that Hydra++ heads read, misspelt as in the published files, and the layer's
 # tensors in the order of `AttentionLayer`.
 _PREFIX_MODEL = "prefix_embeding_layer."
@@ -120,15 +121,15 @@ class ResidualHeads:
 
 def _weights_file(path: Path) -> Path | None:
     """Return the weights file of the Medusa or Hydra heads at `path`, or None if there are no such heads."""
+    stems = [f"{each.name}_lm_head" for each in methods() if each.head and each.head.network == "residual"]
     if path.is_dir():
-        names = (f"{method}_lm_head{suffix}" for method in RESIDUAL_METHODS for suffix in _SUFFIXES)
+        names = (stem + suffix for stem in stems for suffix in _SUFFIXES)
         return next((path / name for name in names if (path / name).is_file()), None)
-    is_named = path.stem in {f"{method}_lm_head" for method in RESIDUAL_METHODS}
-    return path if is_named and path.suffix in _SUFFIXES else None
+    return path if path.stem in stems and path.suffix in _SUFFIXES else None
 
 
 def residual_head_method(path: Path) -> str | None:
-    """Return `medusa` or `hydra` for the heads at `path`, or None if there are no such heads."""
+    """Return the method of the Medusa or Hydra heads at `path`, or None if there are no such heads."""
     file = _weights_file(path)
     return file.stem.removesuffix("_lm_head") if file else None
 
@@ -148,6 +149,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
         raise ModelFileError(
             f"{path} contains no Medusa or Hydra heads",
             "pass the folder with medusa_lm_head or hydra_lm_head, as published on Hugging Face",
+            code="wrong_file",
         )
     config = _read_config(file.parent / "config.json")
     kind = config.get("hydra_head_arch", "mlp")
@@ -155,9 +157,10 @@ def read_residual_heads(path: Path) -> ResidualHeads:
         raise CapabilityError(
             f"{path} contains Hydra heads of the kind {shorten(repr(kind))}, which edgespec cannot run",
             "choose heads of the kind 'mlp' or 'prefix-mlp'",
+            code="head_not_supported",
         )
     tensors = _NamedTensors(file)
-    find = _medusa_heads if residual_head_method(file) == "medusa" else _hydra_heads
+    find = _hydra_heads if tensors.has(_HYDRA_BLOCKS) else _medusa_heads
     return _checked(tensors, find(tensors), _prefix(tensors), int(config.get("hidden_state_offset") or 0))
 
 
@@ -173,7 +176,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
     return config
@@ -239,7 +244,7 @@ def _hydra_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
     An output matrix that follows a dropout is named `hydra_lm_head.{i}.1`.
     """
     heads: list[ResidualHead] = []
-    while blocks := tensors.blocks(f"hydra_mlp.{len(heads)}."):
+    while blocks := tensors.blocks(f"{_HYDRA_BLOCKS}{len(heads)}."):
         name = f"hydra_lm_head.{len(heads)}"
         output = tensors.linear(f"{name}.1") or tensors.linear(name)
         if output is None:

@@ -39,7 +39,9 @@ def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         if tensors := read_tensor_files(*sorted(folder.glob(pattern))):
             return tensors
     raise ModelFileError(
-        f"{folder} contains no weights (*.safetensors or pytorch_model*.bin)", "download the head again"
+        f"{folder} contains no weights (*.safetensors or pytorch_model*.bin)",
+        "download the head again",
+        code="model_file_incomplete",
     )
 
 
@@ -64,7 +66,9 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         file_bytes = regular_file_bytes(path)
         return {name: _stored(path, one, file_bytes) for name, one in SafetensorsLocal(path).tensors.items()}
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelFileError(
             f"{path} is damaged or truncated: {shorten(error)}", "download it again"
@@ -78,6 +82,7 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
         raise ModelFileError(
             f"{path} contains tensors of type {shorten(tensor.dtype)}, which edgespec cannot read",
             "use a version of the head with 16-bit weights",
+            code="model_file_not_supported",
         )
     if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):
         raise ValueError("the shape or position of a tensor is not given in whole numbers")
@@ -90,7 +95,9 @@ def _read(path: Path, tensor: Any) -> NDArray[Any]:
     try:
         return decode_elements(tensor.mmap_bytes(), tensor.dtype).reshape(tensor.shape)
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+        raise ModelFileError(
+            f"{path} cannot be read: {error_reason(error)}", "download it again", code="model_file_unreadable"
+        ) from error
 
 
 def dequantise_fp8(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

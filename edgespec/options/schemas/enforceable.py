@@ -133,6 +133,7 @@ def _check(schema: dict[str, Any], place: str) -> None:
                     f"the JSON schema cannot be used: the number {str(number)[:40]} in {keyword} has too many"
                     f" digits (in {place})",
                     "use a number with fewer digits, or a string",
+                    code="constraint_not_supported",
                 )
     least, required = schema.get("minProperties"), schema.get("required")
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
@@ -141,6 +142,7 @@ def _check(schema: dict[str, Any], place: str) -> None:
             f"the JSON schema cannot be used: minProperties {least} cannot be enforced, because a property"
             f" could be repeated (in {place})",
             "name the properties in `required`, or set minProperties to 1",
+            code="constraint_not_supported",
         )
 
 

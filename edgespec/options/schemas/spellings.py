@@ -94,6 +94,7 @@ def read_schema(value: Any, what: str) -> dict[str, Any]:
         raise OptionError(
             f"{what} contains no schema, only {_shown(value)}",
             f'write {{"type": "object", "properties": ...}}, or add {what}.schema',
+            code="constraint_invalid",
         )
     return tidy_schema(value, what)
 
@@ -104,7 +105,9 @@ def tidy_schema(schema: Any, what: str) -> dict[str, Any]:
     try:
         tidy = _tidy(schema, what, "#")
     except RecursionError:
-        raise OptionError(f"{what} is nested too deeply", "use a schema with fewer levels") from None
+        raise OptionError(
+            f"{what} is nested too deeply", "use a schema with fewer levels", code="constraint_invalid"
+        ) from None
     if isinstance(tidy, bool):
         raise _wrong(what, "#", "a JSON schema", schema)
     return tidy
@@ -120,7 +123,11 @@ def _parsed(value: Any, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         place = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
-        raise OptionError(f"{what} is not valid JSON{place}", "correct the text, or pass an object") from None
+        raise OptionError(
+            f"{what} is not valid JSON{place}",
+            "correct the text, or pass an object",
+            code="constraint_invalid",
+        ) from None
 
 
 def _wrapped(value: Any) -> Any:
@@ -257,7 +264,11 @@ def _escaped(name: Any) -> str:
 def _wrong(what: str, place: str, expected: str, value: Any) -> OptionError:
     keyword = place.rpartition("/")[2]
     name = what if place == "#" else f"{keyword} in {what}"
-    return OptionError(f"{name} must be {expected}, not {_shown(value)} (in {place})", "correct the schema")
+    return OptionError(
+        f"{name} must be {expected}, not {_shown(value)} (in {place})",
+        "correct the schema",
+        code="constraint_invalid",
+    )
 
 
 def _shown(value: Any) -> str:

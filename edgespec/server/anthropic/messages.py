@@ -208,6 +208,7 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
             404,
             "the server does not store conversations; omit thread, and send the whole conversation in"
             " messages",
+            code="thread_not_found",
             param="thread",
             details={"details": {"error_code": "thread_not_found"}},
         )

@@ -61,11 +61,12 @@ def parse_body(data: bytes, headers: Mapping[str, str], parse: Callable[[str], _
         )
     text = _decoded(data, content_type)
     if not text.strip():
-        raise invalid_request("the request body is empty; send a JSON object")
+        raise invalid_request("the request body is empty; send a JSON object", code="invalid_json")
     if text.lstrip().startswith('"'):
         raise invalid_request(
             "the request body is a JSON string instead of an object, perhaps because it was encoded as JSON"
-            " twice; send the object itself"
+            " twice; send the object itself",
+            code="invalid_json",
         )
     try:
         return parse(text)
@@ -153,12 +154,18 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
         content_type: The Content-Type header.
     """
     if "recursion limit" in problem:
-        return invalid_request("the request body is nested too deeply; use at most 200 levels")
+        return invalid_request(
+            "the request body is nested too deeply; use at most 200 levels", code="invalid_json"
+        )
     if "multipart/" in content_type.lower() or _FORM.match(text):
-        return invalid_request("the request body is form data, not JSON; send a JSON object")
+        return invalid_request(
+            "the request body is form data, not JSON; send a JSON object", code="invalid_json"
+        )
     position = _POSITION.fullmatch(problem)
     if position is None:
-        return invalid_request(f"the request body is not valid JSON: {problem[:200]}; correct it there")
+        return invalid_request(
+            f"the request body is not valid JSON: {problem[:200]}; correct it there", code="invalid_json"
+        )
     reason, number, column = position[1], int(position[2]), int(position[3])
     lines = text.split("\n")
     if column == 0 and number > 1:

@@ -108,7 +108,9 @@ def _format(value: Any, place: str) -> dict[str, Any]:
         return _object(True, place)
     if isinstance(value, str):
         if not value.lstrip().startswith("{"):
-            raise OptionError(f"{place} {value[:40]!r} is not supported", _FORMAT_HINT)
+            raise OptionError(
+                f"{place} {value[:40]!r} is not supported", _FORMAT_HINT, code="constraint_invalid"
+            )
         return _schema(value, place)
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind.lower() not in _SCHEMA_TYPES:
@@ -117,6 +119,7 @@ def _format(value: Any, place: str) -> dict[str, Any]:
                 raise OptionError(
                     f"{place} has the type {kind[:40]}, but also a {other} field",
                     f"leave out {place}, and set {other} in the request instead",
+                    code="option_conflict",
                 )
     given = [key for key in SCHEMA_KEYS if isinstance(kind, str) and value.get(key) is not None]
     # Prefer a key whose value is set.
@@ -129,6 +132,7 @@ def _format(value: Any, place: str) -> dict[str, Any]:
                 raise OptionError(
                     f"{place} has the type text, but also a {key if is_set else inline} field",
                     "use the type json_schema",
+                    code="option_conflict",
                 )
             return {}
         case "json" | "json_object" | "json_schema" if not is_set and _INLINE_KEYWORDS & value.keys():
@@ -143,15 +147,22 @@ def _format(value: Any, place: str) -> dict[str, Any]:
                 raise OptionError(
                     f"{place} has the type json_schema, but no schema",
                     f"add {missing}, or use the type json_object for any JSON object",
+                    code="constraint_invalid",
                 )
             return _schema(value[key], f"{place}.{key}")
         case "regex" | "grammar":
             constraint = value.get(kind) or value.get("value")
             if not isinstance(constraint, str):
-                raise OptionError(f"{place} has type {kind}, but no {kind}", f"add {place}.{kind}")
+                raise OptionError(
+                    f"{place} has type {kind}, but no {kind}",
+                    f"add {place}.{kind}",
+                    code="constraint_invalid",
+                )
             return {kind: constraint}
     if isinstance(kind, str) and kind.lower() not in _SCHEMA_TYPES:
-        raise OptionError(f"{place}.type {kind[:40]!r} is not supported", _FORMAT_HINT)
+        raise OptionError(
+            f"{place}.type {kind[:40]!r} is not supported", _FORMAT_HINT, code="constraint_invalid"
+        )
     return _schema(value, place)
 
 
@@ -241,7 +252,7 @@ def constraints_in(
         try:
             option = read(value, place)
         except OptionError as error:
-            raise invalid_request(str(error), param=place) from None
+            raise invalid_request(str(error), param=place, code=error.code) from None
         if option:
             found[place] = option
     return found
@@ -264,6 +275,7 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 f"{first} and {second} cannot be used together, because they ask for different answers; leave"
                 " one of them out",
                 param=second,
+                code="option_conflict",
             )
     # Prefer a mapping: the same schema as text in the field `schema` also allows properties that it does not
     # name.

@@ -135,7 +135,7 @@ def part_text(place: str, part: Any) -> str:
     text = _field(part, _TEXT_FIELDS[kind])
     if not isinstance(text, str):
         missing = f"{place}.{_TEXT_FIELDS[kind]}"
-        raise invalid_request(f"{missing} is missing; add this field", param=missing)
+        raise invalid_request(f"{missing} is missing; add this field", param=missing, code="missing_field")
     return text
 
 

@@ -104,12 +104,13 @@ def checked_choice(
     try:
         chosen = read_choice(choice, [name for name in known if isinstance(name, str)])
     except OptionError as error:
-        raise invalid_request(str(error), param="tool_choice") from None
+        raise invalid_request(str(error), param="tool_choice", code=error.code) from None
     if chosen.mode == "required" and not known and (skipped := skipped_tools(tools)):
         raise invalid_request(
             f"tool_choice requires a call, but the model can call none of the tools, because {skipped[0]} is"
             " not a function that your program runs; add a function, or set tool_choice to auto",
             param="tool_choice",
+            code="tools_invalid",
         )
     return single_call(choice, known) if parallel is False else choice
 
@@ -149,10 +150,13 @@ def modern_tools(
         raise invalid_request(
             "function_call requires functions; add functions, or use tools and tool_choice",
             param="function_call",
+            code="tools_invalid",
         )
     if tools:
         raise invalid_request(
-            "functions and tools cannot be used together; put all functions in tools", param="functions"
+            "functions and tools cannot be used together; put all functions in tools",
+            param="functions",
+            code="option_conflict",
         )
     if isinstance(function_call, Mapping) and function_call:
         function_call = {"type": "function", "function": dict(function_call)}
@@ -193,7 +197,9 @@ def _functions(
     place: str, tool: Any, namespace: str | None
 ) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
     if not isinstance(tool, Mapping):
-        raise invalid_request(f"{place} must be an object, not {tool!r}"[:200], param=place)
+        raise invalid_request(
+            f"{place} must be an object, not {tool!r}"[:200], param=place, code="tools_invalid"
+        )
     inner = _in_namespace(tool)
     if inner is not None:
         for at, each in enumerate(inner):
@@ -215,4 +221,4 @@ def _read(place: str, tool: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     try:
         return functions_in(tool)
     except OptionError as error:
-        raise invalid_request(str(error), param=place) from None
+        raise invalid_request(str(error), param=place, code=error.code) from None

@@ -61,6 +61,7 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
         raise invalid_request(
             "raw continues the prompt verbatim, without a system prompt; leave out raw or system",
             param="system",
+            code="option_conflict",
         )
     if not body.prompt:
         return await load_model(call, _formatted)

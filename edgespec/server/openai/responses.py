@@ -306,7 +306,7 @@ class ResponseBuilder:
 
     def failed(self, error: ApiError) -> bytes:
         """Return the server-sent event that reports an error and ends the stream."""
-        details = {"code": error.code or "server_error", "message": error.message}
+        details = {"code": error.code, "message": error.message}
         self.response.update(status="failed", error=details)
         return server_sent_event(self._event("response.failed", response=self.response), "response.failed")
 

@@ -25,7 +25,6 @@ from edgespec.store.prepared.prepared_files import (
     MANIFEST,
     VERSION,
     BuildSettings,
-    PreparedKind,
     PreparedModel,
     absolute_path,
     check_prepared,
@@ -59,7 +58,7 @@ class BuildFolder:
 
     def __init__(
         self,
-        kind: PreparedKind,
+        kind: str,
         folder: Path,
         source: Path,
         settings: BuildSettings,
@@ -110,6 +109,7 @@ class BuildFolder:
                 f"{self.folder.parent} needs {format_bytes(needed_bytes)} of free space"
                 f" but has {format_bytes(free_bytes)}",
                 "free disk space, or choose a folder on another disk with --to",
+                code="disk_full",
             )
         if not is_resumed:
             self._records = hash_files(self._parts, f"reading {self.source.name}", self._progress)
@@ -125,6 +125,7 @@ class BuildFolder:
             raise ModelFileError(
                 f"{self.source} changed while it was being read",
                 "try again when no other program is writing to it",
+                code="prepared_outdated",
             )
         for leftover in self.folder.iterdir():
             if leftover.name not in self._finished and leftover != self._journal:
@@ -172,12 +173,13 @@ class BuildFolder:
                 raise OptionError(
                     f"{self.folder} already exists and contains files that edgespec did not create",
                     "choose another folder",
+                    code="output_exists",
                 )
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def build(
-    kind: PreparedKind,
+    kind: str,
     source: Path,
     settings: BuildSettings,
     write_files: Callable[[BuildFolder], Mapping[str, Any]],
@@ -212,7 +214,9 @@ def build(
             raise OptionError(f"{folder} is a broken symbolic link", "delete it, or choose another folder")
         folder = folder.resolve()
     if not folder.name:
-        raise OptionError(f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER)
+        raise OptionError(
+            f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER, code="output_exists"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Fail here if the folder is not writable, because `_exclusive` would wait forever.
@@ -229,6 +233,7 @@ def build(
         raise ModelFileError(
             f"{folder} cannot be written: {error_reason(error)}",
             f"{write_advice(error, folder.parent, '--to')}, then prepare the model again to resume",
+            code="file_not_written",
         ) from error
 
 
@@ -241,10 +246,11 @@ def _register(entry: Path, folder: Path) -> None:
         raise ModelFileError(
             f"{folder} is complete, but its path cannot be saved in {entry.parent}: {error_reason(error)}",
             f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}, then prepare the model again",
+            code="file_not_written",
         ) from error
 
 
-def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
+def interrupted_settings(kind: str, source: Path) -> BuildSettings | None:
     """Return the settings of an interrupted preparation of `source`, or None if there is none."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -255,7 +261,7 @@ def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | No
 
 
 def _existing(
-    kind: PreparedKind, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
+    kind: str, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
 ) -> PreparedModel | None:
     """Return the prepared model in `folder` if it is intact, or delete it if it is damaged or outdated."""
     if not folder.exists():
@@ -269,13 +275,16 @@ def _existing(
             "delete it, because edgespec stores prepared models there"
             if _in_store(folder)
             else _USE_NEW_FOLDER,
+            code="output_exists",
         )
     try:
         existing = read_prepared(folder)
     except ModelFileError as error:
         if not _in_store(folder):
             raise OptionError(
-                f"{folder} already exists but is not usable: {error.what}", _USE_NEW_FOLDER
+                f"{folder} already exists but is not usable: {error.what}",
+                _USE_NEW_FOLDER,
+                code="output_exists",
             ) from error
         _delete(folder)
         return None
@@ -283,6 +292,7 @@ def _existing(
         raise OptionError(
             f"{folder} was prepared from {existing.source} with different settings",
             "choose another folder, or delete this one",
+            code="output_exists",
         )
     try:
         check_prepared(existing, source)
@@ -298,6 +308,7 @@ def _existing(
                 f"{folder} is damaged or outdated, but contains {foreign[0].name},"
                 " which edgespec did not create",
                 f"move that file, or {_USE_NEW_FOLDER}",
+                code="output_exists",
             )
         _delete(folder)
         return None

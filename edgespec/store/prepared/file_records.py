@@ -89,4 +89,5 @@ def _reading(paths: Sequence[Path]) -> Iterator[None]:
         raise ModelFileError(
             f"{error.filename or paths[0]} cannot be read: {error.strerror or error}",
             "check the path and its permissions",
+            code="model_file_unreadable",
         ) from error

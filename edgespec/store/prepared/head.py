@@ -28,7 +28,9 @@ def converted_path(folder: Path, target: Path) -> Path:
             for status in [file.stat()]
         ]
     except OSError as error:
-        raise ModelFileError(f"{folder} cannot be read: {error_reason(error)}", "check the path") from error
+        raise ModelFileError(
+            f"{folder} cannot be read: {error_reason(error)}", "check the path", code="model_file_unreadable"
+        ) from error
     key = f"{folder.resolve()} {stamps} {_layer_count(target)}"
     return (
         cache_folder()
@@ -75,7 +77,9 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
 
     if not format_at(target).converted_heads:
         raise OptionError(
-            f"{target} is not a GGUF model", "pass the GGUF model that the head was trained for"
+            f"{target} is not a GGUF model",
+            "pass the GGUF model that the head was trained for",
+            code="wrong_file",
         )
     require_folder(folder)
     convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head

@@ -51,6 +51,7 @@ def write_conversion(
         raise EdgespecError(
             f"{what} cannot be converted to {output}: {error_reason(error)}",
             write_advice(error, output.parent, setting),
+            code="file_not_written",
         ) from error
     return size_bytes
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from edgespec.errors import ModelFileError
 from edgespec.model.formats.gguf_files import gguf_files
@@ -20,7 +20,6 @@ __all__ = [
     "MANIFEST",
     "VERSION",
     "BuildSettings",
-    "PreparedKind",
     "PreparedModel",
     "absolute_path",
     "check_prepared",
@@ -31,12 +30,10 @@ __all__ = [
     "store_folder",
 ]
 
-PreparedKind: TypeAlias = Literal["layerskip", "lowbit", "quantised"]
 BuildSettings: TypeAlias = Mapping[str, str | int]
 
 MANIFEST = "edgespec.json"
 VERSION = 1
-_KINDS: tuple[PreparedKind, ...] = ("layerskip", "lowbit", "quantised")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class PreparedModel:
     """A prepared model, as described by the manifest in its folder.
 
     Attributes:
-        kind: Kind of preparation.
+        kind: Kind of preparation: the name of the method that uses the model, or `quantised`.
         folder: Folder that contains the prepared model.
         source: Path of the source model.
         source_records: Records of the source model's files at build time.
@@ -53,7 +50,7 @@ class PreparedModel:
         facts: Results of the build, such as measurements.
     """
 
-    kind: PreparedKind
+    kind: str
     folder: Path
     source: Path
     source_records: tuple[FileRecord, ...]
@@ -76,9 +73,7 @@ def store_folder() -> Path:
     return cache_folder() / "prepared"
 
 
-def find_prepared(
-    kind: PreparedKind, source: Path, settings: BuildSettings | None = None
-) -> PreparedModel | None:
+def find_prepared(kind: str, source: Path, settings: BuildSettings | None = None) -> PreparedModel | None:
     """Find the newest model that was prepared from `source`.
 
     The files are not checked. Use `check_prepared` for that. Folders with an unreadable manifest are ignored.
@@ -99,10 +94,11 @@ def find_prepared(
 
 def list_prepared() -> list[PreparedModel]:
     """Return all prepared models that have a readable manifest, sorted by kind and folder."""
-    return [prepared for kind in _KINDS for prepared, _ in _prepared(kind)]
+    kinds = sorted(folder.name for folder in store_folder().glob("*/"))
+    return [prepared for kind in kinds for prepared, _ in _prepared(kind)]
 
 
-def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
+def _prepared(kind: str) -> Iterator[tuple[PreparedModel, int]]:
     for entry in sorted((store_folder() / kind).glob("*")):
         with suppress(ModelFileError, OSError):
             # A file with this suffix contains the path of a prepared model in another folder.
@@ -126,9 +122,10 @@ def read_prepared(folder: Path) -> PreparedModel:
                 f"{folder} has format version {value['version']},"
                 f" but this version of edgespec reads version {VERSION}",
                 _rebuild_hint(folder),
+                code="prepared_outdated",
             )
-        if value["kind"] not in _KINDS:
-            raise ValueError(f"the manifest contains an unknown kind of model: {value['kind']!r}")
+        if not isinstance(value["kind"], str):
+            raise TypeError(f"the kind of model is {value['kind']!r}")
         return PreparedModel(
             value["kind"],
             folder,
@@ -140,7 +137,9 @@ def read_prepared(folder: Path) -> PreparedModel:
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ModelFileError(f"{path} cannot be read: {why}", _rebuild_hint(folder)) from error
+        raise ModelFileError(
+            f"{path} cannot be read: {why}", _rebuild_hint(folder), code="prepared_outdated"
+        ) from error
 
 
 def _rebuild_hint(folder: Path) -> str:
@@ -161,12 +160,15 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
     for file in prepared.files:
         path = prepared.path(file.name)
         if not path.is_file():
-            raise ModelFileError(f"{path} is missing", _rebuild_hint(prepared.folder))
+            raise ModelFileError(
+                f"{path} is missing", _rebuild_hint(prepared.folder), code="prepared_outdated"
+            )
         intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
         if not intact:
             raise ModelFileError(
                 f"{path} is damaged or was changed after it was prepared",
                 _rebuild_hint(prepared.folder),
+                code="prepared_outdated",
             )
     if source is None:
         return
@@ -176,6 +178,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
         raise ModelFileError(
             f"{source} has changed since {prepared.folder} was prepared from it",
             _rebuild_hint(prepared.folder),
+            code="prepared_outdated",
         )
 
 

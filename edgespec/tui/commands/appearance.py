@@ -26,7 +26,7 @@ def _theme(context: Context) -> Result:
     try:
         find_theme(context.argument)
     except ConfigurationError as error:
-        raise OptionError(error.what, error.next_step) from error
+        raise OptionError(error.what, error.next_step, code=error.code) from error
     return Action("theme", context.argument)
 
 

@@ -56,6 +56,7 @@ def _load(context: Context) -> Result:
         raise OptionError(
             f"No saved chat has {title!r} in its title",
             f"{context.list_hint}. To change the model, type /model",
+            code="chat_not_found",
         )
     return Open(found)
 
@@ -90,7 +91,11 @@ def _lines(found: Sequence[FoundChat]) -> str:
 def _export(context: Context) -> Result:
     """Write the open chat to a file. The file extension selects the format: `.md`, `.json` or `.html`."""
     if not context.chat.entries:
-        raise OptionError("there is nothing to export: the chat is empty", "send a message first")
+        raise OptionError(
+            "there is nothing to export: the chat is empty",
+            "send a message first",
+            code="command_unavailable",
+        )
     path = write_export(context.chat.saved(context.runtime.target.name), context.argument)
     return Text(f"Exported this chat to {path}.")
 

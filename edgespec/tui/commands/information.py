@@ -29,7 +29,11 @@ def _race(context: Context) -> Result:
     from edgespec.tui.race import race_method, start_race
 
     if context.writing:
-        raise OptionError("The reply is not finished yet", "Press Esc to stop it, then type /race again")
+        raise OptionError(
+            "The reply is not finished yet",
+            "Press Esc to stop it, then type /race again",
+            code="command_unavailable",
+        )
     method = race_method(context.runtime, context.chat)
     return RunningRace(method, start_race(context.model_thread, context.chat, method, context.argument))
 

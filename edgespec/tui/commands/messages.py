@@ -98,11 +98,14 @@ def _copy(context: Context) -> Result:
 def _block(blocks: Sequence[str], number: str) -> Copy:
     """Return the code block with this number, counted from 1. Raises OptionError if there is none."""
     if not blocks:
-        raise OptionError("The last reply has no code block", "Type /copy to copy all of it")
+        raise OptionError(
+            "The last reply has no code block", "Type /copy to copy all of it", code="command_unavailable"
+        )
     if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
         raise OptionError(
             f"There is no code block {number}. The last reply has {count(len(blocks), 'code block')}",
             "Type /copy code for the last one, or a number, such as /copy code 1",
+            code="command_unavailable",
         )
     which = f"code block ({int(number)} of {len(blocks)})" if len(blocks) > 1 else "code block"
     return Copy(blocks[int(number) - 1].rstrip("\n"), which)

@@ -75,7 +75,7 @@ def _values(name: str, chat: OpenChat) -> _PresetValues:
     try:
         chosen = read_preset(name)
     except ConfigurationError as error:
-        raise OptionError(error.what, error.next_step) from error
+        raise OptionError(error.what, error.next_step, code=error.code) from error
     given = dict(chosen.settings)
     system, target = given.pop("system", None), str(given.pop("target", ""))
     in_chat = {key: _as_chat_value(given.pop(key)) for key in SETTINGS if key in given}

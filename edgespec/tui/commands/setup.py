@@ -16,20 +16,24 @@ from edgespec.tui.model_texts import is_match, speed_text
 from edgespec.tui.numbers import count
 from edgespec.tui.quotes import unquoted
 from edgespec.tui.settings import (
+    LOAD_SETTINGS,
     SCHEMA,
     SETTINGS,
     check_settings,
     default_text,
+    load_setting_named,
     parse,
     read_schema,
     setting_named,
     shown,
+    with_load_setting,
 )
 from edgespec.tui.texts import sentences
 from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, Runtime
+    from edgespec.store.reference import Resolved
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = ["COMMANDS", "chosen_model", "system_change"]
@@ -59,18 +63,29 @@ def chosen_model(runtime: Runtime, reference: str) -> Result:
     Raises:
         OptionError: There is no such model, or its file is unreadable.
     """
+    found = _check_known(reference)
+    if found is None:
+        return Action("download", reference)
+    if str(found.path) == runtime.target.path:
+        return Text(f"This chat already uses {runtime.target.name}.")
+    return Action("switch", reference)
+
+
+def _check_known(reference: str) -> Resolved | None:
+    """Return the model on this machine that a reference names, or None if it must be downloaded.
+
+    Raises:
+        OptionError: There is no such model, or its file is unreadable.
+    """
     # Imported only when used, because this import would delay the first prompt.
     from edgespec.store.reference import resolve
 
     try:
-        found = resolve(reference, allow_download=False)
+        return resolve(reference, allow_download=False)
     except NotDownloadedError:
-        return Action("download", reference)
+        return None
     except EdgespecError as error:
-        raise OptionError(error.what, error.next_step) from error
-    if str(found.path) == runtime.target.path:
-        return Text(f"This chat already uses {runtime.target.name}.")
-    return Action("switch", reference)
+        raise OptionError(error.what, error.next_step, code=error.code) from error
 
 
 def _models(runtime: Runtime) -> Result:
@@ -108,6 +123,26 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
     return f"{model.reference}: {', '.join(filter(None, parts))}"
 
 
+def _reload(name: str, text: str) -> Result:
+    """Load the model again with another value of a load option. Without a value, describe the option."""
+    if not text:
+        described = f"{name}: {LOAD_SETTINGS[name].help.rstrip('.')}"
+        advice = f"To load the model again with another value, type /set {name} VALUE"
+        return Text(sentences(described, advice))
+    with_load_setting({}, name, text)
+    if name == "draft" and text not in ("auto", "default", "none"):
+        _check_known(text)
+    return Action("reload", f"{name} {text}")
+
+
+def _draft(context: Context) -> Result:
+    return _reload("draft", unquoted(context.argument))
+
+
+def _context(context: Context) -> Result:
+    return _reload("context", context.argument)
+
+
 def _set(context: Context) -> Result:
     """Change the setting `NAME VALUE`. Without a value, describe the setting.
 
@@ -119,6 +154,8 @@ def _set(context: Context) -> Result:
     if word == "system":
         return _system_prompt(context.chat, text.strip())
     word, _, text = context.argument.removeprefix("parameter ").replace("=", " ", 1).partition(" ")
+    if (load_name := load_setting_named(word)) is not None:
+        return _reload(load_name, text.strip())
     name, settings, text = setting_named(word), dict(context.chat.settings), text.strip()
     if not text:
         default = f"{default_text(name, context.runtime, settings)} (default)"
@@ -171,6 +208,7 @@ def _check_thinking_switch(runtime: Runtime) -> None:
         raise OptionError(
             f"Reasoning cannot be turned on or off for the model {runtime.target.name}",
             "Models that support /think include Qwen 3, GLM 4.5 and SmolLM3",
+            code="command_unavailable",
         )
 
 
@@ -235,6 +273,8 @@ def _servers(tools: ToolAccess) -> Result:
 COMMANDS = (
     Command("model", "[name]", "choose or download a model", _model, ("models",), slow="reads"),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    Command("draft", "[name|auto|none]", "load the model again with another draft model", _draft),
+    Command("context", "[tokens]", "load the model again with another context length", _context),
     # Starting the process of the chat template takes a while.
     Command(
         "think",

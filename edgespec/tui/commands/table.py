@@ -92,12 +92,15 @@ def read(text: str) -> Typed | None:
 def unknown(typed: Typed) -> OptionError:
     """Return the error for a command with an unknown or removed name."""
     if (command := f"/{typed.name}") in spelling.REMOVED_NAMES:
-        return OptionError(f"The command {command} was removed", spelling.REMOVED_NAMES[command])
+        return OptionError(
+            f"The command {command} was removed", spelling.REMOVED_NAMES[command], code="option_removed"
+        )
     near = nearest(typed.name)
     suggestion = f"Did you mean /{near}?" if near else "Type /help for all commands."
     return OptionError(
         f"Unknown command /{typed.name}",
         f"{suggestion} To send this as a message, type a space first",
+        code="command_unavailable",
     )
 
 

@@ -98,6 +98,7 @@ class AttachmentReader:
         return AttachmentError(
             f"{size}, but the context holds only {self._runtime.context_tokens:,}",
             "attach less, or start edgespec with a larger --context",
+            code="attachment_too_large",
         )
 
 
@@ -105,6 +106,7 @@ def _deleted(reference: str) -> AttachmentError:
     return AttachmentError(
         f"{reference} no longer exists",
         "choose another file, or press Enter again to send the message without it",
+        code="attachment_not_found",
     )
 
 

@@ -208,7 +208,9 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         preview = self._plans.get(model.reference)
         if preview is None:
             return model
-        return replace(model, draft=preview.draft or "", download_bytes=0, fits=preview.plan.fits)
+        return replace(
+            model, draft=preview.draft or "", download_bytes=0, fits=preview.plan.fits_without_streaming
+        )
 
     def _is_used(self, model: AvailableModel) -> bool:
         return str(model.path) == self._runtime.target.path

@@ -159,6 +159,7 @@ class FileChips(Static):
             raise AttachmentError(
                 f"reading the attached files takes more than {_MAX_READ_SECONDS:.0f} seconds",
                 "remove the largest ones, or those on a network drive",
+                code="attachment_too_large",
             ) from None
         finally:
             self.reading = False

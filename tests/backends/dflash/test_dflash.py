@@ -46,6 +46,7 @@ from tests.backends.dflash_reference import (
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import write_gemma3, write_jamba, write_lfm2
 from tests.cases import covering, first
+from tests.raising import raises
 
 # A tree with two children of the root, one of which has two children.
 TREE = TokenTree((50, 51, 52, 53, 54), (-1, 0, 0, 1, 1), (None,) * 5)
@@ -58,9 +59,10 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
     cache.prefill()
     assert tokens[head.length :] == [tree.tokens[0]]
     levels = [0, *(node for node in range(1, tree.width) if tree.depths[node] > tree.depths[node - 1])]
-    rows: list[NDArray[np.float32]] = []
+    rows: list[NDArray[np.float64]] = []
     for start, end in zip(levels, [*levels[1:], tree.width], strict=True):
-        rows.extend(np.array(head.verify(tree.pruned(VOCAB, 99, end), start).rows))
+        logits = head.verify(tree.pruned(VOCAB, 99, end), start)
+        rows += [logits.at(row, np.arange(head.facts.vocab_size)) for row in range(len(logits))]
     return np.array(rows, np.float64)
 
 
@@ -184,7 +186,7 @@ def test_a_draft_is_no_longer_than_a_block(files: Files, target: LlamaCppModel) 
         head.start_at(0)
         head.prefill(tokens[:-1])
         assert len(head.verify(chain.pruned(VOCAB, 99, length))) == length
-        with pytest.raises(CapabilityError, match="at most"):
+        with raises(CapabilityError, code="draft_too_wide"):
             head.verify(chain)
         target.truncate(0)
         head.close()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from edgespec.backends import llamacpp
-from edgespec.backends.llamacpp.dflash import MarkovHead, estimate_dflash_head
+from edgespec.backends.llamacpp.dflash import MarkovHead, estimate_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.engine.tree import TokenTree
@@ -33,6 +33,7 @@ from tests.backends.dflash.targets import (
 )
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
+from tests.raising import raises
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_keys_and_values_that_do_not_fit_the_queries_are_refused(
 ) -> None:
     """They would make llama.cpp end the process."""
     path = write_head(tmp_path / "head.gguf", kv_heads=kv_heads, value_size=value_size)
-    with pytest.raises(ModelFileError, match="its keys have the length|attention heads cannot share"):
+    with raises(ModelFileError, "attention heads" if value_size > 8 else "its keys"):
         target.self_draft(Head("dflash", path))
 
 
@@ -84,7 +85,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
     target: LlamaCppModel, tmp_path: Path, value: float
 ) -> None:
     path = changed(write_head(tmp_path / "head.gguf"), "blk.0.ffn_down.weight", value)
-    with pytest.raises(ModelFileError, match="not finite"):
+    with raises(ModelFileError, "not finite"):
         target.self_draft(Head("dflash", path))
 
 
@@ -93,19 +94,19 @@ def test_a_head_that_drafts_unknown_tokens_is_refused(
     target: LlamaCppModel, tmp_path: Path, token: int
 ) -> None:
     path = changed(write_head(tmp_path / "head.gguf", drafted=100), "d2t", np.int64(token))
-    with pytest.raises(ModelFileError, match="outside the target's vocabulary"):
+    with raises(ModelFileError, "outside"):
         target.self_draft(Head("dflash", path))
 
 
 def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:
     path = tmp_path / "head.gguf"
     path.write_bytes(files.heads["dspark"].read_bytes()[:-100])
-    with pytest.raises(ModelFileError, match="damaged|incomplete"):
+    with raises(ModelFileError, "incomplete"):
         target.self_draft(Head("dflash", path))
 
 
 def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
-    with pytest.raises(CapabilityError, match="not a DFlash head"):
+    with raises(CapabilityError, "a DFlash head", code="wrong_file"):
         target.self_draft(Head("dflash", files.target))
 
 
@@ -143,7 +144,7 @@ def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: d
         kind: [float(line.split()[-2]) * 2**20 for line in lines if f"{kind} buffer size" in line]
         for kind in ("KV", "compute", "output")
     }
-    estimate = estimate_dflash_head(head_path, CONTEXT)
+    estimate = estimate_head(Head("dflash", head_path), head_path, CONTEXT)
     assert estimate.bytes_of("cache") == head.facts.kv_bytes
     caches = 2 if "window" in options else 1
     assert sum(sizes["KV"][-caches:]) == pytest.approx(estimate.bytes_of("cache"), abs=6000 * caches)

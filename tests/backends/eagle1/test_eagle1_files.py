@@ -21,6 +21,7 @@ from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, wr
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import VOCAB
 from tests.model.heads.published import write_head
+from tests.raising import raises
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_truncated_head_is_refused(target: LanguageModel, tmp_path: Path) -> N
     path = write_eagle1(tmp_path / "head")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ModelFileError, match="truncated"):
+    with raises(ModelFileError, "truncated"):
         head_of(target, path)
 
 
@@ -81,15 +82,14 @@ def test_a_head_with_huge_weights_changes_no_reply(folder: Path, tmp_path: Path)
 def test_a_head_that_does_not_fit_in_memory_is_refused(folder: Path, target: LanguageModel) -> None:
     without = target.facts.weight_bytes + target.facts.max_kv_bytes
     limited = load(folder / "llama.gguf", memory_bytes=without + 10_000)
-    with pytest.raises(MemoryBudgetError, match="the weights of the head of target take"):
+    with raises(MemoryBudgetError, "of target"):
         head_of(limited, folder / "head")
     limited.close()
 
 
 def test_the_plan_counts_what_a_head_needs(folder: Path, target: LanguageModel) -> None:
-    estimate = format_at(folder / "llama.gguf").estimate_head
-    assert estimate
-    planned = estimate(head_at(folder / "head"), folder / "llama.gguf", CONTEXT)
+    path = folder / "llama.gguf"
+    planned = format_at(path).estimate_head(head_at(folder / "head"), path, CONTEXT)
     head = head_of(target, folder / "head")
     assert planned.bytes_of("weights") == head.facts.weight_bytes
     assert planned.bytes_of("cache") == head.facts.kv_bytes
@@ -106,7 +106,7 @@ def test_interrupting_and_closing(folder: Path, target: LanguageModel) -> None:
             call()
     head.interrupt(False)
     assert np.isfinite(first_logits(head, HeadCache(head), [5, 6, 7, 8])).all()
-    with pytest.raises(CapabilityError, match="exceeds the limit of 64 per pass"):
+    with raises(CapabilityError, "64 per", code="draft_too_wide"):
         head.verify(TokenTree.chain(5, [6] * 64))
     head.close()
     head.close()
@@ -118,9 +118,9 @@ def test_a_head_is_recognised_and_needs_no_conversion(
 ) -> None:
     head = folder / "head"
     assert head_info(head).heads == ("EAGLE-1",)
-    with pytest.raises(ModelFileError, match="needs no conversion") as caught:
+    with raises(ModelFileError, code="wrong_file") as caught:
         prepare_head(head, folder / "llama.gguf", tmp_path / "head.gguf")
     assert f"--head {head}" in (caught.value.next_step or "")
     eagle3 = write_head(tmp_path / "eagle3", size=SIZE, vocab=VOCAB)
-    with pytest.raises(CapabilityError, match="is an EAGLE-3 head in the Hugging Face layout"):
+    with raises(CapabilityError, code="head_not_supported"):
         head_of(target, eagle3)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.mlx.dflash import DFlashHead, estimate_dflash_head
+from edgespec.backends.mlx.dflash import DFlashHead, estimate_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
@@ -27,6 +27,7 @@ from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering
 from tests.model.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
+from tests.raising import raises
 
 SIZE = 64
 # These exist in all tiny models, of which some have two layers.
@@ -159,7 +160,7 @@ def test_a_draft_is_no_longer_than_a_block(files: Files, target: MlxModel) -> No
         assert head.facts.capabilities.max_draft_length == length
         chain = TokenTree.chain(12, range(20, 20 + length))
         assert len(head.verify(chain.pruned(ROWS, 99, length))) == length
-        with pytest.raises(CapabilityError, match="at most"):
+        with raises(CapabilityError, code="draft_too_wide"):
             head.verify(chain)
         head.close()
 
@@ -203,18 +204,18 @@ def test_an_unsuitable_head_is_refused(
 
 def test_a_gguf_file_is_refused(target: MlxModel, tmp_path: Path) -> None:
     (tmp_path / "head.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CapabilityError, match="not a folder"):
+    with raises(CapabilityError, code="wrong_file"):
         target.self_draft(Head("dflash", tmp_path / "head.gguf"))
 
 
 def test_the_estimate_is_what_the_head_uses(files: Files, target: MlxModel) -> None:
     for layout in ("z-lab", "DeepSeek"):
         path = files.head(layout)
-        head, estimate = head_of(target, path), estimate_dflash_head(path, 512)
+        head, estimate = head_of(target, path), estimate_head(Head("dflash", path), path, 512)
         assert estimate.bytes_of("weights") == head.facts.weight_bytes
         assert estimate.bytes_of("cache") == head.facts.kv_bytes
         head.prefill(list(range(10)))
-        assert sum(array.nbytes for array in head._cache_arrays) == estimate.bytes_of("cache") // 2
+        assert sum(array.nbytes for array in head._cells.arrays) == estimate.bytes_of("cache") // 2
         head.close()
 
 

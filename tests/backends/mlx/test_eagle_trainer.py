@@ -14,6 +14,7 @@ from edgespec.errors import CancelledError, CapabilityError
 from edgespec.model.drafter_training import TrainingBatch
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.cases import first
+from tests.raising import raises
 
 QUANTISED = ("affine", 8, 32)
 
@@ -139,5 +140,5 @@ def test_writing_can_be_cancelled(folder: Path) -> None:
 
 
 def test_a_model_with_few_layers_is_refused(folder: Path) -> None:
-    with pytest.raises(CapabilityError, match="tiny has 5 layers, but EAGLE-3 heads"):
+    with raises(CapabilityError, "tiny", "5 layers", code="model_not_trainable"):
         teacher_of(folder / "flat", layers=5).head("eagle3").trainer(batch_of(), np.ones(ROWS, np.int64))

@@ -10,6 +10,7 @@ import pytest
 import edgespec
 from edgespec.errors import ModelFileError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.raising import raises
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
@@ -32,5 +33,5 @@ def test_a_tokenizer_that_fails_when_it_is_used(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "x"}))
-    with pytest.raises(ModelFileError, match="could not be loaded: "):
+    with raises(ModelFileError, "be loaded"):
         edgespec.load(str(folder))

@@ -17,6 +17,7 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.cases import first
+from tests.raising import raises
 
 _LONG = {"max_position_embeddings": 8192, "num_attention_heads": 16}
 _KINDS = ("llama_sliding", "deepseek_v3", "mamba2", "gpt_oss", "jamba")
@@ -130,9 +131,11 @@ def test_estimate_is_near_the_touched_memory(
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "llama", "llama")
     tiny = MlxMemoryEstimator(str(path), "tiny", LoadOptions())
-    with pytest.raises(OptionError, match="does not support kv_type 'q8_0'"):  # its heads are too small
+    with raises(
+        OptionError, "'q8_0'", code="option_not_supported", option="kv_type"
+    ):  # its heads are too small
         tiny.estimate(LoadOptions(kv_type="q8_0"))
-    with pytest.raises(OptionError, match="choose one of auto"):
+    with raises(OptionError, "auto", code="option_not_supported", option="kv_type"):
         tiny.estimate(LoadOptions(kv_type="q5_0"))
 
 

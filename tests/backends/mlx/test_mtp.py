@@ -16,7 +16,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import head_trial, mlx
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.mtp import estimate_mtp_head
+from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
@@ -25,6 +25,7 @@ from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.mtp_layers import NUMBERED, write_mtp_layer, write_numbered_mtp_layer
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.raising import raises
 
 CONTEXT = 512
 
@@ -80,7 +81,7 @@ def test_fused_experts_give_the_same_layer(folder: Path, tmp_path: Path) -> None
 
         target = load(path)
         head = head_of(target)
-        found: Any = tree_flatten(head._network.parameters())  # type: ignore[attr-defined]
+        found: Any = tree_flatten(head.networks[0].parameters())  # type: ignore[attr-defined]
         return dict(found)
 
     single, fused = parameters(folder), parameters(write_mtp(tmp_path / "fused", fused=True))
@@ -95,7 +96,7 @@ def test_the_layer_is_listed_and_its_memory_planned(folder: Path) -> None:
 
 
 def check_plan(folder: Path) -> None:
-    estimate = estimate_mtp_head(folder, CONTEXT)
+    estimate = estimate_head(Head("mtp"), folder, CONTEXT)
     target = load(folder)
     head = head_of(target)
     assert estimate.bytes_of("weights") == head.facts.weight_bytes
@@ -104,27 +105,27 @@ def check_plan(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "message"),
     [
-        ({"fc.weight": None}, r"the tensor fc\.weight is missing"),
-        ({"fc.weight": np.zeros((64, 64))}, "do not fit the model"),
-        ({"layers.0.mlp.gate.weight": None}, "do not fit the model"),
-        ({"norm.weight": np.full(64, np.nan)}, "not finite"),
+        ({"fc.weight": None}, "model_file_not_supported", "fc.weight"),
+        ({"fc.weight": np.zeros((64, 64))}, "model_file_damaged", "do not"),
+        ({"layers.0.mlp.gate.weight": None}, "model_file_damaged", "do not"),
+        ({"norm.weight": np.full(64, np.nan)}, "model_file_damaged", "not finite"),
     ],
 )
-def test_a_damaged_layer_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_damaged_layer_is_refused(tmp_path: Path, changes: dict[str, Any], code: str, message: str) -> None:
     target = load(write_mtp(tmp_path / "model", **changes))
-    with pytest.raises(ModelFileError, match=message):
+    with raises(ModelFileError, message, code=code):
         head_of(target)
     target.close()
 
 
 def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     target = load(write_checkpoint(tmp_path / "llama", "llama"))
-    with pytest.raises(CapabilityError, match="MTP layers of its architecture"):
+    with raises(CapabilityError, "its architecture"):
         head_of(target)
     target.close()
-    with pytest.raises(ModelFileError, match="no tensors of an MTP layer"):
+    with raises(ModelFileError, "an MTP", code="model_file_not_supported"):
         read_mtp(write_checkpoint(tmp_path / "next", "qwen3_next"))
 
 
@@ -137,7 +138,7 @@ def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numb
     from mlx.utils import tree_flatten
 
     target = load(numbered)
-    network: Any = head_of(target)._network
+    network: Any = head_of(target).networks[0]
     last: Any = dict(tree_flatten(target._net.layers[-1].parameters()))
     found: Any = dict(tree_flatten(network.layers[0].parameters()))
     assert found.keys() == last.keys()
@@ -179,7 +180,7 @@ def test_the_order_of_the_inputs_is_found_by_a_trial(
         return agreement(head, *arguments)
 
     monkeypatch.setattr(head_trial, "_agreement", count_tries)
-    network: Any = head_of(target)._network
+    network: Any = head_of(target).networks[0]
     assert network._hidden_first is hidden_first
     # Two of the four heads predict nothing and are tried once. The other two are equally accurate.
     assert sorted(tried.count(head) for head in {*tried}) == [1, 1, 8, 8]

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from edgespec.backends.mlx.model_skeleton import read_skeleton
-from edgespec.backends.mlx.mtp import estimate_mtp_head
+from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.errors import ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.tensor_files import read_tensor_files
+from edgespec.model.self_draft_methods import Head
 from tests.backends.mlx.mtp_layers import write_fp8_model
 from tests.backends.mlx.test_mtp import check_plan, check_replies
 from tests.backends.mlx.test_mtp_sidecars import drafts, head_of, load
+from tests.raising import raises
 from tests.safetensors_files import write_safetensors
 
 
@@ -44,7 +46,7 @@ def test_the_plan_counts_the_weights_in_16_bits(fp8: Path, dequantised: Path) ->
     assert sizes[0] == sizes[1]
     assert sizes[0].half_bytes > sizes[0].tensor_bytes // 3
     check_plan(fp8)
-    assert estimate_mtp_head(fp8, 512) == estimate_mtp_head(dequantised, 512)
+    assert estimate_head(Head("mtp"), fp8, 512) == estimate_head(Head("mtp"), dequantised, 512)
 
 
 def test_scales_of_another_shape_are_refused(fp8: Path, tmp_path: Path) -> None:
@@ -56,6 +58,6 @@ def test_scales_of_another_shape_are_refused(fp8: Path, tmp_path: Path) -> None:
     stored[f"{name}_scale_inv"] = ("F32", np.ones((3, 1), np.float32))
     write_safetensors(folder / "mtp.safetensors", stored)
     target = load(folder)
-    with pytest.raises(ModelFileError, match="scales of the FP8 tensor .*o_proj.weight are missing or have"):
+    with raises(ModelFileError, "o_proj.weight", code="model_file_not_supported"):
         head_of(target)
     target.close()

@@ -32,6 +32,7 @@ from edgespec.options.methods import head_names
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 from tests.cases import covering, first
+from tests.raising import raises
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 # Long enough for the sliding windows of the tiny models to drop rows.
@@ -291,7 +292,7 @@ class TestViews:
     def test_invalid_exit_layers_are_rejected(self, folder: Path) -> None:
         model = loaded(folder, "llama", config={"num_hidden_layers": 4})
         for how in (EarlyExit(0), EarlyExit(4)):
-            with pytest.raises(OptionError, match="draft with"):
+            with raises(OptionError, "draft with"):
                 model.self_draft(how)
         assert model.layer_count == 4
         model.close()
@@ -307,9 +308,9 @@ class TestViews:
         assert view.length == llama.length == len(PROMPT)
         assert view.facts.weight_bytes == view.facts.kv_bytes == 0
         for call in (lambda: view.restore(llama.snapshot()), lambda: view.remove_range(1, 2)):
-            with pytest.raises(CapabilityError, match="uses the KV cache of the target"):
+            with raises(CapabilityError, "uses the"):
                 call()
-        with pytest.raises(CapabilityError, match="is itself a self-draft model"):
+        with raises(CapabilityError, "self-draft"):
             view.self_draft(EarlyExit(1))
         view.close()
         with pytest.raises(ClosedError):
@@ -323,7 +324,7 @@ class TestViews:
         view, other = llama.self_draft(EarlyExit(1)), llama.self_draft(EarlyExit(1))
         view.verify(TokenTree.chain(9))
         other.verify(TokenTree.chain(9))
-        with pytest.raises(BackendError, match="discarded"):
+        with raises(BackendError, "discarded"):
             view.verify(TokenTree.chain(9, [10]), 1)
         llama.commit(())
         assert llama.length == len(PROMPT)

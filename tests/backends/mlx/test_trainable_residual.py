@@ -24,6 +24,7 @@ from edgespec.model.optional_features import HeadModel
 from tests.backends.mlx.test_eagle_trainer import batch_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering, first
+from tests.raising import raises
 
 KINDS = ("medusa", "hydra")
 
@@ -129,11 +130,11 @@ def test_replies_are_those_of_plain_decoding(
 def test_other_heads_are_not_overwritten(teacher: MlxTeacher, tmp_path: Path) -> None:
     assert teacher.head("medusa").published(tmp_path) is None
     folder = published(trainer_of(teacher, "hydra"), tmp_path / "head")
-    with pytest.raises(ModelFileError, match="contains no Medusa heads for some/tiny"):
+    with raises(ModelFileError, "Medusa heads", "some/tiny", code="output_exists"):
         teacher.head("medusa").published(folder)
     arrays = mx.load(str(folder / "hydra_lm_head.safetensors"))
     assert isinstance(arrays, dict)
     arrays["hydra_lm_head.2.weight"] *= 2
     mx.save_safetensors(str(folder / "hydra_lm_head.safetensors"), arrays)
-    with pytest.raises(ModelFileError, match="output matrices of the heads differ from the target's"):
+    with raises(ModelFileError, "matrices", code="output_exists"):
         teacher.head("hydra").published(folder)

@@ -23,7 +23,7 @@ class Files:
         self.sidecar = write_mtp_sidecar(folder / "layers.gguf", self.target)
 
     def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:
-        return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, mtp=mtp))
+        return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, own_head=mtp))
 
 
 def head_of(target: LanguageModel, path: Path | None = None) -> HeadModel:

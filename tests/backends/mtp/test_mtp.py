@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
+from edgespec.backends.llamacpp import context_planning, mtp, staging_api, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
@@ -24,6 +24,7 @@ from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mtp.targets import Files, head_of
 from tests.backends.tiny_mtp_models import SHAPES
+from tests.raising import raises
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,12 +142,12 @@ def test_every_architecture_is_tested() -> None:
 def test_llama_cpp_without_these_functions_does_not_draft(
     glm: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mtp, probe):
+    for module in (mtp, staging_api):
         monkeypatch.setattr(module, "nextn_api", lambda: None)
     target = glm.load()
     assert "dflash" in target.facts.capabilities.self_draft_methods
-    with pytest.raises(CapabilityError, match="this version of llama.cpp"):
+    with raises(CapabilityError, code="head_not_supported"):
         head_of(target)
-    with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
-        mtp.load_mtp_head(cast(LlamaCppModel, target), Head("mtp"))
+    with raises(CapabilityError, code="head_not_supported"):
+        mtp.load_head(cast(LlamaCppModel, target), Head("mtp"))
     target.close()

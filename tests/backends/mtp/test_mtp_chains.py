@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.backends.llamacpp.mtp import ChainedMtpHead
+from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
 from edgespec.methods.head_cache import HeadCache
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
@@ -42,8 +42,8 @@ def test_each_layer_drafts_one_token_further(chained: Files) -> None:
     for count in (read_mtp_layers(chained.target).count, 1):
         target = chained.load()
         head = head_of(target)
-        assert isinstance(head, ChainedMtpHead)
-        head._count = count
+        assert isinstance(head, PairHead)
+        head._layers = count
         target.prefill(tokens[:-1])
         found.append(first_logits(head, HeadCache(head), tokens, depth=2).reshape(2, -1))
         head.close()

@@ -15,6 +15,7 @@ from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.methods.lowbit.copies import lowbit_file
 from edgespec.store.prepared.prepared_files import find_prepared
 from tests.backends.tiny_models import write_llama
+from tests.raising import raises
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_auto_ignores_a_damaged_split_model(model: Path) -> None:
     next(prepared.folder.glob("upper*.gguf")).write_bytes(b"no model")
     with loaded(model) as runtime:
         assert runtime.method.effective == "suffix"
-    with pytest.raises(edgespec.EdgespecError, match="prepare"):
+    with raises(edgespec.EdgespecError, "prepare", code="prepared_outdated"):
         edgespec.load(str(model), "none", context=256, method="layerskip")
 
 
@@ -66,7 +67,7 @@ def test_auto_ignores_a_truncated_copy(model: Path) -> None:
         with loaded(model) as runtime:
             assert runtime.method.effective == "layerskip+suffix"
         for use in (edgespec.load, edgespec.plan):
-            with pytest.raises(ModelFileError, match=r"copy\.gguf is damaged.*run `edgespec prepare` again"):
+            with raises(ModelFileError, "copy.gguf", "prepare`", code="prepared_outdated"):
                 use(str(model), "none", context=256, method="lowbit")
 
 

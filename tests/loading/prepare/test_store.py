@@ -23,6 +23,7 @@ from edgespec.store.prepared.prepared_files import (
     read_prepared,
     store_folder,
 )
+from tests.raising import raises
 
 _SETTINGS = {"exit_layer": 3}
 
@@ -92,9 +93,7 @@ def test_a_folder_name_that_is_not_unicode(source: Path, tmp_path: Path) -> None
 def test_links_are_followed_and_broken_links_are_errors(source: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
-    with pytest.raises(
-        OptionError, match="link is a broken symbolic link; delete it, or choose another folder"
-    ):
+    with raises(OptionError, "link"):
         _made(source, to=link)
     assert not (tmp_path / "link.partial").exists()
     (tmp_path / "mine").mkdir()
@@ -107,7 +106,7 @@ def test_an_unwritable_folder_fails_at_once(source: Path) -> None:
     def progress(what: str, fraction: float) -> bool:
         return "waiting" not in what
 
-    with pytest.raises(ModelFileError, match=r"^/proc/foo cannot be written: [^;]*; check .* or use --to"):
+    with raises(ModelFileError, "/proc/foo", "use --to", code="file_not_written"):
         _made(source, to=Path("/proc/foo"), progress=progress)
 
 
@@ -116,17 +115,17 @@ def test_the_hint_for_a_foreign_folder_in_the_store(source: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="exists and is not a prepared model; delete it, because edgespec"):
+    with raises(OptionError, "because edgespec", code="output_exists"):
         _made(source)
 
 
 def test_other_folders_are_never_overwritten(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="is not"):
+    with raises(OptionError, "is not", code="output_exists"):
         _made(source, to=tmp_path / "mine")
     made = _made(source, to=tmp_path / "empty")
-    with pytest.raises(OptionError, match="different settings"):
+    with raises(OptionError, "different settings", code="output_exists"):
         build("layerskip", source, {"exit_layer": 9}, Writer(), needed_bytes=1, to=made.folder)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
@@ -137,7 +136,7 @@ def test_a_folder_with_an_invalid_manifest_is_kept(source: Path, tmp_path: Path,
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     (mine / "edgespec.json").write_text(manifest)
-    with pytest.raises(OptionError, match="already exists but is not usable"):
+    with raises(OptionError, "usable", code="output_exists"):
         _made(source, to=mine)
     assert (mine / "edgespec.json").read_text() == manifest
     assert (mine / "letter.txt").read_text() == "dear"
@@ -148,7 +147,7 @@ def test_foreign_files_in_a_damaged_folder_are_kept(source: Path, tmp_path: Path
     letter = made.folder / "letter.txt"
     letter.write_text("dear")
     (made.folder / "first").write_bytes(b"")
-    with pytest.raises(OptionError, match=r"letter\.txt"):
+    with raises(OptionError, "letter.txt", code="output_exists"):
         _made(source, to=made.folder)
     letter.unlink()
     assert _made(source, to=made.folder) == made
@@ -157,9 +156,9 @@ def test_foreign_files_in_a_damaged_folder_are_kept(source: Path, tmp_path: Path
 def test_a_foreign_partial_folder_is_kept(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="contains files that edgespec did not create"):
+    with raises(OptionError, "contains files", code="output_exists"):
         _made(source, to=tmp_path / "mine")
-    with pytest.raises(OptionError, match="is not a prepared model"):
+    with raises(OptionError, "prepared model", code="output_exists"):
         _made(source, to=Path(tmp_path.anchor))
     assert (tmp_path / "mine.partial" / "letter.txt").read_text() == "dear"
 
@@ -276,7 +275,7 @@ def test_a_source_that_changes_during_the_build_is_an_error(
             super()._write(path)
             change(source)
 
-    with pytest.raises(ModelFileError, match="changed while it was being read; try again"):
+    with raises(ModelFileError, code="prepared_outdated"):
         _made(source, Changing())
     assert find_prepared("layerskip", source) is None
     again = Writer()
@@ -301,7 +300,7 @@ def test_a_damaged_file_is_an_error_and_built_again(source: Path, damage: str, f
         path.write_bytes(b"X" + path.read_bytes()[1:])
     else:
         path.unlink()
-    with pytest.raises(ModelFileError, match="damaged|missing") as failure:
+    with raises(ModelFileError, "damaged", code="prepared_outdated") as failure:
         check_prepared(made, full=full)
     assert "run `edgespec prepare` again" in str(failure.value)
     check_prepared(_made(source), source, full=True)
@@ -313,7 +312,7 @@ def test_a_full_check_detects_any_changed_byte(source: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ModelFileError, match="damaged"):
+    with raises(ModelFileError, "damaged", code="prepared_outdated"):
         check_prepared(made, full=True)
 
 
@@ -321,7 +320,7 @@ def test_a_changed_source_is_an_error(source: Path) -> None:
     made = _made(source)
     source.write_bytes(b"GGUF" + source.read_bytes()[4:][::-1])
     check_prepared(made)
-    with pytest.raises(ModelFileError, match="has changed since"):
+    with raises(ModelFileError, "since", code="prepared_outdated"):
         check_prepared(made, source)
 
 
@@ -329,7 +328,7 @@ def test_free_space_is_checked_before_writing(source: Path, monkeypatch: pytest.
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 2**30))
     write = Writer()
-    with pytest.raises(ModelFileError, match=r"needs 7\.0 GiB of free space but has 5\.0 GiB"):
+    with raises(ModelFileError, "7.0 GiB", "5.0 GiB", code="disk_full"):
         build("layerskip", source, _SETTINGS, write, needed_bytes=7 * 2**30)
     assert write.written == []
     assert not list(store_folder().rglob("first*"))
@@ -356,7 +355,7 @@ def test_a_source_that_is_not_a_model_is_an_error(source: Path, content: bytes |
         source.unlink()
     else:
         source.write_bytes(content)
-    with pytest.raises(ModelFileError, match="not a GGUF|cannot be read"):
+    with raises(ModelFileError, source, code="model_file_unreadable" if content is None else "wrong_file"):
         _made(source)
 
 
@@ -364,6 +363,6 @@ def test_a_source_that_is_not_a_model_is_an_error(source: Path, content: bytes |
 def test_an_invalid_manifest_is_an_error(source: Path, manifest: str) -> None:
     made = _made(source)
     (made.folder / "edgespec.json").write_text(manifest)
-    with pytest.raises(ModelFileError, match="delete"):
+    with raises(ModelFileError, "delete", code="prepared_outdated"):
         read_prepared(made.folder)
     assert find_prepared("layerskip", source) is None

@@ -18,6 +18,7 @@ from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, measur
 from edgespec.model.pass_weights import PassWeights
 from edgespec.model.registry import BenchmarkModels, FileFormat, format_of
 from edgespec.system.facts import Facts
+from tests.raising import raises
 
 SPEED = MachineSpeed(
     {
@@ -102,7 +103,7 @@ def test_measuring_can_be_cancelled_and_then_saves_nothing(monkeypatch: pytest.M
 
 
 def test_a_format_without_benchmark_models_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="GGUF"):
+    with raises(CapabilityError, "GGUF"):
         measure_machine(replace(format_of("gguf"), benchmark_models=None))
 
 
@@ -137,7 +138,7 @@ def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     form = small_form(monkeypatch)
     assert form.benchmark_models is not None
     full = replace(form, benchmark_models=replace(form.benchmark_models, write=write))
-    with pytest.raises(EdgespecError, match="62048 written") as caught:
+    with raises(EdgespecError, "62048 written", code="file_not_written") as caught:
         measure_machine(full)
     assert "TMPDIR" in caught.value.next_step
 

@@ -15,6 +15,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, OptionError
 from edgespec.methods.suffix.corpus import UserFiles, read_user_files, suffix_drafter, vocabulary_fingerprint
 from edgespec.methods.suffix.drafter import SuffixDrafter
+from tests.raising import raises
 from tests.tabular import LetterVocabulary
 
 
@@ -174,11 +175,11 @@ def test_an_unwritable_cache_is_ignored(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) -> None:
-    with pytest.raises(OptionError, match="nowhere does not exist"):
+    with raises(OptionError, "nowhere", code="file_not_read", option="corpus"):
         read(folder / "nowhere")
-    with pytest.raises(OptionError, match=r"cannot be read: not a directory"):
+    with raises(OptionError, "not a directory", code="file_not_read", option="corpus"):
         read(folder / "b.txt" / "inner")
-    with pytest.raises(OptionError, match="cannot be read: embedded null"):
+    with raises(OptionError, "embedded null", code="file_not_read", option="corpus"):
         read(folder / "b\0")
 
 
@@ -186,7 +187,7 @@ def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) ->
 def test_a_pipe_does_not_block(folder: Path, read: Read) -> None:
     before = read(folder).texts
     os.mkfifo(folder / "pipe")
-    with pytest.raises(OptionError, match="neither a file nor a folder"):
+    with raises(OptionError, code="file_not_read", option="corpus"):
         read(folder / "pipe")
     assert len(read(folder).texts) == len(before)
 
@@ -207,7 +208,7 @@ def test_reading_reports_progress_and_can_be_cancelled(folder: Path, read: Read)
 
         return progress
 
-    with pytest.raises(CancelledError, match="cancelled while reading"):
+    with raises(CancelledError, "reading"):
         read(folder, progress=until(2))
     seen.clear()
     read(folder, progress=until(99))
@@ -282,7 +283,7 @@ class TestSuffixDrafterOptions:
         assert "bytes of saved replies" in third.note()
 
     def test_a_missing_corpus_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(OptionError, match="does not exist"):
+        with raises(OptionError, "exist", code="file_not_read", option="corpus"):
             suffix_drafter(LetterVocabulary(8), corpus=tmp_path / "nowhere", remember=True)
         assert not (tmp_path / "data").exists()
 

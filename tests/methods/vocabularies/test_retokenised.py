@@ -23,6 +23,7 @@ from edgespec.methods.model.vocabularies.retokenised import IncrementalRetokenis
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.methods.vocabularies.pieces import Pieces, speaking
+from tests.raising import raises
 from tests.tables import runtime, with_drafter
 from tests.tabular import TabularModel
 
@@ -177,7 +178,7 @@ class TestDrafts:
     def test_a_model_without_rollback_is_an_error(self) -> None:
         model = TabularModel(np.zeros((DRAFT.size, DRAFT.size), np.float32), rollback=False)
         model.vocabulary = DRAFT
-        with pytest.raises(CapabilityError, match="cannot be a draft"):
+        with raises(CapabilityError, code="rollback_not_supported"):
             drafter_of(model)
 
 

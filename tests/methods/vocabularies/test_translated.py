@@ -24,6 +24,7 @@ from edgespec.model.base import LoadOptions, Snapshot
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.losslessness.test_verify import PROMPTS
 from tests.methods.vocabularies.pieces import Pieces, conditioned, speaking
+from tests.raising import raises
 from tests.tables import runtime
 from tests.tabular import TabularModel
 
@@ -293,7 +294,7 @@ class TestErrors:
     def test_invalid_snapshot(self) -> None:
         model = translated(speaking(DRAFT, 3))
         for snapshot in (Snapshot(1, b"nothing"), Snapshot(2, b"[1]")):
-            with pytest.raises(BackendError, match="belongs to another model"):
+            with raises(BackendError, code="state_not_restored"):
                 model.restore(snapshot)
 
     def test_calls_that_the_inner_model_does_not_support(self) -> None:

@@ -16,6 +16,7 @@ from edgespec.model.heads.eagle_files import read_eagle
 from edgespec.model.heads.rotation import RopeSettings
 from edgespec.store.head_reference import resolve_head
 from tests.model.heads.published import LAYOUTS, Layout, write_head
+from tests.raising import raises
 
 VOCAB = 200
 
@@ -75,7 +76,7 @@ def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     save_file({name: tensors[name] for name in names[:4]}, folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(ModelFileError, match="is missing"):
+    with raises(ModelFileError, "is missing", code="model_file_not_supported"):
         read_eagle(folder)
     save_file({name: tensors[name] for name in names[4:]}, folder / "model-00002-of-00002.safetensors")
     head = read_eagle(folder)
@@ -85,49 +86,49 @@ def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_attention_heads": 0}, "."),
-        ({"hidden_size": 1e400}, "."),
-        ({"hidden_size": -32}, "."),
-        ({"hidden_size": None}, "."),
-        ({"num_key_value_heads": 3}, "layer sizes are invalid"),
-        ({"head_dim": 15}, "layer sizes are invalid"),
-        ({"num_hidden_layers": 2}, "the head has 2 layers"),
+        ({"num_attention_heads": 0}, ""),
+        ({"hidden_size": 1e400}, ""),
+        ({"hidden_size": -32}, ""),
+        ({"hidden_size": None}, ""),
+        ({"num_key_value_heads": 3}, "sizes"),
+        ({"head_dim": 15}, "sizes"),
+        ({"num_hidden_layers": 2}, "2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"vocab_size": 20}, "outside the vocabulary"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has"),
-        ({"eagle_aux_hidden_state_layer_ids": 3}, "."),
-        ({"target_hidden_size": 33}, "."),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, ""),
+        ({"target_hidden_size": 33}, ""),
         ({"intermediate_size": 65}, "has shape"),
-        ({"norm_before_fc": True}, "the tensor input_norm.weight is missing"),
+        ({"norm_before_fc": True}, "input_norm.weight"),
     ],
 )
 def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = write_head(tmp_path / "head", vocab=VOCAB, draft_vocab=50)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | settings))
-    with pytest.raises(ModelFileError, match=message):
+    with raises(ModelFileError, message, code="model_file_not_supported"):
         read_eagle(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm.weight": None}, r"the tensor norm\.weight is missing"),
-        ({"fc.weight": None}, r"has 0 columns"),
-        ({"fc.weight": np.zeros(96, np.float32)}, r"has shape"),
-        ({"fc.weight": np.zeros((), np.float32)}, "."),
-        ({"extra.weight": np.zeros(3, np.float32)}, r"tensor extra\.weight is unknown"),
-        ({"norm.weight": np.zeros(32, np.int64)}, "not a floating-point type"),
+        ({"norm.weight": None}, "norm.weight"),
+        ({"fc.weight": None}, "has 0 columns"),
+        ({"fc.weight": np.zeros(96, np.float32)}, "has shape"),
+        ({"fc.weight": np.zeros((), np.float32)}, ""),
+        ({"extra.weight": np.zeros(3, np.float32)}, "extra.weight"),
+        ({"norm.weight": np.zeros(32, np.int64)}, "floating-point"),
         ({"d2t": np.full(50, 151, np.int64)}, "outside the vocabulary"),
         ({"d2t": np.full(50, -60, np.int64)}, "outside the vocabulary"),
-        ({"d2t": np.zeros(50, np.float32)}, "d2t contains no token ids"),
+        ({"d2t": np.zeros(50, np.float32)}, "d2t contains"),
         ({"d2t": np.zeros(0, np.int64)}, "outside the vocabulary"),
-        ({"d2t": None}, r"lm_head\.weight has shape"),
+        ({"d2t": None}, "lm_head.weight has shape"),
     ],
 )  # fmt: skip
 def test_unfitting_tensors_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = write_head(tmp_path / "head", vocab=VOCAB, draft_vocab=50, changes=changes)
-    with pytest.raises(ModelFileError, match=message):
+    with raises(ModelFileError, message, code="model_file_not_supported"):
         read_eagle(folder)
 
 
@@ -137,12 +138,12 @@ def test_quantised_heads_are_refused(tmp_path: Path) -> None:
         "fc.scales": np.zeros((32, 3), np.float16),
     }
     folder = write_head(tmp_path / "head", vocab=VOCAB, changes=changes)
-    with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
+    with raises(ModelFileError, code="model_file_not_supported"):
         read_eagle(folder)
     header = json.dumps({"a": {"dtype": "F8_E5M2", "shape": [2], "data_offsets": [0, 2]}}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(2)
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelFileError, match="type F8_E5M2"):
+    with raises(ModelFileError, "type F8_E5M2", code="model_file_not_supported"):
         read_eagle(folder)
 
 
@@ -161,17 +162,15 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError):
             read_eagle(folder)
     weights.unlink()
-    with pytest.raises(ModelFileError, match="contains no weights"):
+    with raises(ModelFileError, code="model_file_incomplete"):
         read_eagle(folder)
     for text in ("[]", "{", "[" * 100_000, ""):
         (folder / "config.json").write_text(text)
-        with pytest.raises(ModelFileError, match="is damaged"):
+        with raises(ModelFileError, "is damaged"):
             read_eagle(folder)
     (folder / "config.json").unlink()
     for without in (folder, tmp_path / "missing"):
-        with pytest.raises(
-            ModelFileError, match=r"has no config\.json, so it is not .* a head; pass a folder"
-        ):
+        with raises(ModelFileError, code="model_file_incomplete"):
             read_eagle(without)
 
 
@@ -179,9 +178,9 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", vocab=VOCAB)
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(ModelFileError, match="not a regular file"):
+    with raises(ModelFileError, "regular file", code="model_file_unreadable"):
         read_eagle(folder)
-    with pytest.raises(ModelFileError, match="head"):
+    with raises(ModelFileError, "head", code="model_file_incomplete"):
         resolve_head(str(folder))
 
 
@@ -194,5 +193,5 @@ def test_positions_must_be_whole_numbers(tmp_path: Path) -> None:
     header["norm.weight"]["data_offsets"] = [float(each) for each in header["norm.weight"]["data_offsets"]]
     changed = json.dumps(header).encode()
     weights.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
-    with pytest.raises(ModelFileError, match="damaged"):
+    with raises(ModelFileError, "damaged"):
         read_eagle(folder)

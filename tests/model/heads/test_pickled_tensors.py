@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from edgespec.errors import ModelFileError
 from edgespec.model.heads.pickled_tensors import read_pickled_tensors
 from tests.model.heads.torch_files import Call, Named, Storage, pickled, write_archive, write_torch_file
+from tests.raising import raises
 
 
 def test_tensors_of_all_types_and_strides_are_read(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_hostile_pickle_is_refused_and_not_executed(
 
 def test_the_message_names_the_call(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "head.bin", pickle.dumps({"w": Evil(tmp_path / "x")}, 2))
-    with pytest.raises(ModelFileError, match=r"the pickle calls posix\.mkdir.*never runs"):
+    with raises(ModelFileError, "posix.mkdir", code="model_file_not_supported"):
         read_pickled_tensors(path)
 
 
@@ -106,7 +107,7 @@ def test_a_tensor_outside_its_data_is_refused(
     storage = Storage("0", np.zeros(4, np.float32))
     call = Call(Named("torch._utils", "_rebuild_tensor_v2"), storage, offset, shape, strides)
     path = write_archive(tmp_path / "head.bin", pickled({"w": call}), {"0": bytes(16)})
-    with pytest.raises(ModelFileError, match="damaged"):
+    with raises(ModelFileError, "damaged"):
         read_pickled_tensors(path)
 
 
@@ -124,7 +125,7 @@ def test_compressed_and_foreign_files_are_refused(tmp_path: Path) -> None:
 )
 def test_malformed_pickles_are_described_in_words(instructions: bytes, tmp_path: Path) -> None:
     path = write_archive(tmp_path / "head.bin", b"\x80\x02" + instructions)
-    with pytest.raises(ModelFileError, match=r"malformed|lacks operands|exactly one object"):
+    with raises(ModelFileError, "malformed"):
         read_pickled_tensors(path)
 
 
@@ -146,7 +147,7 @@ def rewritten(path: Path, extra: bytes = b"", claimed_bytes: int | None = None) 
 
 def test_two_entries_with_the_same_name_are_refused(tmp_path: Path) -> None:
     path = write_torch_file(tmp_path / "head.pt", {"w": np.ones(4, np.float32)})
-    with pytest.raises(ModelFileError, match="same name"):
+    with raises(ModelFileError, "same name"):
         read_pickled_tensors(rewritten(path, extra=bytes(1 << 20)))
 
 
@@ -155,7 +156,7 @@ def test_a_wrong_size_in_the_list_of_entries_is_refused(tmp_path: Path, elements
     storage = Storage("0", np.zeros(4, np.float32), claimed_size=elements)
     call = Call(Named("torch._utils", "_rebuild_tensor_v2"), storage, 0, (elements,), (1,))
     path = write_archive(tmp_path / "head.pt", pickled({"w": call}), {"0": bytes(16)})
-    with pytest.raises(ModelFileError, match="damaged"):
+    with raises(ModelFileError, "damaged"):
         read_pickled_tensors(rewritten(path, claimed_bytes=4 * elements))["w"].read()
 
 
@@ -178,6 +179,6 @@ def test_damaged_files_give_an_error_or_tensors(tmp_path: Path, data: st.DataObj
 @pytest.mark.parametrize("module", ["x" * 100_000, "torch"])
 def test_long_names_are_cut_in_messages(tmp_path: Path, module: str) -> None:
     path = write_archive(tmp_path / "head.bin", call(module, "y" * 100_000))
-    with pytest.raises(ModelFileError, match="the pickle calls") as caught:
+    with raises(ModelFileError, "the pickle calls", code="model_file_not_supported") as caught:
         read_pickled_tensors(path)
     assert len(caught.value.what) < 400 + len(str(path))

@@ -124,16 +124,21 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
                 f"--corpus {root} is neither a file nor a folder",
                 "specify a text file or a folder",
                 option="corpus",
+                code="file_not_read",
             )
     except FileNotFoundError:
         raise OptionError(
             f"--corpus {root} does not exist",
             "specify a text file or a folder of text files",
             option="corpus",
+            code="file_not_read",
         ) from None
     except (OSError, ValueError) as error:
         raise OptionError(
-            f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions", option="corpus"
+            f"--corpus {root} cannot be read: {error_reason(error)}",
+            "check its permissions",
+            option="corpus",
+            code="file_not_read",
         ) from error
     files: list[tuple[int, Path, str]] = []
     skipped = Counter({"too large": 0})

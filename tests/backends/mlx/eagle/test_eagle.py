@@ -174,7 +174,7 @@ def test_the_inputs_of_a_head_are_found_by_a_trial(tmp_path: Path, hidden_first:
         target = mlx.load(str(target_path), "target", LoadOptions(context_tokens=CONTEXT))
         head = head_of(target, path)
         assert expected in head.facts.description
-        network: Any = head._network
+        network: Any = head.networks[0]
         assert network._hidden_first is hidden_first
         assert target.length == 0
         target.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.backends import mlx
-from edgespec.backends.mlx.eagle import estimate_eagle_head
+from edgespec.backends.mlx.eagle import estimate_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.model.base import LoadOptions
@@ -19,6 +19,7 @@ from tests.backends.damaged_heads import check_same_replies
 from tests.backends.mlx.eagle.targets import CONTEXT, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS
 from tests.model.heads.published import write_head
+from tests.raising import raises
 
 
 @pytest.mark.parametrize(
@@ -36,14 +37,14 @@ def test_a_head_for_another_target_is_refused(
         tmp_path / "head",
         **{"size": SIZE, "vocab": ROWS, "eagle_aux_hidden_state_layer_ids": STATES, **options},
     )
-    with pytest.raises(CapabilityError, match="made for another target") as caught:
+    with raises(CapabilityError, code="head_mismatch") as caught:
         target.self_draft(Head("eagle", path))
     assert message in caught.value.what
 
 
 def test_a_gguf_head_is_refused(target: MlxModel, tmp_path: Path) -> None:
     (tmp_path / "head.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CapabilityError, match="not a folder"):
+    with raises(CapabilityError, code="wrong_file"):
         target.self_draft(Head("eagle", tmp_path / "head.gguf"))
 
 
@@ -59,7 +60,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
         changes=dict(changes),
         eagle_aux_hidden_state_layer_ids=STATES,
     )
-    with pytest.raises(ModelFileError, match="not finite"):
+    with raises(ModelFileError, "not finite"):
         target.self_draft(Head("eagle", path))
     # Nothing is left open.
     assert target._runner.recorder is not None
@@ -89,8 +90,9 @@ def test_an_invalid_rotary_embedding_is_refused(
     path = write_head(
         tmp_path / "head", size=SIZE, vocab=ROWS, rope_scaling=rope, eagle_aux_hidden_state_layer_ids=STATES
     )
-    with pytest.raises(ModelFileError, match="invalid settings|factor is"):
+    with pytest.raises(ModelFileError) as caught:
         target.self_draft(Head("eagle", path))
+    assert caught.value.code in ("model_file_damaged", "model_file_not_supported")
 
 
 def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_a_head_that_does_not_fit_in_memory_is_refused(files: Files) -> None:
 
 def test_the_estimate_covers_weights_and_cache(files: Files, target: MlxModel) -> None:
     head = head_of(target, files.head())
-    estimate = estimate_eagle_head(files.head(), CONTEXT)
+    estimate = estimate_head(Head("eagle", files.head()), files.head(), CONTEXT)
     assert estimate.bytes_of("weights") == head.facts.weight_bytes
     assert estimate.bytes_of("cache") == head.facts.kv_bytes
 
@@ -126,7 +128,7 @@ def test_a_truncated_head_is_refused(target: MlxModel, tmp_path: Path) -> None:
     path = write_head(tmp_path / "head", size=SIZE, vocab=ROWS)
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ModelFileError, match="truncated"):
+    with raises(ModelFileError, "truncated"):
         target.self_draft(Head("eagle", path))
     (path / "config.json").write_text(json.dumps({"hidden_size": SIZE}))
     with pytest.raises(ModelFileError):

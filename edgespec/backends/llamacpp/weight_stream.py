@@ -1,0 +1,392 @@
+"""Run a GGUF model that is larger than memory by reading part of its weights from disk in every pass.
+
+llama.cpp maps a model's files into memory. A `WeightStream` replaces this mapping with private memory at the
+same addresses. It reads the weights to keep once, and the others in every pass, a few layers ahead of the one
+that llama.cpp is computing. Their memory is freed as soon as their layer has been computed.
+
+With the mapping alone, the kernel drops the least recently used pages. These are the ones that a pass over
+all layers needs next, so each pass reads nearly the whole file, page by page, while the processor waits. It
+also evicts other programs' files, and a truncated file kills the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import BackendError, CancelledError, CapabilityError, EdgespecError
+from edgespec.model.base import Progress
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.system.disk_speed import open_uncached
+
+__all__ = [
+    "LayerRanges",
+    "WeightStream",
+    "can_stream",
+    "file_mappings",
+    "saved_bytes",
+    "spread_evenly",
+    "streamable_layers",
+]
+
+# Number of streamed layers in memory at a time: one is being computed, one is ready, one is being read.
+LAYERS_IN_MEMORY = 3
+# The weights that can be streamed. They make up most of a model, and one read serves all tokens of a pass.
+_FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down)(?:_exps)?\.weight")
+_LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
+_PAGE = mmap.PAGESIZE
+# Size of one read. It was chosen large enough for the full speed of a disk, and small enough to stop soon.
+_READ_BYTES = 8 << 20
+_POLL_SECONDS = 0.05
+_MAP_FIXED, _MADV_DONTNEED = 0x10, 4
+
+
+class _Range(NamedTuple):
+    """A part of a file that starts and ends at a page boundary."""
+
+    file: int
+    offset: int
+    size_bytes: int
+
+
+class LayerRanges(NamedTuple):
+    """The feed-forward weights of a layer that can be streamed.
+
+    Attributes:
+        layer: Number of the layer.
+        ranges: Their parts of the model's files.
+    """
+
+    layer: int
+    ranges: tuple[_Range, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.ranges)
+
+
+def can_stream() -> bool:
+    """Return whether this system can stream weights: Linux, with all layers on the CPU."""
+    return sys.platform == "linux" and not library().llama_supports_gpu_offload()
+
+
+def streamable_layers(path: Path) -> list[LayerRanges]:
+    """Return the layers of a GGUF model whose feed-forward weights can be streamed, in order.
+
+    The first layer is always kept, because a pass waits for a layer's weights at the end of the layer before.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+    """
+    found: dict[int, list[_Range]] = defaultdict(list)
+    for number, file in enumerate(gguf_files(path)):
+        header = read_header(file)
+        layers = header.architecture_number("block_count") - header.architecture_number(
+            "nextn_predict_layers"
+        )
+        ends = sorted({*(tensor.offset_bytes for tensor in header.tensors)})
+        following = dict(zip(ends, [*ends[1:], file.stat().st_size - header.size_bytes], strict=True))
+        for tensor in header.tensors:
+            match = _FEED_FORWARD.fullmatch(tensor.name)
+            if match is None or not 0 < int(match[1]) < (layers or sys.maxsize):
+                continue
+            begin = header.size_bytes + tensor.offset_bytes
+            end = header.size_bytes + following[tensor.offset_bytes]
+            # Whole pages only. The pages at both ends also hold other weights, so they are kept.
+            first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+            if first < last:
+                found[int(match[1])].append(_Range(number, first, last - first))
+    return [LayerRanges(layer, tuple(ranges)) for layer, ranges in sorted(found.items())]
+
+
+def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges]:
+    """Choose `count` layers at even distances, so that reading can continue while others are computed."""
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+def saved_bytes(streamed: Sequence[LayerRanges]) -> int:
+    """Return how much less memory a model needs if these layers are streamed."""
+    return sum(sorted(layer.size_bytes for layer in streamed)[:-LAYERS_IN_MEMORY])
+
+
+class WeightStream:
+    """Reads the streamed layers of a model's weights before they are needed.
+
+    Passes must run one at a time, and each must compute all layers in order.
+
+    Args:
+        files: The model's files.
+        mapped: The addresses at which llama.cpp has mapped them. See `file_mappings`.
+        streamed: The layers to stream. The others are read now.
+        progress: Called while reading. Returning False raises CancelledError.
+
+    Attributes:
+        bytes_per_pass: Number of bytes that a pass reads.
+        saved_bytes: How much less memory the model needs.
+
+    Raises:
+        BackendError: The files cannot be read, or there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        mapped: Sequence[tuple[int, int, int, int]],
+        streamed: Sequence[LayerRanges],
+        progress: Progress | None = None,
+    ) -> None:
+        self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
+        self.saved_bytes = saved_bytes(streamed)
+        self._paths, self._mapped, self._layers = files, mapped, streamed
+        self._order = {layer.layer: index for index, layer in enumerate(streamed)}
+        # The layers before which a pass waits: the next layer is streamed.
+        self._stops = {layer.layer - 1 for layer in streamed} | set(self._order)
+        self._state = threading.Condition()
+        # Number of streamed layers that the passes have finished and that have been read. Both count on from
+        # pass to pass. A cancelled pass sets them back to the beginning of a pass.
+        self._done = self._read = 0
+        self._restarts = 0
+        self._closed = False
+        self._error: EdgespecError | None = None
+        self._is_interrupted: Callable[[], bool] = bool
+        # Whether the current pass was interrupted, and the value of `_done` at its start.
+        self._stopped, self._first = False, 0
+        with ExitStack() as undo:
+            self._files, self._states = [], []
+            for path in files:
+                self._files.append(_open(path))
+                undo.callback(os.close, self._files[-1])
+                self._states.append(_state(self._files[-1]))
+            for _, _, begin, end in mapped:
+                _replace_mapping(begin, end)
+            # llama.cpp has mapped all pages of the files. They took up no memory that was needed otherwise,
+            # so do not count them in this process's peak memory.
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+            self._read_kept(progress)
+            undo.pop_all()
+        self._reader = threading.Thread(target=self._run, name="edgespec-weights", daemon=True)
+        self._reader.start()
+
+    def _read_kept(self, progress: Progress | None) -> None:
+        streamed = sorted(each for layer in self._layers for each in layer.ranges)
+        kept = []
+        for file, offset, begin, end in self._mapped:
+            at = offset
+            for each in streamed:
+                if each.file == file and offset <= each.offset < offset + end - begin:
+                    kept.append(_Range(file, at, each.offset - at))
+                    at = each.offset + each.size_bytes
+            kept.append(_Range(file, at, offset + end - begin - at))
+        total, done = sum(each.size_bytes for each in kept) or 1, 0
+        for each in kept:
+            for part in _parts(each):
+                self._load(part)
+                done += part.size_bytes
+                if progress and not progress("reading the weights to keep in memory", done / total):
+                    raise CancelledError("loading the model was cancelled")
+
+    def _address(self, part: _Range) -> int:
+        for file, offset, begin, end in self._mapped:
+            if file == part.file and offset <= part.offset < offset + end - begin:
+                return begin + part.offset - offset
+        raise BackendError(
+            f"llama.cpp did not map {self._paths[part.file]} into memory",
+            "choose a model that fits in memory",
+        )
+
+    def _load(self, part: _Range) -> None:
+        """Read a part of a file to its address. Raises BackendError if it cannot be read or has changed."""
+        file, address, done = self._files[part.file], self._address(part), 0
+        size_bytes, _ = self._states[part.file]
+        try:
+            # The last page of a file may be incomplete.
+            while done < min(part.size_bytes, size_bytes - part.offset):
+                buffer = (ctypes.c_char * (part.size_bytes - done)).from_address(address + done)
+                count = os.preadv(file, [buffer], part.offset + done)
+                if not count:
+                    break
+                done += count
+            if _state(file) == self._states[part.file]:
+                return
+            reason = "it was changed while the model was in use"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        raise BackendError(
+            f"the weights in {self._paths[part.file]} cannot be read: {reason}",
+            "check the file and its disk, then load the model again",
+            code="model_file_unreadable",
+        )
+
+    def _free(self, layer: LayerRanges) -> None:
+        for each in layer.ranges:
+            _advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
+
+    def _run(self) -> None:
+        """Read the streamed layers again and again, until `LAYERS_IN_MEMORY` of them are in memory."""
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
+                if self._closed:
+                    return
+                layer, restarts = self._layers[self._read % len(self._layers)], self._restarts
+            try:
+                for part in (part for each in layer.ranges for part in _parts(each)):
+                    if not self._is_outdated(restarts):
+                        self._load(part)
+                error = None
+            except BackendError as caught:
+                error = caught
+            with self._state:
+                if self._is_outdated(restarts):
+                    self._free(layer)
+                else:
+                    self._read, self._error = self._read + 1, error
+                self._state.notify_all()
+
+    def _is_outdated(self, restarts: int) -> bool:
+        return self._closed or restarts != self._restarts
+
+    @property
+    def _has_room(self) -> bool:
+        return self._read - self._done < min(LAYERS_IN_MEMORY, len(self._layers))
+
+    def begin_pass(self, is_interrupted: Callable[[], bool]) -> None:
+        """Prepare for a pass. If the last one was not finished, start again at the first streamed layer.
+
+        Args:
+            is_interrupted: Returns whether to stop waiting for weights.
+
+        Raises:
+            BackendError: The weights cannot be read.
+        """
+        self._is_interrupted, self._stopped = is_interrupted, False
+        with self._state:
+            if self._error is not None:
+                # The disk may be back.
+                self._error, begun = None, True
+            else:
+                begun = self._done % len(self._layers) > 0
+            if begun:
+                for number in range(self._done, self._read):
+                    self._free(self._layers[number % len(self._layers)])
+                self._done = self._read = 0
+                self._restarts += 1
+                self._state.notify_all()
+            self._first = self._done
+
+    def end_pass(self, *, is_partial: bool) -> None:
+        """Check that a pass that llama.cpp calls successful had all weights.
+
+        Args:
+            is_partial: Whether the pass was meant to stop after some of the layers.
+
+        Raises:
+            BackendError: The weights could not be read.
+            CancelledError: The pass was interrupted.
+            CapabilityError: llama.cpp does not name the layers of this model.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._stopped:
+            raise CancelledError("the model's computation was cancelled")
+        finished = self._done - self._first
+        if not is_partial and (not finished or finished % len(self._layers)):
+            raise CapabilityError(
+                "this model cannot run from disk, because llama.cpp does not name its layers",
+                "choose a model that fits in memory",
+            )
+
+    def is_stop(self, name: bytes) -> bool:
+        """Return whether a pass must call `on_layer` when it has computed the tensor `name`."""
+        match = _LAYER_OUTPUT.fullmatch(name)
+        return match is not None and int(match[1]) in self._stops
+
+    def on_layer(self, name: bytes) -> bool:
+        """Free a computed layer, and wait for the next one. Return whether the pass can go on."""
+        layer = int(name.rpartition(b"-")[2])
+        with self._state:
+            if layer in self._order:
+                self._free(self._layers[self._order[layer]])
+                self._done += 1
+                self._state.notify_all()
+            if layer + 1 in self._order:
+                while self._read <= self._done and self._error is None and not self._stopped:
+                    self._state.wait(_POLL_SECONDS)
+                    self._stopped = self._closed or self._is_interrupted()
+            return self._error is None and not self._stopped
+
+    def close(self) -> None:
+        """Stop reading. Call it before the model is freed."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        self._reader.join()
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
+    """Return where this process has mapped files: (number of the file, offset, begin, end)."""
+    numbers = {os.path.realpath(file): number for number, file in enumerate(files)}
+    found = set()
+    for line in Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines():
+        addresses, _, offset, _, _, *path = line.split(maxsplit=5)
+        if path and path[0] in numbers:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            found.add((numbers[path[0]], int(offset, 16), begin, end))
+    return found
+
+
+def _parts(whole: _Range) -> Iterator[_Range]:
+    for start in range(0, whole.size_bytes, _READ_BYTES):
+        yield _Range(whole.file, whole.offset + start, min(_READ_BYTES, whole.size_bytes - start))
+
+
+def _state(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def _open(path: Path) -> int:
+    try:
+        return open_uncached(path)
+    except OSError as error:
+        raise BackendError(
+            f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
+        ) from error
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def _replace_mapping(begin: int, end: int) -> None:
+    """Replace mapped pages of a file by private memory, which takes up none until it is written."""
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | getattr(mmap, "MAP_NORESERVE", 0)
+    if _libc().mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != begin:
+        raise BackendError(
+            f"memory for the weights cannot be reserved: {os.strerror(ctypes.get_errno())}",
+            "raise the limit on address space (ulimit -v)",
+            code="out_of_memory",
+        )
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> None:
+    _libc().madvise(address, size_bytes, advice)

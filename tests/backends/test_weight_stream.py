@@ -1,0 +1,238 @@
+"""Models that are larger than memory: part of their weights is read from disk in every pass."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.backends.llamacpp.model import load
+from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.llamacpp.weight_stream import (
+    WeightStream,
+    can_stream,
+    saved_bytes,
+    spread_evenly,
+    streamable_layers,
+)
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, MemoryBudgetError
+from edgespec.model.base import LanguageModel, LoadOptions
+from tests.backends.contract import Rows, row_of, step, step_all, tokens_for
+from tests.raising import raises
+
+pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
+
+_OPTIONS = LoadOptions(context_tokens=512, repack=False)
+_ALL = 100
+
+
+def _load(path: Path, layers: int = _ALL) -> LanguageModel:
+    return load(str(path), "demo", LoadOptions(context_tokens=512, repack=False, streamed_layers=layers))
+
+
+@pytest.fixture
+def copy(demo_target: Path, tmp_path: Path) -> Path:
+    """A copy of the demo model that a test may damage."""
+    return Path(shutil.copy(demo_target, tmp_path / "copy.gguf"))
+
+
+@pytest.fixture
+def model(copy: Path) -> Iterator[LanguageModel]:
+    model = _load(copy)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def expected(demo_target: Path) -> list[Rows]:
+    """The logits of a prompt, of two steps and of a wide pass, with all weights in memory."""
+    model = load(str(demo_target), "demo", _OPTIONS)
+    rows = _rows(model)
+    model.close()
+    return rows
+
+
+def _rows(model: LanguageModel) -> list[Rows]:
+    model.truncate(0)
+    tokens = tokens_for(model, 60)
+    rows = [step_all(model, tokens[:40]), step(model, tokens[40])]
+    logits = model.verify(TokenTree.chain(tokens[41], tokens[42:50]))
+    rows += [row_of(model, logits, row) for row in range(9)]
+    model.commit((1, 2))
+    return [*rows, step(model, tokens[50])]
+
+
+def _steps(model: LanguageModel, count: int = 8) -> None:
+    for token in tokens_for(model, count):
+        step(model, token)
+
+
+def _same(found: list[Rows], expected: list[Rows]) -> bool:
+    return np.array_equal(np.array(found), np.array(expected))
+
+
+@pytest.mark.parametrize("layers", [1, 3, _ALL])
+def test_logits_are_the_same_bits_as_with_all_weights_in_memory(
+    demo_target: Path, expected: list[Rows], layers: int
+) -> None:
+    model = _load(demo_target, layers)
+    for _ in range(2):
+        assert _same(_rows(model), expected)
+    model.close()
+
+
+def test_replies_that_share_passes_share_the_stream(demo_target: Path, expected: list[Rows]) -> None:
+    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, parallel=2)
+    first, second = load_slots(str(demo_target), "demo", options)
+    for model in (first, second, first):
+        assert _same(_rows(model), expected)
+    first.close()
+    second.close()
+
+
+def test_streamed_layers_are_spread_over_the_model(demo_target: Path) -> None:
+    layers = streamable_layers(demo_target)
+    assert 0 not in [layer.layer for layer in layers]
+    for count in range(1, len(layers) + 1):
+        chosen = [layer.layer for layer in spread_evenly(layers, count)]
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == count
+        assert np.diff([0, *chosen]).max() <= len(layers) // count + 1
+    assert saved_bytes(layers[:3]) == 0
+    assert saved_bytes(layers) == sum(layer.size_bytes for layer in layers[3:])
+
+
+def _memory_bytes() -> int:
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
+
+
+@pytest.mark.real
+def test_streamed_weights_take_up_no_memory(real_models: Path) -> None:
+    path = real_models / "smollm2-f16.gguf"
+    before = _memory_bytes()
+    model = _load(path)
+    step_all(model, tokens_for(model, 40))
+    used = _memory_bytes() - before
+    kept = path.stat().st_size - saved_bytes(streamable_layers(path))
+    assert used < kept + model.facts.kv_bytes + (48 << 20)
+    model.close()
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    read = WeightStream._load
+
+    def slowly(self: WeightStream, part: Any) -> None:
+        time.sleep(seconds)
+        read(self, part)
+
+    monkeypatch.setattr(WeightStream, "_load", slowly)
+
+
+def test_a_pass_that_waits_for_the_disk_can_be_interrupted(
+    copy: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as slow:
+        model = _load(copy)
+        _slow(slow, 0.5)
+        for _ in range(2):
+            threading.Timer(0.3, model.interrupt, [True]).start()
+            with pytest.raises(CancelledError):
+                _steps(model)
+            model.interrupt(False)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
+def test_a_model_is_closed_while_it_reads(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _load(copy)
+    _slow(monkeypatch, 0.2)
+    step(model, 5)
+    model.close()
+
+
+def test_loading_can_be_cancelled(copy: Path) -> None:
+    options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
+    with pytest.raises(CancelledError):
+        load(str(copy), "demo", options, lambda what, fraction: "keep" not in what)
+
+
+@pytest.mark.parametrize("change", ["truncated", "overwritten"])
+def test_a_file_that_changes_ends_the_reply_but_not_the_process(
+    model: LanguageModel, copy: Path, change: str
+) -> None:
+    step_all(model, tokens_for(model, 10))
+    if change == "truncated":
+        os.truncate(copy, 5000)
+    else:
+        with copy.open("r+b") as file:
+            file.seek(1 << 20)
+            file.write(b"damaged")
+    for _ in range(2):
+        with raises(BackendError, code="model_file_unreadable"):
+            _steps(model)
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_a_file_that_was_deleted_or_replaced_stays_readable(
+    model: LanguageModel, copy: Path, expected: list[Rows], change: str
+) -> None:
+    copy.unlink()
+    if change == "replaced":
+        copy.write_bytes(b"another model")
+    assert _same(_rows(model), expected)
+
+
+def test_a_disk_that_fails_for_a_moment_ends_one_reply(
+    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", fail)
+        with raises(BackendError, "Input/output error", code="model_file_unreadable"):
+            _steps(model)
+    assert _same(_rows(model), expected)
+
+
+class TestPlanning:
+    @pytest.fixture(scope="class")
+    def short_bytes(self, smollm2: Path) -> int:
+        """A budget that lacks a few of SmolLM2's layers."""
+        plan = edgespec.plan(str(smollm2), "none", memory=1 << 40, context=1024).plan
+        return plan.total_bytes - (20 << 20)
+
+    def test_a_model_that_does_not_fit_is_streamed(self, smollm2: Path, short_bytes: int) -> None:
+        preview = edgespec.plan(str(smollm2), "none", memory=short_bytes, context=1024)
+        plan = preview.plan
+        assert plan.fits
+        assert plan.streaming is not None
+        assert 0 < plan.streaming.layers < plan.streaming.all_layers
+        assert plan.streaming.bytes_per_pass > 20 << 20
+        assert plan.to_json()["streaming"]["seconds_per_pass"] > 0
+        assert preview.advice
+
+    def test_it_is_refused_if_the_user_wants_that(self, smollm2: Path, short_bytes: int) -> None:
+        with pytest.raises(MemoryBudgetError):
+            edgespec.load(str(smollm2), "none", memory=short_bytes, context=1024, larger_than_memory="no")
+
+    def test_replies_are_those_of_plain_decoding(self, smollm2: Path, short_bytes: int) -> None:
+        prompt = "Repeat this three times: the quick brown fox jumps over the lazy dog."
+        with edgespec.load(str(smollm2), "none", memory=short_bytes, context=1024) as runtime:
+            assert "read from disk" in runtime.target.notice
+            plain, drafted = (
+                runtime.generate(prompt, method=method, max_tokens=40, temperature=0)
+                for method in ("none", "suffix")
+            )
+        assert drafted.stats.drafted_tokens
+        assert drafted.tokens == plain.tokens

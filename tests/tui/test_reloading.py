@@ -1,0 +1,72 @@
+"""Changing how the model is loaded, within the chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.chat.saved_chat import ModelReferences
+from edgespec.tui.worker import Load
+from tests.tui.driving import driving, until
+
+ASK = "How do I list files by size?"
+
+
+def load_here(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
+    options = {"draft": "none", "context": 512, "measure_costs": False, "exactness": "off", **(changed or {})}
+    return lambda progress: edgespec.load(reference, **options, progress=progress)
+
+
+async def test_the_chat_goes_on_with_the_changed_options(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.say(ASK)
+        messages = d.chat.current_chat.messages
+        await d.send("/context 768")
+        await until(d.pilot, lambda: d.chat.runtime.context_tokens == 768)
+        await d.settled()
+        assert d.chat.current_chat.messages == messages
+        await d.send("/draft demo-draft")
+        await until(d.pilot, lambda: d.chat.runtime.draft is not None)
+        await d.settled()
+        assert d.chat.runtime.context_tokens == 768
+        assert d.chat.models == ModelReferences("demo", "demo-draft")
+        await d.send("/set context default")
+        await until(d.pilot, lambda: d.chat.runtime.context_tokens == 512)
+        await d.settled()
+        assert d.chat.runtime.draft is not None
+        await d.say("And by date?")
+        assert len(d.chat.current_chat.messages) == 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("/context many", "must be an integer"),
+        ("/set context 5", "must be an integer"),
+        ("/draft no-such-model", "no-such-model"),
+        ("/set kv_type", "kv_type"),
+        ("/set num_ctx", "context"),
+    ],
+)
+async def test_nothing_is_loaded_for_a_value_that_is_missing_or_wrong(
+    tmp_path: Path, typed: str, shown: str
+) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        before = d.chat.runtime
+        await d.send(typed)
+        await d.said(shown)
+        assert d.chat.runtime is before
+
+
+async def test_options_that_fail_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.send("/set kv_type q9_9")
+        await d.said("This chat still uses demo.")
+        await d.settled()
+        assert d.chat.changed_load_options == {}
+        await d.say(ASK)
+        assert len(d.chat.current_chat.messages) == 2
