@@ -6,8 +6,9 @@ import pytest
 
 from edgespec.backends.llamacpp import head_loading
 from edgespec.backends.llamacpp.devices import cards, device_split
-from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+from edgespec.backends.llamacpp.eagle import estimate_head
 from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.self_draft_methods import Head
 from edgespec.store.catalogue import models_folder
 from edgespec.store.reference import resolve
 
@@ -45,7 +46,8 @@ def test_nothing_is_offloaded_without_gpu_layers() -> None:
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_a_head_counts_towards_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
     monkeypatch.setattr(head_loading, "has_own_memory", lambda: has_gpu)
-    estimate = estimate_eagle_head(models_folder() / "demo-head-q8_0.gguf", 512)
+    head = Head("eagle", models_folder() / "demo-head-q8_0.gguf")
+    estimate = estimate_head(head, resolve("demo").path, 512)
     on_gpu = {part.kind for part in estimate.parts if part.pool == "gpu"}
     assert on_gpu == ({"weights", "cache", "compute"} if has_gpu else set())
     assert {part.pool for part in estimate.without_gpu().parts} == {"memory"}

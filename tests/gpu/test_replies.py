@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,13 +76,31 @@ def test_a_draft_model(demo_target: Path, share: float | None, branches: tuple[i
         check_equal(runtime, "auto")
 
 
+_WITH_A_HEAD = """
+import json, sys
+import edgespec
+layers = json.loads(sys.argv[1])
+options = {"head": "demo-head", "method": "eagle", "exactness": "off", "prefix_cache": "none"}
+sampling = {"max_tokens": 16, "temperature": 0.0}
+with edgespec.load("demo", "none", context=512, gpu_layers=layers, measure_costs=False, **options) as runtime:
+    plain = runtime.generate(sys.argv[2], method="none", **sampling)
+    reply = runtime.generate(sys.argv[2], method="eagle", draft_length=4, **sampling)
+print(json.dumps([plain.tokens == reply.tokens, reply.stats.accepted_tokens]))
+"""
+
+
 @pytest.mark.parametrize("share", PLACEMENTS)
-def test_a_head(demo_target: Path, share: float | None) -> None:
-    with edgespec.load(
-        "demo", "none", head="demo-head", method="eagle", context=512,
-        gpu_layers=gpu_layers(demo_target, share),
-    ) as runtime:  # fmt: skip
-        assert any(reply.stats.accepted_tokens for reply in check_equal(runtime, "eagle"))
+def test_a_head(demo_target: Path, share: float | None, card: Gpu) -> None:
+    layers = json.dumps(gpu_layers(demo_target, share))
+    command = [sys.executable, "-c", _WITH_A_HEAD, layers, HOWTO]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode < 0 and "llvmpipe" in card.description:
+        # Some of the runs end with a signal in a thread of the driver.
+        pytest.skip(f"Mesa's driver crashed with signal {-done.returncode} while a head read hidden states")
+    assert done.returncode == 0, done.stderr
+    is_equal, accepted = json.loads(done.stdout)
+    assert is_equal
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("share", PLACEMENTS)
