@@ -26,16 +26,11 @@ pytestmark = pytest.mark.gpu
 # Whole models on the GPU, and half of their layers on the CPU.
 PLACEMENTS = [pytest.param(None, id="gpu"), pytest.param(0.5, id="divided")]
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}]
-_LAYERS = {"demo-target-q8_0.gguf": 12, "short-smollm2-q4_1.gguf": 4}
+_LAYERS = 12
 
 
-def gpu_layers(target: Path, share: float | None) -> int | None:
-    return None if share is None else round(_LAYERS[target.name] * share)
-
-
-def flash_attention(target: Path, card: Gpu) -> str:
-    """Return the option for a model. Mesa 22.3 crashes if three tokens go through SmolLM2's attention."""
-    return "off" if "llvmpipe" in card.description and "smollm2" in target.name else "auto"
+def gpu_layers(share: float | None) -> int | None:
+    return None if share is None else round(_LAYERS * share)
 
 
 def check_equal(runtime: Runtime, method: str, draft_length: int = 4) -> list[Reply]:
@@ -51,26 +46,17 @@ def check_equal(runtime: Runtime, method: str, draft_length: int = 4) -> list[Re
 
 
 @pytest.mark.parametrize("share", PLACEMENTS)
-def test_methods_without_a_draft_model(target: Path, share: float | None, card: Gpu) -> None:
+def test_methods_without_a_draft_model(share: float | None) -> None:
     methods = ("suffix", "ngram", "lookahead")
-    with edgespec.load(
-        str(target),
-        "none",
-        methods=methods,
-        context=512,
-        gpu_layers=gpu_layers(target, share),
-        flash_attention=flash_attention(target, card),
-    ) as runtime:
+    with edgespec.load("demo", "none", methods=methods, context=512, gpu_layers=gpu_layers(share)) as runtime:
         drafted = [reply.stats.drafted_tokens for method in methods for reply in check_equal(runtime, method)]
     assert any(drafted)
 
 
 @pytest.mark.parametrize("share", PLACEMENTS)
 @pytest.mark.parametrize("branches", [(), (3, 2)], ids=["chains", "trees"])
-def test_a_draft_model(demo_target: Path, share: float | None, branches: tuple[int, ...]) -> None:
-    with edgespec.load(
-        "demo", context=512, draft_branches=branches, gpu_layers=gpu_layers(demo_target, share)
-    ) as runtime:
+def test_a_draft_model(share: float | None, branches: tuple[int, ...]) -> None:
+    with edgespec.load("demo", context=512, draft_branches=branches, gpu_layers=gpu_layers(share)) as runtime:
         assert any(reply.stats.accepted_tokens for reply in check_equal(runtime, "model"))
         check_equal(runtime, "model+suffix")
         check_equal(runtime, "auto")
@@ -90,8 +76,8 @@ print(json.dumps([plain.tokens == reply.tokens, reply.stats.accepted_tokens]))
 
 
 @pytest.mark.parametrize("share", PLACEMENTS)
-def test_a_head(demo_target: Path, share: float | None, card: Gpu) -> None:
-    layers = json.dumps(gpu_layers(demo_target, share))
+def test_a_head(share: float | None, card: Gpu) -> None:
+    layers = json.dumps(gpu_layers(share))
     command = [sys.executable, "-c", _WITH_A_HEAD, layers, HOWTO]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     if done.returncode < 0 and "llvmpipe" in card.description:
@@ -104,13 +90,9 @@ def test_a_head(demo_target: Path, share: float | None, card: Gpu) -> None:
 
 
 @pytest.mark.parametrize("share", PLACEMENTS)
-def test_widths_of_passes_that_agree_are_found(target: Path, share: float | None, card: Gpu) -> None:
-    options = LoadOptions(
-        context_tokens=512,
-        gpu_layers=gpu_layers(target, share),
-        flash_attention=flash_attention(target, card),
-    )
-    model = format_at(target).load(str(target), target.name, options, None)
+def test_widths_of_passes_that_agree_are_found(demo_target: Path, share: float | None) -> None:
+    options = LoadOptions(context_tokens=512, gpu_layers=gpu_layers(share))
+    model = format_at(demo_target).load(str(demo_target), demo_target.name, options, None)
     try:
         classes = find_width_classes(model)
     finally:
@@ -137,13 +119,11 @@ def test_replies_that_share_passes(shared: Runtime, method: str) -> None:
 
 
 @pytest.mark.parametrize("share", PLACEMENTS)
-def test_a_context_grows_with_its_cells(
-    demo_target: Path, share: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_grows_with_its_cells(share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.loading.load_request.INITIAL_CONTEXT_TOKENS", 256)
     options: dict[str, Any] = {
         "context": 1024,
-        "gpu_layers": gpu_layers(demo_target, share),
+        "gpu_layers": gpu_layers(share),
         "measure_costs": False,
     }
     prompt = [(7 * i * i + 11) % 250 + 5 for i in range(230)]
