@@ -102,4 +102,12 @@ def test_no_advice_installs_another_projects_package() -> None:
     texts = [*ROOT.glob("edgespec/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
     for file in texts:
         text = file.read_text(encoding="utf-8")
-        assert not re.search(r"\b(pip3?|uv tool|pipx|conda)\s+install\b", text), file
+        # llama-cpp-python is the only package that a person may have to build.
+        install = r"\b(pip3?|uv tool|pipx|conda)\s+install\b(?!.* llama-cpp-python==)"
+        assert not re.search(install, text), file
+
+
+def test_the_page_on_gpus_builds_the_pinned_version() -> None:
+    named = re.findall(r"llama-cpp-python==(\S+)", (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))
+    pins = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
+    assert set(named) == set(re.findall(r"^llama-cpp-python==(\S+)", pins, re.MULTILINE))

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import psutil
 
 import edgespec
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo, build_info
+from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendMissingError
 from edgespec.memory import available_bytes
 from edgespec.model.formats.mlx_files import mlx_installed
 from edgespec.store.catalogue import user_aliases_path
 from edgespec.system.files import cache_folder, log_folder
+from edgespec.system.graphics import gpu_vendors
 
-__all__ = ["Folders", "MachineInfo", "MlxInfo", "inspect_machine"]
+__all__ = ["Folders", "Gpu", "MachineInfo", "MlxInfo", "inspect_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,9 @@ class MachineInfo:
     """Information about a machine: its system, processor, memory and installed backends.
 
     Attributes:
-        accelerator: The GPU API that can run model layers: `metal` or `cuda`. Empty if there is no GPU.
+        accelerator: The GPU API that can run model layers: `metal`, `cuda` or `vulkan`. Empty if there is no
+            GPU.
+        gpu_vendors: The vendors of the GPUs. Only known on Linux.
         memory_available_bytes: Memory available to new programs, within the limits of this process's control
             groups.
     """
@@ -77,6 +82,7 @@ class MachineInfo:
     memory_total_bytes: int
     memory_available_bytes: int
     accelerator: str
+    gpu_vendors: tuple[str, ...]
     llama_cpp: LlamaCppInfo
     mlx: MlxInfo
     folders: Folders
@@ -91,6 +97,7 @@ def inspect_machine() -> MachineInfo:
     """Collect information about this machine. Loads llama.cpp and MLX if installed, but no model."""
     from huggingface_hub import constants
 
+    vendors = gpu_vendors()
     return MachineInfo(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),
@@ -100,7 +107,8 @@ def inspect_machine() -> MachineInfo:
         logical_cores=psutil.cpu_count() or 1,
         memory_total_bytes=int(psutil.virtual_memory().total),
         memory_available_bytes=available_bytes(),
-        accelerator=_accelerator(),
+        accelerator=_accelerator(vendors),
+        gpu_vendors=vendors,
         llama_cpp=build_info(),
         mlx=_mlx(),
         folders=Folders(
@@ -125,10 +133,12 @@ def _cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _accelerator() -> str:
+def _accelerator(vendors: Sequence[str]) -> str:
     if sys.platform == "darwin":
         return "metal" if platform.machine() == "arm64" else ""
-    return "cuda" if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists() else ""
+    if shutil.which("nvidia-smi") or "NVIDIA" in vendors:
+        return "cuda"
+    return "vulkan" if vendors else ""
 
 
 def _mlx() -> MlxInfo:

@@ -188,7 +188,7 @@ def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) 
 def _llama_cpp_cards() -> Sequence[tuple[str, int]]:
     from edgespec.backends.llamacpp.devices import cards
 
-    return [(card.name, card.free_bytes) for card in cards()]
+    return [(card.description, card.free_bytes) for card in cards()]
 
 
 def _preload_llama_cpp() -> None:

@@ -24,7 +24,7 @@ from edgespec.system.installation import pip_command, setup_command
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgespec.api.machine import MachineInfo
+    from edgespec.api.machine import Gpu, MachineInfo
 
 __all__ = ["Check", "command"]
 
@@ -33,7 +33,15 @@ _REPLY_TOKENS = 16
 # faster, and SmolLM2 twice as fast.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
-_BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
+# What to install to compile llama.cpp for a GPU.
+_GPU_PACKAGES = {
+    "cuda": "the CUDA toolkit (Debian, Ubuntu: apt install nvidia-cuda-toolkit)",
+    "vulkan": "Vulkan's headers and compiler (Debian, Ubuntu: apt install libvulkan-dev spirv-headers glslc)",
+}
+_GPU_DRIVERS = {
+    "cuda": "NVIDIA's driver, until `nvidia-smi` lists the GPU",
+    "vulkan": "a Vulkan driver (Debian, Ubuntu: apt install mesa-vulkan-drivers)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +123,36 @@ def _libraries(machine: MachineInfo) -> list[Check]:
         llama = Check("llama.cpp", False, library.problem, "run `edgespec doctor --json` for full details")
         return [llama, _mlx(machine)]
     llama = Check("llama.cpp", True, f"llama-cpp-python {library.version}")
-    if library.gpu_offload:
-        gpu = Check("gpu", True, "llama.cpp can use the GPU")
-    elif machine.accelerator:
-        finding = f"this machine has {machine.accelerator}, but llama.cpp was built without support for it"
-        package = f"llama-cpp-python=={library.version}"
+    return [llama, _gpu(machine), _mlx(machine)]
+
+
+def _gpu(machine: MachineInfo) -> Check:
+    """Report the GPUs that llama.cpp uses, or what to install for those that it does not use."""
+    gpus, built = machine.llama_cpp.gpus, machine.llama_cpp.gpu_library
+    if gpus:
+        return Check("gpu", True, "; ".join(map(_describe_gpu, gpus)))
+    if built.problem:
+        finding = f"llama.cpp's {built.name} library cannot be loaded: {built.problem}"
+        return Check("gpu", False, finding, f"install {_GPU_DRIVERS[built.name]}")
+    if not machine.accelerator:
+        return Check("gpu", True, "none found; models run on the CPU")
+    owner = " and ".join(machine.gpu_vendors) or machine.accelerator.upper()
+    finding = f"this machine has a GPU ({owner}), but llama.cpp does not use it"
+    if machine.accelerator == "metal":
+        package = f"llama-cpp-python=={machine.llama_cpp.version}"
         install = pip_command("--force-reinstall", "--no-cache-dir", "--no-deps", package)
-        flag = _BUILD_FLAG[machine.accelerator]
-        gpu = Check("gpu", False, finding, f'run CMAKE_ARGS="{flag}" {install}')
-    else:
-        gpu = Check("gpu", True, "none found; models run on the CPU")
-    return [llama, gpu, _mlx(machine)]
+        return Check("gpu", False, finding, f'run CMAKE_ARGS="-DGGML_METAL=on" {install}')
+    if built.name:
+        return Check("gpu", False, finding, f"install {_GPU_DRIVERS[built.name]}")
+    packages, setup = _GPU_PACKAGES[machine.accelerator], setup_command(machine.accelerator)
+    return Check("gpu", False, finding, f"install {packages}, then run {setup}")
+
+
+def _describe_gpu(gpu: Gpu) -> str:
+    if not gpu.has_own_memory:
+        return f"{gpu.description} ({gpu.name}), which shares main memory"
+    free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
+    return f"{gpu.description} ({gpu.name}): {free} of {total} free"
 
 
 def _mlx(machine: MachineInfo) -> Check:

@@ -21,6 +21,7 @@ from edgespec.system.files import format_bytes
 __all__ = ["find_advice"]
 
 _ADVICE: Mapping[PlanOption, str] = {
+    "gpu_layers": "use --gpu-layers {gpu_layers} or less, or omit it",
     "context": "use --context {context} or less, or raise --memory",
     "draft_window": "omit --draft-window, or raise --memory",
     "kv_type": "omit --kv-type, or raise --memory",
@@ -51,7 +52,7 @@ def find_advice(
         if name in fixed:
             choice, plan = fit(fixed - {name})
             if plan.fits:
-                return text.format(context=choice.context_tokens)
+                return text.format(context=choice.context_tokens, gpu_layers=choice.gpu_layers)
     room = budget.total_bytes
     more = "raise --memory"
     target_bytes = pair.target.file_format.read_info(pair.target.path).size_bytes

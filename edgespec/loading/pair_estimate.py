@@ -170,7 +170,8 @@ class PairEstimator:
             assert option.head is not None
             role = "head" if len(pair.heads) == 1 else f"{option.method} head"
             one = pair.target.file_format.estimate_head(option.head, pair.target.path, target.context_tokens)
-            items += create_items(role, one.for_replies(options.parallel))
+            one = one.for_replies(options.parallel)
+            items += create_items(role, one.without_gpu() if options.gpu_layers == 0 else one)
         for method in map(method_of_name, sorted(self._drafting.named_drafters)):
             size = method.estimate_bytes(pair.target, target.context_tokens) * options.parallel
             items += [Item(method.name, f"{method.name} drafter", "cache", size)] if size else []

@@ -340,8 +340,10 @@ def draft_load_options(
         memory_bytes: The memory limit of the draft model, or None for no limit.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
+    gpu_layers = drafting.arguments["draft_gpu_layers"]
     return replace(
         options.for_draft(),
+        gpu_layers=options.gpu_layers if gpu_layers is None else gpu_layers,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
         max_logit_rows=DRAFT_ROWS if adapts else None,

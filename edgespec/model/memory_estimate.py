@@ -111,6 +111,10 @@ class MemoryEstimate:
         )
         return replace(self, parts=tuple(parts))
 
+    def without_gpu(self) -> MemoryEstimate:
+        """Return the estimate for a model that runs on the CPU, with all parts in main memory."""
+        return replace(self, parts=tuple(replace(part, pool=MEMORY) for part in self.parts))
+
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
         """Return the estimated memory in bytes for the given purposes."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)

@@ -66,8 +66,8 @@ class LoadArguments(TypedDict, total=False):
         "Number of CPU threads to use.",
         default_text="fastest number, within the cores that other programs leave free; 1 for tiny models")]
     gpu_layers: Annotated[int | None, Option(Integer(0), "model",
-        "Number of model layers to offload to the GPU.",
-        default_text="all")]
+        "Number of model layers to offload to the GPU; 0 uses only the CPU.",
+        default_text="as many as fit")]
     kv_type: Annotated[str, Option(Text("TYPE", "auto, f16, q8_0 or another type"), "model",
         "Data type of the KV cache: auto, f32, f16, bf16, q8_0, q5_1, q5_0, iq4_nl, q4_1, q4_0, or separate"
         " types for keys and values, such as q8_0/q4_0. Smaller types save memory.",
@@ -143,6 +143,9 @@ class LoadArguments(TypedDict, total=False):
     draft_sinks: Annotated[int, Option(Integer(0), "drafting",
         "Number of tokens to keep from the start of the text, in addition to those in --draft-window.",
         default=4)]
+    draft_gpu_layers: Annotated[int | None, Option(Integer(0), "drafting",
+        "Number of the draft model's layers to offload to the GPU.",
+        default_text="as for --gpu-layers")]
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
         "Number of layers the layerskip method drafts with. MLX models only.",
         default_text="measured at load time", per_run=True)]

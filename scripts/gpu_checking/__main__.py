@@ -9,12 +9,12 @@
 operating system, processor type and Python version as on the GPU machine. `--wheels` installs the packages in
 build/check_gpu, and builds llama-cpp-python with support for the GPU. Later runs use this installation too.
 
-The checks are `doctor`, `classes`, `verify` and `verify-layerskip` (temperatures 0 and 0.8), `parity`
-(tests), `bench`, and `plan-all`, `plan-half` and `plan-0`, which compare planned with measured memory for
-several numbers of layers on the GPU. `classes` reports which passes agree bit for bit, for the demo model and
-the files of scripts/real_models. With --target, `classes-given`, `verify-given` and `bench-given` check that
-model, and the plan steps use it instead of the demo model. On CUDA, the measured memory is that of all cards,
-so nothing else should use them.
+The checks are `doctor`, `gpu-tests` (the tests of scripts/test_gpu), `classes`, `verify` and
+`verify-layerskip` (temperatures 0 and 0.8), `parity` (tests), `bench`, and `plan-all`, `plan-half` and
+`plan-0`, which compare planned with measured memory for several numbers of layers on the GPU. `classes`
+reports which passes agree bit for bit, for the demo model and the files of scripts/real_models. With
+--target, `classes-given`, `verify-given` and `bench-given` check that model, and the plan steps use it
+instead of the demo model. On CUDA, the measured memory is that of all cards, so nothing else should use them.
 
 A failed check does not stop the others. The report is build/check_gpu/report.md, with the same content in
 report.json. The exit status is 1 if a check failed.
@@ -84,7 +84,8 @@ def main() -> int:
         if not path.exists():
             parser.error(f"{path} does not exist")
     target, draft = (path and path.absolute() for path in (args.target, args.draft))
-    names = [step.name for step in create_steps("cpu", target, draft, quick=args.quick)]
+    all_steps = create_steps("cpu" if args.cpu else "cuda", target, draft, quick=args.quick)
+    names = [step.name for step in all_steps]
     for name in args.only or ():
         if name not in names:
             parser.error(f"--only {name} is not a step; choose from {', '.join(names)}")
@@ -167,7 +168,7 @@ def _build_environment(gpu: Gpu) -> dict[str, str]:
         raise CheckError(f"{compiler} was not found; install a C++ compiler, or set CXX to the path of one")
     if gpu.kind == "cuda":
         return {"CUDACXX": find_nvcc(), "CMAKE_ARGS": "-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native"}
-    return {"CMAKE_ARGS": "-DGGML_METAL=on" if gpu.kind == "metal" else ""}
+    return {"CMAKE_ARGS": {"metal": "-DGGML_METAL=on", "vulkan": "-DGGML_VULKAN=on"}.get(gpu.kind, "")}
 
 
 def _install(wheels: Path, environment: dict[str, str], folder: Path, python: Path) -> Result:

@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from edgespec.system.graphics import gpu_vendors
+
 __all__ = ["CheckError", "Gpu", "find_gpu", "find_nvcc", "parse_memory", "parse_names", "used_bytes"]
 
 _NVCC = "/usr/local/cuda/bin/nvcc"  # where NVIDIA's installer puts it without adding it to the PATH
@@ -30,7 +32,7 @@ class Gpu:
         name: The names of the graphics cards and the version of the driver.
     """
 
-    kind: Literal["cuda", "metal", "cpu"]
+    kind: Literal["cuda", "vulkan", "metal", "cpu"]
     name: str
 
 
@@ -38,12 +40,16 @@ def find_gpu() -> Gpu:
     """Return this machine's GPU. Raises CheckError if there is none, or if its driver does not work."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return Gpu("metal", "Apple Silicon")
-    if not shutil.which("nvidia-smi"):
-        raise CheckError(
-            "no GPU was found: nvidia-smi is missing, and this is not an Apple Silicon Mac; install the"
-            " NVIDIA driver, or add --cpu to run the checks on the CPU"
-        )
-    return Gpu("cuda", parse_names(_nvidia_smi("name,driver_version")))
+    if shutil.which("nvidia-smi"):
+        return Gpu("cuda", parse_names(_nvidia_smi("name,driver_version")))
+    if "GGML_VK_VISIBLE_DEVICES" in os.environ:
+        return Gpu("vulkan", f"Vulkan device {os.environ['GGML_VK_VISIBLE_DEVICES']}")
+    if vendors := gpu_vendors():
+        return Gpu("vulkan", " and ".join(vendors))
+    raise CheckError(
+        "no GPU was found: nvidia-smi is missing, the kernel lists no GPU, and this is not an Apple Silicon"
+        " Mac; install the driver, or add --cpu to run the checks on the CPU"
+    )
 
 
 def find_nvcc() -> str:

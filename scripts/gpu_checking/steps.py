@@ -18,6 +18,7 @@ __all__ = [
     "ROOT",
     "Result",
     "Step",
+    "create_plan_step",
     "create_steps",
     "run_step",
     "summarise_classes",
@@ -69,7 +70,7 @@ def create_steps(kind: str, target: Path | None, draft: Path | None, *, quick: b
     """Return all checks for a GPU of the given kind, including those of the given models.
 
     Args:
-        kind: `cuda`, `metal` or `cpu`.
+        kind: `cuda`, `vulkan`, `metal` or `cpu`.
         target: A model to check in addition to the demo model.
         draft: Its draft model.
         quick: Use short replies, few tests and little time.
@@ -107,6 +108,9 @@ def create_steps(kind: str, target: Path | None, draft: Path | None, *, quick: b
         Step("parity", (parity,), _summarise_tests),
         Step("bench", ((*bench, *demo),), _summarise_bench),
     ]
+    if kind in ("cuda", "vulkan"):  # the tests need a GPU with its own memory
+        gpu_tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu")
+        steps.insert(1, Step("gpu-tests", (gpu_tests,), _summarise_tests))
     if target:
         steps.append(Step("classes-given", ((*find_classes, str(target)),), summarise_classes))
         steps.append(Step("verify-given", ((*verify, *models),), summarise_verify))
@@ -115,18 +119,18 @@ def create_steps(kind: str, target: Path | None, draft: Path | None, *, quick: b
         target, draft = _MODELS / "demo-target-q8_0.gguf", _MODELS / "demo-draft-q8_0.gguf"
     if target.is_file():  # only the GGUF backend splits a model between the GPU and the CPU
         steps += [
-            _plan_step(kind, share, str(target), str(draft or "none")) for share in ("all", "half", "0")
+            create_plan_step(kind, share, str(target), str(draft or "none")) for share in ("all", "half", "0")
         ]
     return steps
 
 
-def _plan_step(kind: str, share: str, target: str, draft: str) -> Step:
+def create_plan_step(kind: str, share: str, target: str, draft: str) -> Step:
     """Return the comparison of the planned with the measured memory of a model."""
     measure = ("-m", "scripts.gpu_checking.measure_memory", target, draft, share, kind)
     method = "none" if draft == "none" else "model"
     plan = ("-m", "edgespec", "plan", "--json", "--target", target, "--draft", draft, "--method", method)
     # `run_step` replaces {gpu_layers} by the number that the first command prints.
-    more = ("--prefix-cache", "none", "--reserve-full-context", "{gpu_layers}")
+    more = ("--prefix-cache", "none", "--exactness", "off", "--reserve-full-context", "{gpu_layers}")
     return Step(f"plan-{share}", (measure, (*plan, *more)), partial(summarise_plan, kind))
 
 
@@ -266,15 +270,13 @@ def _summarise_bench(outputs: list[str]) -> Summary:
 
 
 def summarise_plan(kind: str, outputs: list[str]) -> Summary:
-    """Compare the planned memory with the measured memory: on CUDA, that of the cards."""
-    measured = int(json.loads(outputs[0])["measured_bytes"])
-    pool = "gpu" if kind == "cuda" else "memory"
+    """Compare the planned memory with the measured memory: that of the cards, with CUDA and Vulkan."""
+    measured, layers = (json.loads(outputs[0])[name] for name in ("measured_bytes", "gpu_layers"))
     planned = sum(
         item["bytes"]
         for item in json.loads(outputs[1])["items"]
-        if item.get("pool", "memory") == pool and item["kind"] not in ("process", "headroom")
+        if _is_measured(kind, layers, item.get("pool", "memory"), item["kind"])
     )
-    layers = json.loads(outputs[0])["gpu_layers"]
     figures = {
         "GPU layers": "all" if layers is None else str(layers),
         "planned": f"{planned / _MIB:,.1f} MiB",
@@ -282,3 +284,11 @@ def summarise_plan(kind: str, outputs: list[str]) -> Summary:
     }
     is_near = abs(planned - measured) <= max(_NEAR_SHARE * measured, _NEAR_BYTES)
     return figures, "" if is_near else "planned and measured memory differ by more than 3% and 64 MiB"
+
+
+def _is_measured(api: str, gpu_layers: int | None, pool: str, item_kind: str) -> bool:
+    """Return whether the memory of an item of a plan is part of the measured memory."""
+    if api not in ("cuda", "vulkan"):
+        return pool == "memory" and item_kind not in ("process", "headroom")
+    # Vulkan's log also contains the main memory through which the CPU exchanges data with the GPU.
+    return pool == "gpu" or (api == "vulkan" and gpu_layers != 0 and item_kind == "compute")

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.api.machine import MlxInfo, inspect_machine
+from edgespec.api.machine import Gpu, MlxInfo, inspect_machine
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo
+from edgespec.backends.llamacpp.extra_libraries import GpuLibrary
 from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.model.formats.mlx_files import mlx_installed
@@ -98,14 +99,43 @@ def test_what_is_amiss_has_a_next_step() -> None:
     machine = inspect_machine()
     without_library = replace(machine, llama_cpp=LlamaCppInfo(problem="it does not load; install it"))
     assert not _libraries(without_library)[0].ok
-    with_gpu = replace(machine, accelerator="cuda", llama_cpp=replace(machine.llama_cpp, gpu_offload=False))
-    gpu = next(check for check in _libraries(with_gpu) if check.name == "gpu")
-    assert not gpu.ok
-    assert gpu.next_step.startswith(f'run CMAKE_ARGS="-DGGML_CUDA=on" {sys.executable} -m pip install ')
-    assert gpu.next_step.endswith(f" llama-cpp-python=={machine.llama_cpp.version}")
     memory = next(c for c in _hardware(replace(machine, memory_available_bytes=10**9)) if c.name == "memory")
     assert not memory.ok
     assert memory.next_step
+
+
+_CARD = Gpu("Vulkan0", "Radeon", 3 * 2**30, 8 * 2**30, has_own_memory=True)
+_SHARED = Gpu("Vulkan1", "Iris", 3 * 2**30, 8 * 2**30, has_own_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("llama_cpp", "accelerator", "vendors", "ok", "says", "next_step"),
+    [
+        (LlamaCppInfo("1.0"), "", (), True, "none found", ""),
+        (LlamaCppInfo("1.0", gpus=(_CARD,)), "vulkan", ("AMD",), True, "^Radeon .*3.0 GiB of 8.0 GiB", ""),
+        (LlamaCppInfo("1.0", gpus=(_CARD, _SHARED)), "", (), True, "; Iris .Vulkan1., which shares", ""),
+        (LlamaCppInfo("1.0"), "cuda", ("NVIDIA",), False, "NVIDIA", "nvidia-cuda-toolkit.*setup cuda$"),
+        (LlamaCppInfo("1.0"), "vulkan", ("AMD", "Intel"), False, "AMD and Intel", "glslc.*setup vulkan$"),
+        (
+            LlamaCppInfo("1.0"), "metal", (), False, "METAL",
+            'run CMAKE_ARGS="-DGGML_METAL=on" .* llama-cpp-python==1.0$',
+        ),
+        (
+            LlamaCppInfo("1.0", gpu_library=GpuLibrary("vulkan", "libvulkan.so.1: not found")), "", (), False,
+            "libvulkan.so.1: not found", "mesa-vulkan-drivers",
+        ),
+        (LlamaCppInfo("1.0", gpu_library=GpuLibrary("cuda")), "cuda", (), False, "CUDA", "nvidia-smi"),
+    ],
+)  # fmt: skip
+def test_gpus_are_named_with_what_is_missing(
+    llama_cpp: LlamaCppInfo, accelerator: str, vendors: tuple[str, ...], ok: bool, says: str, next_step: str
+) -> None:
+    machine = replace(inspect_machine(), llama_cpp=llama_cpp, accelerator=accelerator, gpu_vendors=vendors)
+    (check,) = [check for check in _libraries(machine) if check.name == "gpu"]
+    assert check.ok == ok
+    assert re.search(says, check.finding)
+    assert re.search(next_step, check.next_step)
+    assert bool(check.next_step) != ok
 
 
 @pytest.mark.parametrize(

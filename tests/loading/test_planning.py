@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 
 import edgespec
+from edgespec.backends.llamacpp import devices
+from edgespec.backends.llamacpp.devices import Gpu
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
-from edgespec.loading.pairing import ModelPair, find_pair
+from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
 from edgespec.memory import Budget
@@ -270,3 +273,43 @@ def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> Non
         assert runtime.plan is not None
         assert [each.what for each in runtime.plan.decisions] == ["16-bit weights, not converted to float32"]
         assert runtime.target.weight_bytes < 0.6 * widened
+
+
+@pytest.mark.parametrize(("given", "layers"), [(None, 3), (0, 0), (9, 9)])
+def test_the_draft_model_can_have_its_own_number_of_layers_on_the_gpu(given: int | None, layers: int) -> None:
+    drafting = DraftingOptions.of(method="model", draft_gpu_layers=given)
+    options = draft_load_options(LoadOptions(gpu_layers=3), drafting, 512, None)
+    assert options.gpu_layers == layers
+
+
+@pytest.fixture
+def small_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with 20 MiB, as far as planning goes."""
+    card = Gpu("GPU0", "card", 20 * 2**20, 20 * 2**20, has_own_memory=True)
+    monkeypatch.setattr(devices, "cards", lambda: (card,))
+
+
+def test_too_many_layers_on_the_gpu_are_advised_against(small_card: None) -> None:
+    options: dict[str, Any] = {"context": 4096, "kv_type": "f16", "reserve": "0", "headroom": "0"}
+    fewer = edgespec.plan("demo", "none", **options)
+    assert fewer.plan.fits
+    assert fewer.plan.decisions
+    with pytest.raises(MemoryBudgetError) as error:
+        edgespec.load("demo", "none", gpu_layers=99, **options)
+    (layers,) = re.findall(r"--gpu-layers (\d+) or less", error.value.next_step)
+    assert edgespec.plan("demo", "none", gpu_layers=int(layers), **options).plan.fits
+
+
+def test_models_prepared_for_early_exit_count_towards_the_gpu(small_card: None, demo_in_halves: Path) -> None:
+    options: dict[str, Any] = {"context": 512, "reserve": "0", "method": "layerskip"}
+    plans = {
+        layers: edgespec.plan(str(demo_in_halves), "none", gpu_layers=layers, **options).plan
+        for layers in (None, 4, 0)
+    }
+    weights = {
+        layers: {item.pool: item.bytes for item in plan.items if item.kind == "weights"}
+        for layers, plan in plans.items()
+    }
+    assert weights[None]["gpu"] > weights[4]["gpu"] > 0
+    assert "gpu" not in weights[0]
+    assert {item.pool for item in plans[None].items if item.kind == "cache"} == {"gpu"}

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from edgespec.cli.program import program
 from scripts.gpu_checking.__main__ import main
 from scripts.gpu_checking.gpu import CheckError, find_nvcc, parse_memory, parse_names
+from scripts.gpu_checking.measure_memory import parse_vulkan_log
 from scripts.gpu_checking.report import read_report, to_markdown, write_report
 from scripts.gpu_checking.steps import (
     Result,
@@ -179,6 +180,31 @@ def test_planned_and_measured_memory_of_the_cards_are_compared(measured: int, is
     assert bool(problem) != is_near
 
 
+@pytest.mark.parametrize(("layers", "planned"), [(6, "1,010.0"), (0, "1,000.0")])
+def test_with_vulkan_main_memory_that_the_gpu_reads_counts_too(layers: int, planned: str) -> None:
+    items = [
+        {"kind": "weights", "bytes": 1000 * MIB, "pool": "gpu"},
+        {"kind": "compute", "bytes": 10 * MIB, "pool": "memory"},
+        {"kind": "output", "bytes": 100 * MIB, "pool": "memory"},
+    ]
+    outputs = [json.dumps({"gpu_layers": layers, "measured_bytes": 1020 * MIB}), json.dumps({"items": items})]
+    figures, problem = summarise_plan("vulkan", outputs)
+    assert figures["planned"] == f"{planned} MiB"
+    assert not problem
+
+
+def test_the_last_total_of_each_gpu_is_read_from_the_log_of_vulkan() -> None:
+    line = "ggml_vulkan memory: Vulkan{}: {} at 0x55. Total device: {}, total host: {}\n"
+    log = [
+        line.format(0, "+8.00 MiB device", "8.00 MiB", "0 B"),
+        line.format(1, "+1.50 GiB device", "1.50 GiB", "512 B"),
+        "ggml_vulkan: an error\n",
+        line.format(0, "-7.00 MiB device", "1.00 MiB", "2.00 KiB"),
+    ]
+    assert parse_vulkan_log("".join(log)) == MIB + 2048 + 1536 * MIB + 512
+    assert parse_vulkan_log("") == 0
+
+
 def test_all_classes_are_reported_also_if_single_passes_agree_with_no_other() -> None:
     single = {"widths": "1", "trees": False, "block_tokens": 256, "any_threads": True, "complete": False}
     wide = single | {"widths": "2 to 17", "trees": True, "block_tokens": 1, "any_threads": False}
@@ -198,9 +224,10 @@ def test_all_classes_are_reported_also_if_single_passes_agree_with_no_other() ->
 
 def test_only_the_cpu_gets_options_that_turn_the_gpu_off() -> None:
     target = ROOT / "models" / "demo-target-q8_0.gguf"
-    for kind in ("cuda", "metal", "cpu"):
+    for kind in ("cuda", "vulkan", "metal", "cpu"):
         steps = {step.name: step for step in create_steps(kind, target, None, quick=False)}
         assert {"classes-given", "verify-given", "bench-given", "plan-half"} < steps.keys()
+        assert ("gpu-tests" in steps) == (kind in ("cuda", "vulkan"))
         for name in ("classes", "verify", "bench-given"):
             assert ("--gpu-layers" in steps[name].commands[-1]) == (kind == "cpu")
 

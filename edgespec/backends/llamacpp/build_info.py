@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgespec.backends.llamacpp.devices import cards
+from edgespec.backends.llamacpp.devices import Gpu, gpus
+from edgespec.backends.llamacpp.extra_libraries import GpuLibrary, load_gpu_library
 from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendMissingError
@@ -20,7 +21,9 @@ class LlamaCppInfo:
 
     Attributes:
         version: The version of llama-cpp-python.
-        gpu_offload: Whether llama.cpp was built with GPU support.
+        gpu_offload: Whether llama.cpp can use a GPU.
+        gpus: The GPUs that llama.cpp can use.
+        gpu_library: The library for GPUs next to llama-cpp-python.
         default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options that llama.cpp reports.
         problem: Why llama.cpp cannot be loaded, or an empty string if it can. If set, the other attributes
@@ -29,6 +32,8 @@ class LlamaCppInfo:
 
     version: str = ""
     gpu_offload: bool = False
+    gpus: tuple[Gpu, ...] = ()
+    gpu_library: GpuLibrary = field(default_factory=GpuLibrary)
     default_threads: int = 0
     features: str = ""
     problem: str = ""
@@ -43,6 +48,8 @@ def build_info() -> LlamaCppInfo:
     return LlamaCppInfo(
         version=lib.__version__,
         gpu_offload=bool(lib.llama_supports_gpu_offload()),
+        gpus=gpus(),
+        gpu_library=load_gpu_library(lib),
         default_threads=default_threads(),
         features=lib.llama_print_system_info().decode("utf-8", "replace").strip(" |"),
     )
@@ -56,4 +63,4 @@ def build_identity() -> str:
         [file_state(file) for file in sorted(folder.iterdir()) if file.is_file()] if folder.is_dir() else []
     )
     features = lib.llama_print_system_info().decode("utf-8", "replace")
-    return repr((files, features, [card.name for card in cards()]))
+    return repr((files, features, [(gpu.name, gpu.description) for gpu in gpus()]))

@@ -330,6 +330,8 @@ class LlamaContext(KvSequences):
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
         if context:
+            # A GPU may still run the last pass.
+            self._lib.llama_synchronize(context)
             self._lib.llama_free(context)
 
     def release(self) -> None:

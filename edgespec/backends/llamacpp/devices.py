@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,10 @@ from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
 
 __all__ = [
-    "Card",
+    "Gpu",
     "cards",
     "device_split",
+    "gpus",
     "has_own_memory",
     "in_main_memory",
     "layer_bytes",
@@ -27,17 +29,28 @@ __all__ = [
     "read_bytes",
 ]
 
-_GPU = 1
+# Values of `enum ggml_backend_dev_type`.
+_GPU, _INTEGRATED_GPU = 1, 2
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU with dedicated memory."""
+class Gpu:
+    """A GPU that llama.cpp can use.
+
+    Attributes:
+        name: llama.cpp's name for it, such as `Vulkan0`.
+        description: The name of the product.
+        free_bytes: Memory that is free, in bytes. Some drivers report all of it as free.
+        total_bytes: Its memory in bytes.
+        has_own_memory: Whether its memory is separate from main memory.
+    """
 
     name: str
+    description: str
     free_bytes: int
     total_bytes: int
+    has_own_memory: bool
 
 
 def on_cpu(options: LoadOptions) -> bool:
@@ -50,28 +63,36 @@ def in_main_memory(options: LoadOptions) -> bool:
     return sys.platform == "darwin" or on_cpu(options)
 
 
-def cards() -> tuple[Card, ...]:
-    """Return the GPUs with dedicated memory that llama.cpp can use.
-
-    The result is empty on a Mac, where the GPU shares system memory, and if llama.cpp was built without GPU
-    support.
-
-    Raises:
-        BackendMissingError: llama.cpp is not installed.
-    """
-    if sys.platform == "darwin" or not library().llama_supports_gpu_offload():
+def gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that llama.cpp can use. Raises BackendMissingError if llama.cpp is not installed."""
+    if not library().llama_supports_gpu_offload():
         return ()
     backend = ggml()
     found = []
     for i in range(backend.ggml_backend_dev_count()):
         device = backend.ggml_backend_dev_get(i)
-        if backend.ggml_backend_dev_type(device) != _GPU:
+        kind = backend.ggml_backend_dev_type(device)
+        if kind not in (_GPU, _INTEGRATED_GPU):
             continue
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         backend.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        name = backend.ggml_backend_dev_name(device).decode("utf-8", "replace")
-        found.append(Card(name, free.value, total.value))
+        name, description = (
+            text(device).decode("utf-8", "replace")
+            for text in (backend.ggml_backend_dev_name, backend.ggml_backend_dev_description)
+        )
+        # On a Mac, the GPU shares main memory, whatever its type.
+        own = kind == _GPU and sys.platform != "darwin"
+        found.append(Gpu(name, description, free.value, total.value, own))
     return tuple(found)
+
+
+def cards() -> tuple[Gpu, ...]:
+    """Return the GPUs with dedicated memory that llama.cpp can use. On a Mac, there are none.
+
+    Raises:
+        BackendMissingError: llama.cpp is not installed.
+    """
+    return tuple(gpu for gpu in gpus() if gpu.has_own_memory)
 
 
 def has_own_memory() -> bool:
@@ -79,11 +100,16 @@ def has_own_memory() -> bool:
     return bool(cards())
 
 
-def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
+def device_split(paths: str | Sequence[str], layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
     """Return how much of a model is in GPU memory when `gpu_layers` layers are offloaded.
 
     llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
     embedding in main memory, and copies it to the GPU if it is also the output layer.
+
+    Args:
+        paths: The model file, or all files of the model.
+        layers: The number of layers without the output layer.
+        gpu_layers: The number of offloaded layers, including the output layer. None means all.
 
     Returns:
         A tuple of the weight bytes on the GPU, the fraction of the KV cache on the GPU, and the weight bytes
@@ -96,7 +122,10 @@ def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, f
         return 0, 0.0, 0
     offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
     on_gpu = tied_bytes = 0
-    tensors = _tensor_bytes(path)
+    if isinstance(paths, str):
+        tensors = _tensor_bytes(paths)
+    else:
+        tensors = [pair for file in map(Path, paths) for pair in tensor_bytes(file, read_header(file))]
     tied = not any(name == "output.weight" for name, _ in tensors)
     for name, size_bytes in tensors:
         if match := _LAYER.match(name):

@@ -12,6 +12,7 @@ import numpy as np
 from edgespec.backends.head_trial import check_finite
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.loading import check_file, load_weights
@@ -26,7 +27,7 @@ from edgespec.model.base_model import SelfDraftView
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, HiddenStateLog
 from edgespec.model.memory_check import check_weights_fit
-from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.memory_estimate import GPU, MEMORY, MemoryEstimate, MemoryPart
 from edgespec.model.self_draft_methods import Head
 
 __all__ = [
@@ -337,6 +338,8 @@ def head_memory(
 ) -> MemoryEstimate:
     """Estimate a head's memory, including the hidden-state log that it reads.
 
+    llama.cpp runs the head on the GPU, if there is one, but the log and the logits are in main memory.
+
     Args:
         context_tokens: Size of the head's KV cache in tokens.
         weight_bytes: Size of the weights that are loaded for the head.
@@ -346,13 +349,14 @@ def head_memory(
         bytes_per_logit: Approximate compute buffer size per batch token and vocabulary entry.
         batch_tokens: Maximum number of tokens per pass.
     """
+    pool = GPU if has_own_memory() else MEMORY
     return MemoryEstimate(
         context_tokens,
         "f16",
         (
-            MemoryPart("weights", weight_bytes),
-            MemoryPart("cache", token_bytes * context_tokens, per_reply=True),
-            MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit),
+            MemoryPart("weights", weight_bytes, pool),
+            MemoryPart("cache", token_bytes * context_tokens, pool, per_reply=True),
+            MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit, pool),
             MemoryPart("compute", MAX_LOGGED_TOKENS * state_size * 4, per_reply=True),
             # Replies that share a pass each copy their logits.
             MemoryPart("output", batch_tokens * vocabulary * 4, per_reply=True),

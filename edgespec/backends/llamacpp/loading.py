@@ -241,6 +241,10 @@ def model_params(gpu_layers: int | None = None) -> Any:
     lib = library()
     params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # A negative number offloads all layers.
+    if gpu_layers == 0:
+        # Use no GPU at all. Otherwise, llama.cpp would still run long prompts on it, with other rounding
+        # errors than on the CPU, and would not repack the weights for this CPU.
+        params.split_mode, params.main_gpu = lib.LLAMA_SPLIT_MODE_NONE, -1
     # llama.cpp's AMX kernels crash when compiled with GCC 12, which drops the code that fills in the tile
     # configuration. They can be disabled only together with all other repacked weight layouts.
     params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()

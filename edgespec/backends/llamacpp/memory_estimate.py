@@ -24,7 +24,7 @@ from edgespec.backends.llamacpp.context_planning import (
     measure_compressed_keys,
     split_load_options,
 )
-from edgespec.backends.llamacpp.devices import device_split, has_own_memory, on_cpu
+from edgespec.backends.llamacpp.devices import device_split, has_own_memory, in_main_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layer_placement import LayerPlacement, place_layers
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
@@ -132,7 +132,8 @@ class GgufMemoryEstimator:
         self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
         self.why_not_shared = "it was prepared for early exit" if split else why_not_shared(weights)
-        self.layers: int = lib.llama_model_n_layer(weights) if has_own_memory() and not split else 0
+        self._part_layers = [lib.llama_model_n_layer(part) * has_own_memory() for part in self._weights]
+        self.layers: int = max(self._part_layers)
         self._streamable: list[LayerRanges] | None = None
         # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
         # repacking the weights.
@@ -170,10 +171,15 @@ class GgufMemoryEstimator:
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._open(options.gpu_layers)
         plans, part_options = self._plans(options)
-        cache_bytes = compute_bytes = output_bytes = gpu_compute = 0
+        cache_bytes = compute_bytes = output_bytes = 0
+        gpu_weights = gpu_cache = gpu_compute = doubled = 0
         for part, (weights, plan, each) in enumerate(zip(self._weights, plans, part_options, strict=True)):
             buffers = self._buffers(part, plan, each)
             cache_bytes += buffers.cache_bytes
+            on_gpu = device_split(self._files[part], self._part_layers[part], options.gpu_layers)
+            gpu_weights += on_gpu[0]
+            gpu_cache += round(buffers.cache_bytes * on_gpu[1])
+            doubled += on_gpu[2]
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
@@ -181,13 +187,11 @@ class GgufMemoryEstimator:
             output_bytes += logits if plan.slots == 1 else 2 * logits
         if options.workers is not None:
             return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)
-        gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
-        gpu_cache = round(cache_bytes * gpu_cache_share)
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
         weight_bytes += adapter_bytes(options.adapters)
         if options.streamed_layers:
             weight_bytes -= saved_bytes(spread_evenly(self._streamable_layers(), options.streamed_layers))
-        if options.mmap and not options.mlock:
+        if options.mmap and not options.mlock and in_main_memory(options):
             weight_bytes -= self._shared_bytes
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),

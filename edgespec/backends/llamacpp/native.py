@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from edgespec.backends.llamacpp.extra_libraries import load_gpu_library
 from edgespec.errors import BackendError, BackendMissingError, ConfigurationError
 from edgespec.system.files import log_folder, make_private_folder, regular_file_bytes, touch_private
 from edgespec.system.installation import setup_command
@@ -62,6 +63,7 @@ def library() -> ModuleType:
     callback = llama_cpp.llama_log_callback(_on_line)
     _callbacks.append(callback)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    load_gpu_library(llama_cpp)
     llama_cpp.llama_backend_init()
     return llama_cpp
 
@@ -101,8 +103,12 @@ class ContextParams(ctypes.Structure):
 
 @cache
 def ggml() -> Any:
-    """Return the ggml library with the C functions declared that llama_cpp does not declare."""
-    from llama_cpp._ggml import libggml
+    """Return the ggml library with the C functions declared that llama_cpp does not declare.
+
+    The functions are those of the ggml that llama.cpp itself uses. `llama_cpp._ggml` can load a second copy,
+    which does not know the GPUs that `load_gpu_library` adds.
+    """
+    from llama_cpp.llama_cpp import _lib as libggml
 
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
@@ -110,6 +116,7 @@ def ggml() -> Any:
         ("ggml_backend_dev_get", pointer, [size]),
         ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
+        ("ggml_backend_dev_description", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, *[ctypes.POINTER(size)] * 2]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),

@@ -10,9 +10,9 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from edgespec.backends.llamacpp.extra_libraries import library_path
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.errors import BackendMissingError
@@ -44,8 +44,7 @@ def _rpc(copy: int = 0) -> Any:
         BackendMissingError: The library is not built, or cannot be copied or loaded.
     """
     lib = library()
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    path = Path(str(lib.__file__)).parent / "lib" / f"libggml-rpc-{lib.__version__}.{suffix}"
+    path = library_path(lib, "rpc")
     try:
         # Do not use `ggml_backend_load`, which would register the backend and make llama.cpp assume that a
         # GPU is available to all models.

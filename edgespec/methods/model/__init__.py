@@ -31,7 +31,9 @@ METHOD = Method(
     order=90,
     make=_make,
     needs="draft model",
-    reads=frozenset({"draft_confidence", "draft_branches", "draft_window", "draft_sinks", "learn"}),
+    reads=frozenset(
+        {"draft_confidence", "draft_branches", "draft_window", "draft_sinks", "draft_gpu_layers", "learn"}
+    ),
     always_loaded=True,
     auto="always",
 )
