@@ -303,8 +303,9 @@ class TestPlanning:
         self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(planning, "stream_least", lambda choice, plan: choice)
-        options = {"kv_type": "q4_0", "prefix_cache": "none"}
-        plan = edgespec.plan(str(smollm2), "none", memory=short_bytes - (2 << 20), **options).plan
+        memory = short_bytes - (2 << 20)
+        preview = edgespec.plan(str(smollm2), "none", memory=memory, kv_type="q4_0", prefix_cache="none")
+        plan = preview.plan
         assert plan.context_tokens > SHORT_CONTEXT_TOKENS
         assert plan.streaming is not None
 
