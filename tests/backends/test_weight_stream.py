@@ -237,6 +237,17 @@ def test_a_model_is_closed_while_it_reads(copy: Path, monkeypatch: pytest.Monkey
     model.close()
 
 
+def test_paths_can_contain_separators_of_lines(
+    demo_target: Path, expected: list[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a\f \r\u2028b"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    model = _load(demo_target)
+    assert _same(_rows(model), expected)
+    model.close()
+
+
 def test_loading_can_be_cancelled(copy: Path) -> None:
     options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
     with pytest.raises(CancelledError):

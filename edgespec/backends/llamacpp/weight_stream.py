@@ -361,7 +361,8 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
     """Return where this process has mapped files: (number of the file, offset, begin, end)."""
     numbers = {os.path.realpath(file): number for number, file in enumerate(files)}
     found = set()
-    for line in Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines():
+    # Paths can contain characters at which `splitlines` would split them.
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).removesuffix("\n").split("\n"):
         addresses, _, offset, _, _, *path = line.split(maxsplit=5)
         if path and path[0] in numbers:
             begin, end = (int(address, 16) for address in addresses.split("-"))
