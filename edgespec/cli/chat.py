@@ -88,7 +88,7 @@ def command(
     the models that you used last. The first chat is with SmolLM2, a small model that `scripts/setup`
     installs, or with the tiny demo model if it is missing.
     """
-    _choose_models(ctx, options, model, resume)
+    are_remembered = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
@@ -102,7 +102,15 @@ def command(
     def load(progress: Progress) -> Runtime:
         import edgespec
 
-        return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
+        try:
+            return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
+        except edgespec.CancelledError:
+            raise
+        except edgespec.EdgespecError as error:
+            if not are_remembered:
+                raise
+            advice = " or ".join(filter(None, (error.next_step, "open another model: edgespec chat MODEL")))
+            raise edgespec.EdgespecError(error.what, advice, code=error.code) from error
 
     models = ModelReferences(_lasting(options["target"]), _lasting(options["draft"]))
 
@@ -161,11 +169,11 @@ def command(
 
 def _choose_models(
     ctx: click.Context, options: dict[str, Any], model: str | None, resume: str | None
-) -> None:
+) -> bool:
     """Set the target and the draft model, unless the user has named them on the command line.
 
     A saved chat opens with its own models. A new one opens with the models that were used last, unless the
-    settings name others.
+    settings name others. Return whether the models are such.
     """
     source = ctx.get_parameter_source("target")
     if model is not None:
@@ -173,7 +181,7 @@ def _choose_models(
             raise click.UsageError(f"both {model!r} and --target name a model; omit one of them", ctx)
         options["target"] = model
         ignore_setting(ctx, "target")
-        return
+        return False
     models = None
     if resume is not None and source is not ParameterSource.COMMANDLINE:
         models = _models_of_chat(resume)
@@ -184,6 +192,7 @@ def _choose_models(
         ignore_setting(ctx, "target")
         if ctx.get_parameter_source("draft") is not ParameterSource.COMMANDLINE:
             options["draft"] = models.draft or options["draft"]
+    return models is not None
 
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:

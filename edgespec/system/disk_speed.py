@@ -20,9 +20,15 @@ def open_uncached(path: Path) -> int:
 
     Reading a large file through the page cache would evict the files of other programs.
     """
-    direct = getattr(os, "O_DIRECT", 0)
     with suppress(OSError):
-        return os.open(path, os.O_RDONLY | direct)
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        try:
+            # Some file systems open the file but then refuse to read it in this way.
+            with mmap.mmap(-1, mmap.PAGESIZE) as page:
+                os.preadv(file, [page], 0)
+            return file
+        except OSError:
+            os.close(file)
     return os.open(path, os.O_RDONLY)
 
 

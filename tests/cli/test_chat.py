@@ -16,13 +16,14 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.cli import chat
-from edgespec.errors import ModelFileError
+from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.options.load_options import LOAD_OPTIONS
 from edgespec.options.option_kinds import Flag
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.tui.ending import ChatEnd
 from edgespec.tui.preferences import Preferences, preferences_path
 from tests.cli.conftest import Run, one_line_error
+from tests.raising import raises
 
 
 class Opened:
@@ -200,6 +201,20 @@ class TestRememberedModels:
             self._remember(store, gone)
             run("chat")
             assert opened.options["models"].target == "demo"
+
+    def test_a_damaged_model_does_not_lock_the_user_out(
+        self, run: Run, opened: Opened, store: ChatStore, tmp_path: Path
+    ) -> None:
+        damaged = tmp_path / "damaged.gguf"
+        damaged.write_bytes(b"GGUF and nothing else")
+        self._remember(store, str(damaged))
+        run("chat")
+        with raises(EdgespecError, "edgespec chat MODEL", code="model_file_damaged"):
+            opened.load(lambda *_: True)
+        run("chat", str(damaged))
+        with pytest.raises(EdgespecError) as caught:
+            opened.load(lambda *_: True)
+        assert "edgespec chat MODEL" not in str(caught.value)
 
     def test_the_settings_name_the_models_of_new_chats(
         self, run: Run, opened: Opened, store: ChatStore, monkeypatch: pytest.MonkeyPatch
