@@ -94,6 +94,7 @@ def command(
     is_plain = plain or not _has_screen()
 
     from edgespec.chat.saved_chat import ModelReferences
+    from edgespec.errors import CancelledError
     from edgespec.options.settings import load_arguments_for_another_model
     from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
@@ -104,10 +105,8 @@ def command(
 
         try:
             return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
-        except edgespec.CancelledError:
-            raise
         except edgespec.EdgespecError as error:
-            if not are_remembered:
+            if not are_remembered or isinstance(error, CancelledError):
                 raise
             advice = " or ".join(filter(None, (error.next_step, "open another model: edgespec chat MODEL")))
             raise edgespec.EdgespecError(error.what, advice, code=error.code) from error
