@@ -60,7 +60,7 @@ def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("EDGESPEC_CONTEXT", "999")
     keys = ("target", "chat.seed", "seed", "context", "prefix-cache", "chat.prefix-cache", "gpu-layers")
     said = [run("config", "get", key).stdout for key in keys]
-    assert said == ["a b\n", "3\n", "random\n", "999\n", "memory\n", "disk\n", "all\n"]
+    assert said == ["a b\n", "3\n", "random\n", "999\n", "memory\n", "disk\n", "as many as fit\n"]
     assert json_of(run("config", "get", "chat.seed", "--json")) == {
         "key": "chat.seed", "value": 3, "from": "file", "where": str(file),
     }  # fmt: skip
