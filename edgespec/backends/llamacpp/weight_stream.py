@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -47,8 +48,9 @@ LAYERS_IN_MEMORY = 3
 _FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down)(?:_exps)?\.weight")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
-# Size of one read. It was chosen large enough for the full speed of a disk, and small enough to stop soon.
-_READ_BYTES = 8 << 20
+# Number and size of the reads at a time. On a virtual disk, four reads of 2 MB reached 1.0 to 1.1 GB/s, and
+# one of 8 MB only 0.4 to 0.8.
+_READS, _READ_BYTES = 4, 2 << 20
 _POLL_SECONDS = 0.05
 _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
 
@@ -251,25 +253,37 @@ class WeightStream:
 
     def _run(self) -> None:
         """Read the streamed layers again and again, until `LAYERS_IN_MEMORY` of them are in memory."""
-        while True:
-            with self._state:
-                self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
-                if self._closed:
-                    return
-                layer, restarts = self._layers[self._read % len(self._layers)], self._restarts
-            try:
-                for part in (part for each in layer.ranges for part in _parts(each)):
-                    if not self._is_outdated(restarts):
-                        self._load(part)
-                error = None
-            except BackendError as caught:
-                error = caught
-            with self._state:
-                if self._is_outdated(restarts):
-                    self._free(layer)
-                else:
-                    self._read, self._error = self._read + 1, error
-                self._state.notify_all()
+        with ThreadPoolExecutor(_READS, "edgespec-read") as pool:
+            while True:
+                with self._state:
+                    self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
+                    if self._closed:
+                        return
+                    layer, restarts = self._layers[self._read % len(self._layers)], self._restarts
+                error = self._read_layer(layer, restarts, pool)
+                with self._state:
+                    if self._is_outdated(restarts):
+                        self._free(layer)
+                    else:
+                        self._read, self._error = self._read + 1, error
+                    self._state.notify_all()
+
+    def _read_layer(self, layer: LayerRanges, restarts: int, pool: Executor) -> BackendError | None:
+        """Read a layer unless the passes start anew. Return the first error, or None."""
+
+        def load(part: _Range) -> None:
+            if not self._is_outdated(restarts):
+                self._load(part)
+
+        reads = [pool.submit(load, part) for each in layer.ranges for part in _parts(each)]
+        # No read may still write when the memory is used, freed or read again.
+        wait(reads)
+        try:
+            for read in reads:
+                read.result()
+        except BackendError as error:
+            return error
+        return None
 
     def _is_outdated(self, restarts: int) -> bool:
         return self._closed or restarts != self._restarts
