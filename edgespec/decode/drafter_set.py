@@ -197,7 +197,7 @@ class DrafterSet:
                     option="method",
                     code="method_unavailable",
                 )
-        # In the chat, a command takes the place of the option.
+        # The chat has a command, /draft, where the command line has the option --draft.
         chat_reason = reason.replace("--draft ", "/draft ").replace("it with --draft", "its name to /draft")
         report = MethodReport(method, "+".join(names) or "none", reason, chat_reason=chat_reason)
         return tuple(each.name for each in methods() if each.name in names), report

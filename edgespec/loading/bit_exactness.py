@@ -101,9 +101,9 @@ class WidthClass:
 def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
     """Find the width classes that are usable for decoding: those that contain width 1 or width 2.
 
-    If a pass takes long, for example because it reads weights from disk, wide passes take hardly longer than
-    one token. Then only a few widths are tested, and the widest one can be a class of its own, to which all
-    other passes are padded.
+    If a pass takes long, for example because it reads weights from disk, only a few widths are tested. Wide
+    passes may then take hardly longer than one token, so the widest one can be a class of its own, to which
+    all other passes are padded.
 
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
     short and a long context. It runs about 80 single-token passes and as many wider ones. The result is valid

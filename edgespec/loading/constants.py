@@ -113,7 +113,7 @@ LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
 SHORT_TRIAL_WIDTH = 5
 # If a single-token pass takes longer than this, a trial compares only a few widths after the short context,
 # in about 40 passes, at this number of positions. They were chosen to limit the wait at the first load, and
-# to contain a wide pass, which takes hardly longer than one token if weights are read from disk.
+# to contain a wide pass, which takes hardly longer than one token if reading from disk takes most of it.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in passes of several tokens. The value was chosen
 # as the approximate sum over all test passes.

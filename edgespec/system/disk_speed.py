@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter as now
 
-__all__ = ["open_uncached", "read_bytes_per_second"]
+__all__ = ["PARALLEL_READS", "READ_BYTES", "open_uncached", "read_bytes_per_second"]
 
-# Size of one read, and the time limit for all of them. They were chosen to reach the full speed of a fast
-# disk without a noticeable wait.
-_READ_BYTES, _SECONDS = 8 << 20, 0.3
+PARALLEL_READS, READ_BYTES = 4, 2 << 20
+"""Number of reads at a time and their size, for the full speed of a disk. On a virtual disk, four reads of
+2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8."""
+# Time limit for a measurement. It was chosen so that nobody notices the wait.
+_SECONDS = 0.3
 
 
 def open_uncached(path: Path) -> int:
@@ -34,16 +37,21 @@ def open_uncached(path: Path) -> int:
 
 def read_bytes_per_second(path: Path) -> float:
     """Read parts from all over a file for up to 0.3 seconds. Raises OSError."""
-    file, size_bytes = open_uncached(path), path.stat().st_size
-    try:
-        with mmap.mmap(-1, _READ_BYTES) as buffer:
-            began, done = now(), 0
-            parts = max(1, size_bytes // _READ_BYTES)
-            for i in range(parts):
+    file, parts = open_uncached(path), max(1, path.stat().st_size // READ_BYTES)
+    began = now()
+
+    def read(first: int) -> int:
+        done = 0
+        with mmap.mmap(-1, READ_BYTES) as buffer:
+            for i in range(first, parts, PARALLEL_READS):
                 # Consecutive reads are far apart, so that a disk's own cache does not answer them.
-                done += os.preadv(file, [buffer], i * 7919 % parts * _READ_BYTES)
+                done += os.preadv(file, [buffer], i * 7919 % parts * READ_BYTES)
                 if now() - began > _SECONDS:
                     break
-            return done / max(now() - began, 1e-9)
+        return done
+
+    try:
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
+            return sum(pool.map(read, range(PARALLEL_READS))) / max(now() - began, 1e-9)
     finally:
         os.close(file)

@@ -30,7 +30,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Edges
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import read_header
-from edgespec.system.disk_speed import open_uncached
+from edgespec.system.disk_speed import PARALLEL_READS, READ_BYTES, open_uncached
 
 __all__ = [
     "LayerRanges",
@@ -48,9 +48,6 @@ LAYERS_IN_MEMORY = 3
 _FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down)(?:_exps)?\.weight")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
-# Number and size of the reads at a time. On a virtual disk, four reads of 2 MB reached 1.0 to 1.1 GB/s, and
-# one of 8 MB only 0.4 to 0.8.
-_READS, _READ_BYTES = 4, 2 << 20
 _POLL_SECONDS = 0.05
 _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
 
@@ -253,7 +250,7 @@ class WeightStream:
 
     def _run(self) -> None:
         """Read the streamed layers again and again, until `LAYERS_IN_MEMORY` of them are in memory."""
-        with ThreadPoolExecutor(_READS, "edgespec-read") as pool:
+        with ThreadPoolExecutor(PARALLEL_READS, "edgespec-read") as pool:
             while True:
                 with self._state:
                     self._state.wait_for(lambda: self._closed or (self._has_room and self._error is None))
@@ -385,8 +382,8 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
 
 
 def _parts(whole: _Range) -> Iterator[_Range]:
-    for start in range(0, whole.size_bytes, _READ_BYTES):
-        yield _Range(whole.file, whole.offset + start, min(_READ_BYTES, whole.size_bytes - start))
+    for start in range(0, whole.size_bytes, READ_BYTES):
+        yield _Range(whole.file, whole.offset + start, min(READ_BYTES, whole.size_bytes - start))
 
 
 def _state(file: int) -> tuple[int, int]:
