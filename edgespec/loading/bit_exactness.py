@@ -9,10 +9,12 @@ options, so only a trial can tell.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import cycle
+from statistics import median
 from time import perf_counter as now
 from typing import NamedTuple
 
@@ -49,6 +51,7 @@ from edgespec.loading.constants import (
     SURELY_TESTED_WIDTH,
     TRIAL_TOKENS,
     UNTESTED_BLOCK_TOKENS,
+    WIDE_PASSES,
 )
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
@@ -185,8 +188,9 @@ class _Trial:
     tokens: list[int] = field(init=False)
     positions: int = POSITIONS
     is_short: bool = False
+    repeats: bool = False
     has_slow_passes: bool = False
-    seconds: dict[int, float] = field(default_factory=dict)
+    seconds: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     disagreeing: set[int] = field(default_factory=set)
     references: dict[tuple[int, int], _Reference] = field(default_factory=dict)
     done_passes: int = 0
@@ -217,7 +221,7 @@ class _Trial:
             model.truncate(0)
             contexts = self._read_contexts()
         # The KV cells of the prompt, computed in one large pass.
-        whole = self._cells(0, SPLIT_TOKENS) if contexts[0] >= SPLIT_TOKENS else b""
+        whole = b"" if self.is_short or contexts[0] < SPLIT_TOKENS else self._cells(0, SPLIT_TOKENS)
         for length in contexts:
             alone = self._agreeing(1, alone, length)
             if other in alone or limit < 2 or not able.partial_truncate:
@@ -272,9 +276,11 @@ class _Trial:
         if is_long:
             self.positions, self.is_short = FEWER_POSITIONS, True
             return [model.length]
-        self._prefill(min(LONG_CONTEXT, most))
-        if (now() - began) * LONGEST_CONTEXT / model.length < LONGEST_SECONDS:
-            self._prefill(min(LONGEST_CONTEXT, most))
+        self.repeats = model.length == SHORT_CONTEXT and model.repeat_cached(min(LONGEST_CONTEXT, most))
+        if not self.repeats:
+            self._prefill(min(LONG_CONTEXT, most))
+            if (now() - began) * LONGEST_CONTEXT / model.length < LONGEST_SECONDS:
+                self._prefill(min(LONGEST_CONTEXT, most))
         return list(dict.fromkeys((model.length, min(SHORT_CONTEXT, model.length))))
 
     def _prefill(self, end: int) -> None:
@@ -282,23 +288,27 @@ class _Trial:
             self._report()
             self.model.prefill(self.tokens[self.model.length : end])
 
+    def _restore_context(self, length: int) -> None:
+        """Make the cache contain the first `length` tokens of the longest context that was read."""
+        self.model.truncate(length)
+        if self.model.length < length and self.repeats:
+            self.model.truncate(SHORT_CONTEXT)
+            self._prefill(SHORT_CONTEXT)
+            self.model.repeat_cached(length)
+        self._prefill(length)
+
     def _run(self, tree: TokenTree) -> list[bytes]:
         self._report()
         began = now()
         logits = self.model.verify(tree)
         rows = [logits.at(row, self._all_ids) + 0.0 for row in range(tree.width)]
-        seconds = now() - began
-        self.seconds[tree.width] = min(seconds, self.seconds.get(tree.width, seconds))
+        self.seconds[tree.width].append(now() - began)
         return [blake2b(row.tobytes()).digest() for row in rows]
 
     def _step(self, position: int) -> bytes:
         (digest,) = self._run(TokenTree.chain(self.tokens[position]))
         self.model.commit(())
         return digest
-
-    def _rewind(self, length: int) -> None:
-        self.model.truncate(length)
-        self.model.prefill(self.tokens[self.model.length : length])
 
     def _pass(self, width: int, real: int | None = None) -> list[bytes]:
         """Run the next tokens in one pass, and keep all of them or the first `real` ones in the cache."""
@@ -325,7 +335,7 @@ class _Trial:
             if self.has_slow_passes:
                 # Wide passes compute more positions in the same time.
                 positions = max(positions, 2 * base)
-            self._rewind(length)
+            self._restore_context(length)
             found = self.references[base, length] = _Reference([], {})
             while (at := self.model.length - length) < positions:
                 found.logits.extend(self._pass(base, min(base, positions - at)))
@@ -347,7 +357,7 @@ class _Trial:
         reference = self._reference(base, length)
         agreeing = set(candidates) | {base}
         for width in sorted(agreeing):
-            if not self._could_pay(width):
+            if not self._is_worth_testing(width, agreeing):
                 agreeing.discard(width)
             elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
                 if width == base:
@@ -367,10 +377,11 @@ class _Trial:
         Activations are rounded to 8 bits, which hides small differences: about half of a different kernel's
         rows agree by chance. Differences in the KV cells, however, add up from pass to pass.
         """
-        self._rewind(length)
+        self._restore_context(length)
         positions = len(reference.logits)
-        is_first = positions == self.positions and width <= SURELY_TESTED_WIDTH and not self.has_slow_passes
-        most = passes or (PASSES if is_first else FEWER_PASSES)
+        is_first = positions == self.positions and not self.has_slow_passes
+        is_wide = width > SURELY_TESTED_WIDTH and not self.has_slow_passes
+        most = passes or (WIDE_PASSES if is_wide else PASSES if is_first else FEWER_PASSES)
         for count in range(most):
             at = self.model.length - length
             if at + width > positions:
@@ -382,14 +393,19 @@ class _Trial:
                 return False
         return True
 
-    def _could_pay(self, width: int) -> bool:
-        """Return whether a pass could save time, judging by the duration of a pass with one token less."""
-        if width <= SURELY_TESTED_WIDTH or width in self.seconds or self.seconds[1] < FAST_STEP_SECONDS:
+    def _is_worth_testing(self, width: int, agreeing: set[int]) -> bool:
+        """Return whether a pass could agree and save time, judging by narrower passes."""
+        if width <= SURELY_TESTED_WIDTH or self.has_slow_passes:
             return True
-        if self.has_slow_passes:
-            return True
-        before = self.seconds.get(width - 1)
-        return before is not None and before <= MAX_SHARE_OF_SINGLE_PASSES * (width - 1) * self.seconds[1]
+        if width - 1 not in agreeing:
+            return False
+        # Compare a typical single-token pass with the fastest wider one, because other programs delay some.
+        single = median(self.seconds[1])
+        fastest = min(
+            (min(self.seconds[each]) / each for each in range(width // 2, width) if each in self.seconds),
+            default=float("inf"),
+        )
+        return single < FAST_STEP_SECONDS or fastest <= MAX_SHARE_OF_SINGLE_PASSES * single
 
     def _trees_agree(self, base: int, widths: Sequence[int], length: int) -> bool:
         """Return whether tree passes agree with passes of width `base` after one branch has been kept."""
@@ -398,7 +414,7 @@ class _Trial:
         for width in (narrowest,) if self.is_short else (narrowest, widths[-1]):
             if width < 3:
                 return False
-            self._rewind(length)
+            self._restore_context(length)
             for at in (0,) if self.is_short else (0, 2, 4):
                 root, right = self.tokens[length + at : length + at + 2]
                 wrong = self.tokens[at]
@@ -425,7 +441,7 @@ class _Trial:
         try:
             for count in (threads, 1):
                 model.set_max_threads(count)
-                self._rewind(length)
+                self._restore_context(length)
                 digests = [self._step(length), self._step(length + 1)]
                 found.append([*digests, *self._pass(wide)])
         finally:
@@ -483,5 +499,5 @@ class _Trial:
         if logits is None:
             return True
         together = (logits.at(0, self._all_ids) + 0.0).tobytes()
-        self._rewind(count - 1)
+        self.model.truncate(count - 1)
         return self._step(count - 1) == blake2b(together).digest()

@@ -56,6 +56,7 @@ __all__ = [
     "TRIAL_TOKENS",
     "TYPICAL_LAYERS",
     "UNTESTED_BLOCK_TOKENS",
+    "WIDE_PASSES",
 ]
 
 # --- Choice of passes that keep replies identical (`exact.py`) ---
@@ -86,16 +87,18 @@ EQUALLY_FAST = 0.02
 
 # Number of tokens in the widest pass to test. Derived from the longest draft of `--method auto`.
 MAX_TESTED_WIDTH = MAX_DRAFT_LENGTH + 1
-# Passes wider than this are tested only if they could save time, or if the whole trial is quick because a
-# single-token pass takes less than `FAST_STEP_SECONDS`. They were chosen to keep the trial short.
+# Passes wider than this are tested only if a pass with one token less agrees, and if they could save time or
+# the whole trial is quick, because a single-token pass takes less than `FAST_STEP_SECONDS`. They were chosen
+# to keep the trial short.
 SURELY_TESTED_WIDTH, FAST_STEP_SECONDS = 8, 0.002
 # A pass of m tokens saves no time if it takes as long as this many times m single-token passes. The value was
 # chosen because such a pass generates at most m tokens.
 MAX_SHARE_OF_SINGLE_PASSES = 1.0
-# Number of tokens in the cache before the tested passes. They were chosen from the kernels: llama.cpp's
-# attention splits contexts of more than 256 tokens between threads, and MLX's attention changes its kernel at
-# 1024 tokens. The longest context is tested only if reading it takes less than `LONGEST_SECONDS`.
-SHORT_CONTEXT, LONG_CONTEXT, LONGEST_CONTEXT = 40, 264, 1100
+# Number of tokens in the cache before the tested passes. They were chosen from the kernels: llama.cpp has
+# another attention kernel for passes of more than 63 tokens, and splits contexts of more than 256 tokens
+# between threads, and MLX's attention changes its kernel at 1024 tokens. The longest context is tested only
+# if the short one can be repeated, or if reading it takes less than `LONGEST_SECONDS`.
+SHORT_CONTEXT, LONG_CONTEXT, LONGEST_CONTEXT = 72, 264, 1100
 LONGEST_SECONDS = 0.2
 # Number of positions after each context whose logits and KV cells are compared, in most models and in models
 # whose single-token pass takes at least `SLOW_STEP_SECONDS`. They were chosen to find rare differences
@@ -121,10 +124,11 @@ TRIAL_TOKENS = 700
 # Number of single-token passes to compare after each split of the prompt, if KV cells cannot be copied. The
 # value was chosen to keep the trial short.
 STEPS_AFTER = 2
-# Number of test passes for each width after the first context, and for those above `SURELY_TESTED_WIDTH` and
-# after other contexts. They were chosen with a margin: the 28 widths of SmolLM2 and Gemma that were measured
-# to differ (x86 CPU with AVX-512) did so in their first pass, in the logits and in the KV cells.
-PASSES, FEWER_PASSES = 4, 2
+# Number of test passes for each width after the first context, after other contexts, and for widths above
+# `SURELY_TESTED_WIDTH` after each. Chosen from measurements of Q4_K_M files of SmolLM2 and Gemma (x86 CPU
+# with AVX-512): where a kernel differed, passes of 4 to 7 tokens showed it in at least 6 of 8 places,
+# whatever the context, and passes of 8 to 12 tokens in 542 of 544.
+PASSES, FEWER_PASSES, WIDE_PASSES = 4, 2, 1
 # Number of passes that only test whether identical passes agree. The value was chosen to keep the trial
 # short.
 EQUAL_PASSES = 4

@@ -291,6 +291,17 @@ class LanguageModel(Protocol):
             CapabilityError: The model does not support this. The cache is unchanged.
         """
 
+    def repeat_cached(self, end: int) -> bool:
+        """Append copies of all cached tokens until the cache holds `end` tokens.
+
+        The copies keep their keys and values, so this is not the state that processing the tokens again would
+        give. It makes a long context in no time, to test passes after one. Any uncommitted token tree is
+        discarded.
+
+        Returns:
+            Whether the model supports this. If not, the cache is unchanged.
+        """
+
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """Copy the cached state of tokens [start, end), and discard any uncommitted token tree.
 

@@ -127,6 +127,10 @@ class BaseModel(ABC):
             code="embeddings_not_supported",
         )
 
+    def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
+        self._check(0)
+        return False
+
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass
 
@@ -276,6 +280,10 @@ class SelfDraftView(ABC, Generic[M]):
             f"{self.facts.name} uses the KV cache of the target and cannot remove tokens",
             "call `remove_range` on the target",
         )
+
+    def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
+        self._check()
+        return False
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         """Return an empty snapshot, because a self-draft model has no KV cache of its own."""

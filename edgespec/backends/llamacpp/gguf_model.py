@@ -158,6 +158,19 @@ class GgufModel(BaseModel):
                 cells.context.remove_range(start, end)
                 cells.length -= end - start
 
+    def repeat_cached(self, end: int) -> bool:
+        self._check(0)
+        self._end_round()
+        count = self.length
+        if self._recurrent or self.cells.is_tracked:
+            return False
+        if not all(context.repeat_cells(count, end) for context in self._contexts):
+            self._cut(count)
+            return False
+        for cells in self._all_cells:
+            cells.length = max(end, count)
+        return True
+
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._end_round()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.backends.llamacpp.merged_kv import move_cells
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ContextFullError
 
@@ -174,6 +175,22 @@ class KvSequences:
             if not self.import_sequence(part, self._scratch):
                 return False
             self.copy(self._scratch, 0, begin, stop)
+            self.drop(self._scratch, 0)
+        return True
+
+    def repeat_cells(self, count: int, end: int) -> bool:
+        """Append unchanged copies of the first `count` KV cells of sequence 0, up to position `end`.
+
+        Returns:
+            Whether it succeeded. If not, some copies may have been appended.
+        """
+        # Export once, because llama.cpp omits cells that the sliding attention window has passed.
+        parts = self.export_cells(0, 0, count)
+        for start in range(count, end, count):
+            is_moved = len(parts) == 1 and move_cells(parts[0], count)
+            if not (is_moved and self.import_sequence(parts[0], self._scratch)):
+                return False
+            self.copy(self._scratch, 0, start, min(start + count, end))
             self.drop(self._scratch, 0)
         return True
 

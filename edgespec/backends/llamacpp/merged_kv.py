@@ -1,4 +1,4 @@
-"""Merge the KV cells of a split model's lower and upper layers into the unsplit model's export format.
+"""Read and change exported KV cells: merge those of a split model's two parts, and move cells.
 
 llama.cpp exports cells in this format (llama_kv_cache::state_write):
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError
 
-__all__ = ["merge_kv"]
+__all__ = ["merge_kv", "move_cells"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -81,6 +81,21 @@ def merge_kv(
             "load the original model file to use lowbit, or choose another method",
             code="lowbit_not_supported",
         ) from error
+
+
+def move_cells(part: memoryview, by: int) -> bool:
+    """Add `by` to the positions of exported KV cells, in place. Their keys are not rotated.
+
+    Returns:
+        Whether the format is known. If not, nothing changes.
+    """
+    try:
+        memories = _memories(part)
+    except ValueError:
+        return False
+    for memory in memories:
+        memory.cells[:, 0] += by
+    return True
 
 
 def _join(lower: memoryview, upper: memoryview) -> bytes:
