@@ -224,6 +224,12 @@ def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
 
 
+def _llama_cpp_streams() -> bool:
+    from edgespec.backends.llamacpp.weight_stream import can_stream
+
+    return can_stream()
+
+
 def _mlx_build() -> str:
     from edgespec.backends.mlx.build_info import build_identity
 
@@ -336,6 +342,7 @@ BUILT_IN = (
         graphics_cards=_llama_cpp_cards,
         build_identity=_llama_cpp_build,
         repacks=_llama_cpp_repacks,
+        streams=_llama_cpp_streams,
         knows_architecture=_llama_cpp_knows,
     ),
     Backend(

@@ -24,7 +24,8 @@ _BAR_COLUMNS = 20
 _WIDTHS = (2, 4, 8)
 _LEGEND = """\
 *             the recommended model
-MEMORY        memory for the model, its draft model and a context of 8,192 tokens
+MEMORY        memory for the model, its draft model and a context of 8,192 tokens; "larger" than there is
+              means that part of the model is read from disk for every token
 TOKENS/S      expected speed without drafting
 WITH DRAFT    expected speed and speed-up with the draft model
 PROMPT        expected time to read a prompt of 1,000 tokens
@@ -52,7 +53,7 @@ DOWNLOAD      what is not on this machine yet"""
 @click.option("--measure", is_flag=True, help="Measure this machine again instead of using saved results.")
 @json_option
 def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
-    """Recommend a model for this machine, and predict the speed of every model that fits.
+    """Recommend a model for this machine, and predict the speed of every model that can run.
 
     The first run measures how fast this machine is, which takes up to 20 seconds. Nothing is downloaded. The
     predictions are for short contexts and an otherwise idle machine.
@@ -96,6 +97,7 @@ def _json(result: Recommendation) -> dict[str, object]:
                 "parameters": each.parameters,
                 "download_bytes": each.download_bytes,
                 "needed_bytes": each.needed_bytes,
+                "larger_than_memory": each.is_streamed,
                 "faster_quantisation": each.faster_type or None,
             }
             | each.speed.to_json()
@@ -146,7 +148,7 @@ def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]
     bar = "█" * max(1, round(_BAR_COLUMNS * speed.fastest_tokens_per_second / fastest))
     return (
         candidate.reference + (" *" if is_best else ""),
-        format_bytes(candidate.needed_bytes),
+        format_bytes(candidate.needed_bytes) + (", larger" if candidate.is_streamed else ""),
         rate(speed.tokens_per_second),
         f"{rate(speed.fastest_tokens_per_second)} ({speed.speedup:.1f}x)" if candidate.draft else "-",
         bar,

@@ -50,6 +50,7 @@ __all__ = [
     "SLOW_STEP_SECONDS",
     "SPLIT_TOKENS",
     "STEPS_AFTER",
+    "STREAMED_SHARE",
     "SURELY_TESTED_WIDTH",
     "TEXT_RATE",
     "TOKEN_RATIO",
@@ -142,6 +143,9 @@ UNTESTED_BLOCK_TOKENS = 256
 
 # --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `advice.py`) ---
 
+# Share of a model's file that can be read from disk in every pass. The value was chosen a little below the
+# share of the feed-forward weights in common models, because the first layer's are kept.
+STREAMED_SHARE = 0.6
 # Comfortable and minimum acceptable speeds for reading along, in tokens per second. They were chosen as about
 # twice and once the usual speed of reading.
 COMFORTABLE_SPEED, ACCEPTABLE_SPEED = 8.0, 4.0

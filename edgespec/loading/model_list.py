@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from edgespec.errors import BackendMissingError, EdgespecError, MemoryBudgetError
-from edgespec.loading.constants import MEASURING_BYTES
+from edgespec.loading.constants import MEASURING_BYTES, STREAMED_SHARE
 from edgespec.loading.planning import budget_for
 from edgespec.loading.speed_prediction import (
     SpeedPrediction,
@@ -21,6 +22,7 @@ from edgespec.loading.speed_prediction import (
 from edgespec.memory import available_bytes
 from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.model.base import Progress
+from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.pass_weights import PassWeights
 from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
@@ -31,6 +33,7 @@ from edgespec.store.hub_search import search_hub
 from edgespec.store.installed import InstalledModel, InstalledModels, find_installed
 from edgespec.store.reference import resolve
 from edgespec.store.suggestion import needed_bytes, short_name
+from edgespec.system.disk_speed import read_bytes_per_second
 from edgespec.system.files import format_bytes
 
 __all__ = [
@@ -67,6 +70,8 @@ class AvailableModel:
         entry: The model's catalogue entry, or None if it has none.
         family: Name of the model family. Empty if unknown.
         notice: A note for users of the model. Usually empty.
+        is_streamed: Whether the model is larger than memory but can run, with weights read from disk in every
+            pass.
     """
 
     reference: str
@@ -82,6 +87,12 @@ class AvailableModel:
     entry: ModelEntry | None = None
     family: str = ""
     notice: str = ""
+    is_streamed: bool = False
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the model runs on this machine, in memory or with weights read from disk."""
+        return self.fits or self.is_streamed
 
     @property
     def is_installed(self) -> bool:
@@ -112,8 +123,7 @@ def list_models(memory: str | int | None = None) -> list[AvailableModel]:
             continue
         machine = saved_machine_speed(form)
         here += installed_models(form, installed, machine, budget_bytes)
-        names = {each.entry.name for each in installed.models if each.entry and each.format == form.name}
-        listed += catalogue_models(form, names, machine, budget_bytes)
+        listed += catalogue_models(form, installed, machine, budget_bytes)
     return [
         *sorted(here, key=lambda each: each.size_bytes),
         *sorted(listed, key=lambda each: each.size_bytes),
@@ -210,6 +220,8 @@ def _installed_model(
     budget_bytes: int,
 ) -> AvailableModel:
     draft = _draft(model, installed, budget_bytes)
+    needed = needed_bytes(model.info.size_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
+    read_seconds = _read_seconds(form, model.info.size_bytes, needed - budget_bytes, model.path)
     weights = draft_weights = None
     try:
         weights = _weights(form, model.path, model.entry)
@@ -227,8 +239,8 @@ def _installed_model(
             draft_weights,
             draft.parameters / max(model.info.parameters, 1) if draft else 0.0,
             draft.acceptance_rate if draft else None,
+            read_seconds=read_seconds or 0.0,
         )
-    needed = needed_bytes(model.info.size_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
     return AvailableModel(
         reference=model.reference,
         place=model.place,
@@ -243,7 +255,37 @@ def _installed_model(
         entry=model.entry,
         family=model.info.family,
         notice=model.entry.notice if model.entry else "",
+        is_streamed=bool(read_seconds),
     )
+
+
+def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Path | None) -> float | None:
+    """Return the time for which each pass of a model reads weights from disk. 0 if the model fits in memory.
+
+    Args:
+        form: The format of the model's files.
+        file_bytes: Size of the model's files.
+        excess_bytes: How much more memory the model needs than there is.
+        path: A file or folder on the disk. None if there is none to measure.
+
+    Returns:
+        The time in seconds, or None if the model cannot run.
+    """
+    if excess_bytes <= 0:
+        return 0.0
+    if excess_bytes > STREAMED_SHARE * file_bytes or path is None or not backend_of(form.name).streams():
+        return None
+    speed = _disk_speed(path)
+    return excess_bytes / speed if speed else None
+
+
+@cache
+def _disk_speed(path: Path) -> float:
+    """Return the speed of a model's disk in bytes per second. 0 if it cannot be read."""
+    try:
+        return read_bytes_per_second(gguf_files(path)[0])
+    except (EdgespecError, OSError):
+        return 0.0
 
 
 def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int) -> DraftOption | None:
@@ -268,28 +310,36 @@ def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> P
 
 
 def catalogue_models(
-    form: FileFormat, installed: Collection[str], machine: MachineSpeed | None, budget_bytes: int
+    form: FileFormat, installed: InstalledModels, machine: MachineSpeed | None, budget_bytes: int
 ) -> Iterator[AvailableModel]:
-    """Yield the models of one format in the catalogue, excluding those named in `installed`."""
+    """Yield the models of one format in the catalogue that are not installed."""
+    here = [each for each in installed.models if each.format == form.name]
+    names = {each.entry.name for each in here if each.entry}
+    # Downloads are assumed to be on the disk of the largest installed model, which takes longest to cache.
+    largest = max(here, key=lambda each: each.info.size_bytes, default=None)
     for entry in load_catalogue().entries:
-        if entry.format == form.name and entry.repository and entry.name not in installed:
+        if entry.format == form.name and entry.repository and entry.name not in names:
             draft = recommended_draft(entry)
             draft_bytes = draft.approximate_file_bytes if draft else 0
-            needed = needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters)
-            has_draft = draft is not None and draft.name in installed
+            file_bytes = entry.approximate_file_bytes
+            needed = needed_bytes(file_bytes + draft_bytes, entry.parameters)
+            read_seconds = _read_seconds(
+                form, file_bytes, needed - budget_bytes, largest.path if largest else None
+            )
             yield AvailableModel(
                 reference=short_name(entry),
                 place="catalogue",
                 parameters=entry.parameters,
-                size_bytes=entry.approximate_file_bytes,
+                size_bytes=file_bytes,
                 draft=short_name(draft) if draft else "",
-                download_bytes=entry.approximate_file_bytes + (0 if has_draft else draft_bytes),
+                download_bytes=file_bytes + (0 if draft and draft.name in names else draft_bytes),
                 needed_bytes=needed,
                 fits=needed <= budget_bytes,
-                speed=predict_entry(entry, machine) if machine else None,
+                speed=predict_entry(entry, machine, read_seconds=read_seconds or 0.0) if machine else None,
                 entry=entry,
                 family=entry.family,
                 notice=entry.notice,
+                is_streamed=bool(read_seconds),
             )
 
 

@@ -39,7 +39,7 @@ _CODE_NAME = "coder"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model that fits in memory, and its expected speed.
+    """A model that can run on this machine, and its expected speed.
 
     Attributes:
         reference: A reference to the model.
@@ -52,6 +52,7 @@ class Candidate:
         faster_type: A quantisation type that would make the model clearly faster, because speculation would
             save more time. Empty if there is none.
         is_for_code: Whether the model was trained to write code.
+        is_streamed: Whether the model is larger than memory, so that each pass reads weights from disk.
     """
 
     reference: str
@@ -63,6 +64,7 @@ class Candidate:
     speed: SpeedPrediction
     faster_type: str = ""
     is_for_code: bool = False
+    is_streamed: bool = False
 
     @property
     def uses_draft(self) -> bool:
@@ -79,11 +81,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The models that fit this machine, largest first.
+    """The models that can run on this machine, largest first.
 
     Attributes:
-        best: The recommended model, or None if no model fits.
-        candidates: All models that fit.
+        best: The recommended model, or None if no model can run.
+        candidates: All models that can run.
         machine: The measured speed of this machine.
         budget_bytes: Memory that edgespec may use.
     """
@@ -102,7 +104,7 @@ def recommend(
     remeasure: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
-    """Recommend a model for this machine, and predict the speed of every model that fits.
+    """Recommend a model for this machine, and predict the speed of every model that can run.
 
     Measures this machine the first time, and again if other programs disturbed the measurement and are no
     longer busy. A measurement takes up to 20 seconds. Downloads nothing.
@@ -132,14 +134,13 @@ def recommend(
 
 
 def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> Iterator[Candidate]:
-    """Yield the models of a format that fit: the installed ones, then the rest of the catalogue."""
+    """Yield the models of a format that can run: the installed ones, then the rest of the catalogue."""
     installed = find_installed()
-    names = {each.entry.name for each in installed.models if each.entry and each.format == form.name}
     for model in (
         *installed_models(form, installed, machine, budget_bytes),
-        *catalogue_models(form, names, machine, budget_bytes),
+        *catalogue_models(form, installed, machine, budget_bytes),
     ):
-        if model.fits and model.speed is not None:
+        if model.can_run and model.speed is not None:
             listed = None if model.is_installed else model.entry
             yield Candidate(
                 reference=model.reference,
@@ -151,6 +152,7 @@ def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> I
                 speed=model.speed,
                 faster_type=_faster_type(listed, model.speed, machine) if listed else "",
                 is_for_code=_CODE_NAME in (listed.name if listed else model.family.lower()),
+                is_streamed=model.is_streamed,
             )
 
 

@@ -64,6 +64,8 @@ def predict_speed(
     draft: PassWeights | None,
     size_ratio: float = 0.0,
     acceptance_rate: float | None = None,
+    *,
+    read_seconds: float = 0.0,
 ) -> SpeedPrediction:
     """Predict the speed of a target, alone and with a draft model.
 
@@ -73,20 +75,26 @@ def predict_speed(
         draft: The weights of the draft model, or None.
         size_ratio: The draft model's parameter count divided by the target's.
         acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
+        read_seconds: Time for which every pass reads weights from disk, while it computes.
     """
-    step = speed.pass_seconds(target)
+    in_memory = speed.pass_seconds(target)
+    step = max(in_memory, read_seconds)
     speedup = 1.0
+
+    def v(width: int) -> float:
+        return max(in_memory * speed.v(target, width), read_seconds) / step
+
     if draft is not None:
         speedup = estimate_speedup(
             size_ratio,
             speed.pass_seconds(draft) / step,
             acceptance_rate=acceptance_rate,
-            pass_cost=lambda width: speed.v(target, width),
+            pass_cost=v,
         )
     return SpeedPrediction(
         tokens_per_second=1.0 / step,
-        pass_costs={width: speed.v(target, width) for width in (2, 4, 8)},
-        prompt_seconds=speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS),
+        pass_costs={width: v(width) for width in (2, 4, 8)},
+        prompt_seconds=max(speed.prompt_seconds(target, PREDICTED_PROMPT_TOKENS), read_seconds),
         speedup=max(1.0, speedup),
         is_disturbed=speed.is_disturbed,
     )
@@ -117,12 +125,15 @@ def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
     )
 
 
-def predict_entry(entry: ModelEntry, speed: MachineSpeed | None = None) -> SpeedPrediction | None:
+def predict_entry(
+    entry: ModelEntry, speed: MachineSpeed | None = None, *, read_seconds: float = 0.0
+) -> SpeedPrediction | None:
     """Predict the speed of a catalogue model and its recommended draft model, without their files.
 
     Args:
         entry: The model.
         speed: The measured speed of this machine. Defaults to the saved speed.
+        read_seconds: Time for which every pass reads weights from disk, while it computes.
 
     Returns:
         The prediction, or None if this machine has not been measured with the model's file format.
@@ -136,6 +147,7 @@ def predict_entry(entry: ModelEntry, speed: MachineSpeed | None = None) -> Speed
         catalogue_weights(entry),
         catalogue_weights(draft) if draft else None,
         draft.parameters / entry.parameters if draft else 0.0,
+        read_seconds=read_seconds,
     )
 
 

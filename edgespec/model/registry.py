@@ -258,6 +258,8 @@ class Backend:
             which affect how passes round.
         repacks: Whether `LoadOptions.repack` can change the kernels of a model with these files and load
             options.
+        streams: Whether models larger than memory can run on this system, with weights read from disk in
+            every pass.
     """
 
     name: str
@@ -274,6 +276,7 @@ class Backend:
     knows_architecture: Callable[[str], bool] = lambda _architecture: False
     build_identity: Callable[[], str] = lambda: ""
     repacks: Callable[[Path, LoadOptions], bool] = lambda _path, _options: False
+    streams: Callable[[], bool] = lambda: False
 
 
 _registered: list[Backend] = []

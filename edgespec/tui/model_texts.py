@@ -32,7 +32,7 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
     """Return a model's row in the list, `width` cells wide. Narrow rows omit columns."""
     values = {
         "size": f"~{_size(model)}" if not model.is_installed and model.size_bytes else _size(model),
-        "fits": "" if not model.size_bytes else "fits" if model.fits else "too large",
+        "fits": _fit_text(model),
         "speed": speed_text(model),
         "draft": f"+ {draft}" if (draft := _offered_draft(model)) else "",
     }
@@ -44,9 +44,15 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
     name = model.reference if len(model.reference) <= name_width else f"…{model.reference[1 - name_width :]}"
     return Content.assemble(
         ("• " if is_used else "  ", "$primary"),
-        (name.ljust(name_width), "" if model.fits else "$muted"),
+        (name.ljust(name_width), "" if model.can_run else "$muted"),
         (right, "$muted"),
     )
+
+
+def _fit_text(model: AvailableModel) -> str:
+    if not model.size_bytes or model.fits:
+        return "fits" if model.size_bytes else ""
+    return "from disk" if model.is_streamed else "too large"
 
 
 def _cell(text: str, width: int) -> str:
@@ -103,7 +109,8 @@ def details_text(
     if plan is not None:
         memory = f"It needs {format_bytes(plan.total_bytes)} of memory.{budget}"
     elif model.needed_bytes:
-        memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}"
+        streamed = " Part of it is read from disk for every token." if model.is_streamed else ""
+        memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}{streamed}"
     if drafters is None:
         drafters = [("Draft model", draft)] if (draft := _offered_draft(model)) else []
     names = " and ".join(f"the {label.lower()} {name}" for label, name in drafters)
@@ -123,12 +130,11 @@ def details_text(
     else:
         speed = f"Expected speed: {_rate_text(model.speed)}{doubt}."
     if plan is not None and plan.streaming is not None:
-        # The expected speed assumes that all weights are in memory.
-        memory, speed = "It is larger than memory:", f"{plan.streaming.text}."
+        memory = f"It is larger than memory: {plan.streaming.text}."
     return Content.assemble(
         (f"{model.reference}, {_place(model)}", "bold"),
         "\n",
-        (action, "$primary" if model.fits else "$warning"),
+        (action, "$primary" if model.can_run else "$warning"),
         f"\n{memory} {speed}",
     )
 
@@ -141,10 +147,10 @@ def _place(model: AvailableModel) -> str:
 def _action(model: AvailableModel, is_downloading: bool) -> str:
     if is_downloading:
         return "Enter stops the download. It can be resumed later."
-    if not model.is_installed and not model.fits:
+    if not model.is_installed and not model.can_run:
         return "Too large for this machine."
     if model.is_installed:
-        warning = "" if model.fits else " It may not fit in memory."
+        warning = "" if model.can_run else " It may not fit in memory."
         return f"Enter switches to this model.{warning}"
     size = f" {format_bytes(model.download_bytes)}" if model.download_bytes else ""
     entry, terms = model.entry, ""

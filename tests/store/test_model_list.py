@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,31 @@ def test_speeds_are_expected_once_this_machine_is_measured(monkeypatch: pytest.M
     assert large is not None
     assert small.tokens_per_second > 4 * large.tokens_per_second
     assert large.speedup > 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="weights are read from disk on Linux only")
+def test_models_a_little_larger_than_memory_run_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_byte = CostCurve((1, 2, 4, 8), (1e-11, 1.5e-11, 2.5e-11, 4.5e-11))
+    machine = MachineSpeed({"Q4_K": TypeSpeed(per_byte, 1e-11)}, 1e-5)
+    monkeypatch.setattr(
+        model_list, "saved_machine_speed", lambda form: machine if form.name == "gguf" else None
+    )
+    monkeypatch.setattr(model_list, "read_bytes_per_second", lambda _path: 1e9)
+    model_list._disk_speed.cache_clear()
+    fitting = by_name(edgespec.list_models(memory="12GiB"))["8b-q4"]
+    models = by_name(edgespec.list_models(memory="5GiB"))
+    streamed = models["8b-q4"]
+    assert (fitting.fits, fitting.is_streamed) == (True, False)
+    assert (streamed.fits, streamed.is_streamed) == (False, True)
+    assert not models["70b-q4"].can_run
+    assert fitting.speed is not None
+    assert streamed.speed is not None
+    # Each pass takes as long as the disk reads what does not fit, and a wide one no longer.
+    seconds = (streamed.needed_bytes - 5 * GIB) / 1e9
+    assert streamed.speed.tokens_per_second == pytest.approx(1 / seconds)
+    assert set(streamed.speed.pass_costs.values()) == {1.0}
+    assert streamed.speed.speedup > fitting.speed.speedup
+    model_list._disk_speed.cache_clear()
 
 
 def test_models_are_found_on_the_hub(hub: StandInHub) -> None:

@@ -116,7 +116,7 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
     parts = (
         "in use" if is_used else "",
         format_bytes(model.size_bytes) if model.size_bytes else "",
-        "" if model.fits else "too large for this machine",
+        "" if model.fits else "larger than memory" if model.is_streamed else "too large for this machine",
         speed_text(model),
         f"draft model {model.draft}" if model.draft else "",
     )

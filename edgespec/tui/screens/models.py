@@ -291,7 +291,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         if self._downloads.is_running(model.reference):
             self._downloads.stop(model.reference)
             self._refresh_downloads()
-        elif not model.fits and not model.is_installed:
+        elif not model.can_run and not model.is_installed:
             self._message = f"{model.reference} was not downloaded, because it does not fit in memory."
             self._show_details()
         else:
