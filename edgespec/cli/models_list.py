@@ -46,9 +46,9 @@ def list_models(as_json: bool, workers: str | None) -> None:
     SIZE is the size of the model's file, which is an estimate if nothing is downloaded. The
     DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
     use. TOKENS/S shows how fast a model would be with its recommended draft model, after `edgespec
-    recommend` has measured this machine. The second table lists models from Ollama, LM Studio and the
-    Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer columns. For
-    details of one model, run `edgespec models show REF`.
+    recommend` has measured this machine. MLX models are listed only if MLX is installed. The second table
+    lists models from Ollama, LM Studio and the Hugging Face cache, which edgespec uses without copying them.
+    A narrow terminal shows fewer columns. For details of one model, run `edgespec models show REF`.
 
     With --workers, FITS shows where a model and its draft model fit with a context of 8,192 tokens, estimated
     from their sizes: on this machine alone, or with the layers on the workers. `edgespec plan` computes it
@@ -58,7 +58,8 @@ def list_models(as_json: bool, workers: str | None) -> None:
     from edgespec.store.catalogue import load_catalogue, user_aliases, user_pairs
     from edgespec.store.installed import find_installed
 
-    entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
+    usable = (entry for entry in load_catalogue().entries if entry.file_format.runs_here)
+    entries = sorted(usable, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
     speeds = {entry.name: None if entry.embedded_file else predict_entry(entry) for entry in entries}
     own, pairs, installed = user_aliases(), user_pairs(), find_installed()

@@ -162,7 +162,9 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
         own = list(user_aliases())
     except EdgespecError:
         own = []
-    known = (*own, *load_catalogue().names, *installed_names())
+    entries = (entry for entry in load_catalogue().entries if entry.file_format.runs_here)
+    listed = (name.lower() for entry in entries for name in (entry.name, *entry.aliases))
+    known = (*own, *listed, *installed_names())
     return _complete_name(known, typed)
 
 

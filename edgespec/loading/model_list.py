@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from edgespec.errors import BackendMissingError, EdgespecError, MemoryBudgetError
+from edgespec.errors import EdgespecError, MemoryBudgetError
 from edgespec.loading.constants import MEASURING_BYTES, STREAMED_SHARE
 from edgespec.loading.planning import budget_for
 from edgespec.loading.speed_prediction import (
@@ -117,9 +117,7 @@ def list_models(memory: str | int | None = None) -> list[AvailableModel]:
     here: list[AvailableModel] = []
     listed: list[AvailableModel] = []
     for form in map(format_of, ("gguf", "mlx")):
-        try:
-            backend_of(form.name).require("this model")
-        except BackendMissingError:
+        if not form.runs_here:
             continue
         machine = saved_machine_speed(form)
         here += installed_models(form, installed, machine, budget_bytes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from edgespec.cluster.libraries import Library
-from edgespec.errors import ModelFileError
+from edgespec.errors import BackendMissingError, ModelFileError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.drafter_training import Teacher
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryEstimator
@@ -222,6 +222,15 @@ class FileFormat:
     def converted_heads(self) -> frozenset[str]:
         """The methods whose heads can be converted to this format (`edgespec prepare head`)."""
         return frozenset(name for name, support in self.heads.items() if support.converts)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the library that runs models in this format is installed."""
+        try:
+            backend_of(self.name).require("this model")
+        except BackendMissingError:
+            return False
+        return True
 
     def load_head(self, target: Any, head: Head) -> Any:
         """Load a head for a target in this format. See `HeadNetwork`."""

@@ -10,9 +10,12 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from edgespec.cli.program import program
+from edgespec.model.formats.mlx_files import mlx_installed
 from edgespec.store.catalogue import models_folder
 from tests.cli.conftest import Run, one_line_error
 from tests.store.fake_stores import OllamaStore
+
+MLX_DEMOS = ["demo-mlx", "demo-mlx-draft"] if mlx_installed() else []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -46,7 +49,7 @@ def test_commands_options_names_and_methods_are_offered() -> None:
     assert offered("gen") == ["generate"]
     assert offered("models", "") == ["alias", "list", "pair", "pull", "remove", "show"]
     assert "--temperature" in offered("generate", "--te")
-    assert offered("generate", "--target", "dem") == ["demo", "demo-draft", "demo-mlx", "demo-mlx-draft"]
+    assert offered("generate", "--target", "demo-") == ["demo-draft", *MLX_DEMOS]
     assert "llama-3.1-8b" in offered("models", "show", "llama-3.1")
     assert offered("generate", "--method", "mod") == ["model", "model+suffix"]
     assert offered("generate", "--target", "./mod") == ["./mod"]
