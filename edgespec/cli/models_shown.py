@@ -162,8 +162,10 @@ def entry_json(entry: ModelEntry) -> dict[str, Any]:
         "embedded": bool(entry.embedded_file),
         "gguf": entry.gguf_repository,
         "mlx": entry.mlx_repository,
+        "heads": list(entry.heads),
         "drafts": list(entry.drafts),
         "notice": entry.notice,
+        "sources": list(entry.sources),
     }
 
 
@@ -258,6 +260,8 @@ def _head_line(head: HeadOption) -> str:
         use = f"not used: {head.problem}"
     elif head.must_be_named:
         use = f"available: use it with --head {head.reference} --method {head.method}"
+    elif head.head is None and not head.reference:
+        use = f"works when the model is downloaded, with --method auto or {head.method}"
     elif head.head is None:
         use = f"not on this machine; download it with --head {head.reference}"
     else:
@@ -278,6 +282,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("good draft models", ", ".join(entry.drafts) or "none"),
         ("source", entry.repository or ("installed with" if entry.package else "included in") + " edgespec"),
         ("licence", entry.licence),
+        ("facts from", "; ".join(entry.sources)),
     ]
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
@@ -359,8 +364,10 @@ def head_entry_json(entry: HeadEntry) -> dict[str, Any]:
         "file_bytes": entry.approximate_file_bytes,
         "embedded": bool(entry.embedded_file),
         "repository": entry.repository,
+        "gguf_file": entry.gguf_file,
         "published_speedup": entry.published_speedup or None,
         "published_on": entry.published_on,
+        "sources": list(entry.sources),
     }
 
 
@@ -373,6 +380,7 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
         info: Metadata of the head's files. None if the head is not on this machine.
     """
     from edgespec.model.formats.head_files import method_of
+    from edgespec.store.hub_files import hub_name
 
     kind = entry.kind if entry else info.heads[0] if info and info.heads else "unknown"
     method = method_of(kind)
@@ -382,7 +390,7 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     if entry:
         lines.append(("drafts for", ", ".join(entry.targets)))
     if entry and not entry.embedded_file:
-        lines.append(("source", entry.repository))
+        lines.append(("source", hub_name(entry.repository, entry.gguf_file)))
     if info is None:
         if entry:
             lines.append(("size", f"about {format_bytes(entry.approximate_file_bytes)}"))
@@ -392,6 +400,8 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     if entry and entry.published_speedup:
         measured = f"{entry.published_speedup:.1f}x on {entry.published_on}, measured by its publisher"
         lines.append(("speed-up", measured))
+    if entry:
+        lines.append(("facts from", "; ".join(entry.sources)))
     target = entry.targets[0] if entry else "MODEL"
     use = f"--target {target} --head {shlex.quote(reference)}"
     where = "" if entry else ", where MODEL is the model that it was trained for"

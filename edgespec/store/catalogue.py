@@ -69,9 +69,11 @@ class ModelEntry:
         sampling: Recommended sampling settings, used as defaults for this model.
         notice: A notice for the user. Empty if there is none.
         is_gated: Whether a user must accept the licence on Hugging Face before downloading the model.
+        heads: Kinds of heads that the GGUF files contain, as in `ModelInfo.heads`.
         drafts: Names of recommended draft models, best first. They share this model's vocabulary.
         aliases: Other names for the model, each with the quantisation that it selects.
         format: Name of the file format.
+        sources: Where these facts are from: public addresses, or repositories and paths.
     """
 
     name: str
@@ -91,10 +93,12 @@ class ModelEntry:
     sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     notice: str = ""
     active_parameters: int = 0
+    heads: tuple[str, ...] = ()
     drafts: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     format: ModelFormat = "gguf"
     is_gated: bool = False
+    sources: tuple[str, ...] = ()
 
     @property
     def repository(self) -> str:
@@ -128,9 +132,12 @@ class HeadEntry:
         targets: Names of the models that the head drafts for.
         approximate_file_bytes: Approximate size on disk.
         repository: Hugging Face repository of the files. Empty if the head comes with edgespec.
+        gguf_file: The head's file, if the repository contains other GGUF files. Empty for a repository that
+            contains only the head.
         embedded_file: Path of the file or folder in the models folder, if the head comes with edgespec.
         published_speedup: The speed-up that the publisher measured. 0 if there is none.
         published_on: The machine on which the publisher measured the speed-up.
+        sources: Where these facts are from, as for models.
     """
 
     name: str
@@ -138,9 +145,18 @@ class HeadEntry:
     targets: tuple[str, ...]
     approximate_file_bytes: int
     repository: str = ""
+    gguf_file: str = ""
     embedded_file: str = ""
     published_speedup: float = 0.0
     published_on: str = ""
+    sources: tuple[str, ...] = ()
+
+    def fits_format(self, form: ModelFormat) -> bool:
+        """Return whether the head's files can be used with models in a format.
+
+        Other published heads can be used with both formats, because edgespec converts them for GGUF models.
+        """
+        return form == "gguf" or not self.gguf_file
 
     @property
     def embedded_path(self) -> Path | None:
@@ -181,18 +197,21 @@ class Catalogue:
         return next(matches, None)
 
     def find_head(self, name: str) -> HeadEntry | None:
-        """Return the head with this name or in this Hugging Face repository, or None."""
+        """Return the head with this name, or the only head in this Hugging Face repository, or None."""
         if head := self._heads_by_name.get(name.lower()):
             return head
-        return next((head for head in self.heads if name and head.repository.lower() == name.lower()), None)
+        alone = (head for head in self.heads if head.repository and not head.gguf_file)
+        return next((head for head in alone if head.repository.lower() == name.lower()), None)
 
     def heads_for(self, entry: ModelEntry | None) -> tuple[HeadEntry, ...]:
-        """Return the heads for a model. The GGUF and MLX versions of a model share its published heads."""
-        name = entry.name if entry else ""
+        """Return the heads for a model. The GGUF and MLX versions of a model share most published heads."""
+        if entry is None:
+            return ()
         return tuple(
             head
             for head in self.heads
-            if (name if head.embedded_file else name.removesuffix(_MLX_SUFFIX)) in head.targets
+            if (entry.name if head.embedded_file else entry.name.removesuffix(_MLX_SUFFIX)) in head.targets
+            and head.fits_format(entry.format)
         )
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
@@ -254,7 +273,9 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
-    bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
+    # MXFP4 has four bits, and a shared exponent of eight bits per 32 weights.
+    label = entry.mlx_repository.rpartition("-")[2]
+    bits = 4 if "MXFP4" in entry.mlx_repository else int(label.removesuffix("bit"))
     # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
     stems = [
         alias.removesuffix("-q4")
@@ -269,6 +290,8 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         # MLX stores a 16-bit scale and a 16-bit bias per 64 weights, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
+        # mlx-lm drops the MTP layers when it converts a model.
+        heads=(),
         drafts=tuple(drafts),
         aliases=MappingProxyType({stem + _MLX_SUFFIX: f"{bits}-bit" for stem in stems}),
     )
@@ -277,7 +300,8 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
 def _entry(table: dict[str, Any]) -> ModelEntry:
     values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
     values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
-    values["drafts"] = tuple(values.get("drafts", ()))
+    for name in ("heads", "drafts", "sources"):
+        values[name] = tuple(values.get(name, ()))
     values["aliases"] = MappingProxyType(values.get("aliases", {}))
     values["sampling"] = MappingProxyType(values.get("sampling", {}))
     return ModelEntry(**values)
@@ -285,7 +309,8 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 def _head_entry(table: dict[str, Any]) -> HeadEntry:
     values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
-    values["targets"] = tuple(table["targets"])
+    for name in ("targets", "sources"):
+        values[name] = tuple(table[name])
     values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
     return HeadEntry(**values)
 

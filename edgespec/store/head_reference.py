@@ -50,7 +50,8 @@ def resolve_head_with(reference: str, download: Downloader) -> Resolved:
         case StoreReference():
             raise refused_model(typed)
         case HubReference(repository, quantisation):
-            if catalogue.of_repository(repository):
+            is_file = (quantisation or "").lower().endswith(".gguf")
+            if catalogue.of_repository(repository) and not is_file:
                 raise refused_model(typed)
             return _resolve_hub(typed, repository, quantisation, download)
         case NameReference():
@@ -60,7 +61,7 @@ def resolve_head_with(reference: str, download: Downloader) -> Resolved:
                     note = f"{typed} -> built in: {head.embedded_path}"
                     found = _resolve_head_path(head.embedded_path)
                     return replace(found, name=head.name, source="embedded", note=note)
-                return _resolve_hub(typed, head.repository, None, download)
+                return _resolve_hub(typed, head.repository, head.gguf_file or None, download)
             if Path(name).exists():
                 return _resolve_head_path(Path(name))
             if catalogue.find(name):
@@ -97,4 +98,4 @@ def refused_model(name: str) -> ModelFileError:
 
 def cached_head(head: HeadEntry) -> Path | None:
     """Return the local path of a head from the catalogue, or None if it must be downloaded."""
-    return head.embedded_path or cached_model(head.repository, None, missing_from_head)
+    return head.embedded_path or cached_model(head.repository, head.gguf_file or None, missing_from_head)

@@ -113,16 +113,23 @@ def head_options(target: Resolved) -> list[HeadOption]:
         for kind in info.heads
         if method_of(kind)
     ]
-    beside = (_installed(path, str(path), "beside", target, info) for path in _sidecars(target.path))
-    options += filter(None, beside)
-    options += [_published(entry, target, info) for entry in load_catalogue().heads_for(target.entry)]
+    published = load_catalogue().heads_for(target.entry)
+    # A published head can be in the same repository as the target, and thus in the same folder of the cache.
+    downloaded = {cached_head(entry) for entry in published}
+    beside = (path for path in _sidecars(target.path) if path not in downloaded)
+    options += filter(None, (_installed(path, str(path), "beside", target, info) for path in beside))
+    options += [_published(entry, target, info) for entry in published]
     own_words = _words(target.path.stem) | _words(info.family)
     return sorted(options, key=lambda option: _preference(option, own_words))
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the published heads for a model in the catalogue, whether or not they are on this machine."""
-    return [
+    """Return the heads of a model in the catalogue that is not on this machine: in its files, then others."""
+    own = [
+        HeadOption("", kind, None, "target", problem=_why_not_yet(kind, entry.file_format))
+        for kind in entry.heads
+    ]
+    return own + [
         _not_downloaded(head, entry.file_format, entry.approximate_file_bytes)
         for head in load_catalogue().heads_for(entry)
     ]

@@ -121,6 +121,7 @@ def test_show_a_model_that_is_not_here(run: Run, reference: str) -> None:
     assert "on this machine" in run("models", "show", reference).stdout
 
 
+@pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")
 def test_an_mlx_model_is_listed_and_shown_as_one(run: Run, tmp_path: Path) -> None:
     listed = json_of(run("models", "list", "--json"))["models"]
     llama = next(model for model in listed if model["name"] == "llama-3.1-8b-mlx")
@@ -131,6 +132,24 @@ def test_an_mlx_model_is_listed_and_shown_as_one(run: Run, tmp_path: Path) -> No
     assert "MLX, run by mlx-lm" in run("models", "show", "8b-mlx").stdout
     assert "GGUF, run by llama.cpp" in run("models", "show", "8b-q4").stdout
     one_line_error(run("models", "show", str(tmp_path)), 1, "lacks config.json", code="model_file_incomplete")
+
+
+def test_mlx_models_are_listed_only_where_mlx_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)
+    listed = json_of(run("models", "list", "--json"))["models"]
+    assert {model["format"] for model in listed} == {"gguf"}
+    assert not [name for model in listed for name in model["drafts"] if name.endswith("-mlx")]
+    assert json_of(run("models", "show", "qwen3-8b-mlx", "--json"))["catalogue"]["name"] == "qwen3-8b-mlx"
+
+
+def test_show_says_where_the_facts_are_from(run: Run) -> None:
+    shown = json_of(run("models", "show", "qwen3.6-27b", "--json"))["catalogue"]
+    assert shown["heads"] == ["MTP"]
+    said = run("models", "show", "qwen3.6-27b").stdout
+    assert "facts from" in said
+    assert shown["sources"][0][:40] in " ".join(said.split())
+    assert "works when the model is downloaded, with --method auto or mtp" in " ".join(said.split())
+    assert "facts from" in run("models", "show", "qwen3-8b-eagle3").stdout
 
 
 def test_show_an_mlx_model_where_mlx_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

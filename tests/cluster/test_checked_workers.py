@@ -70,9 +70,9 @@ def test_the_list_of_models_says_which_fit_on_the_workers(
     monkeypatch.setattr(edgespec.api.machine, "inspect_machine", lambda: machine)
     assert "fits" not in json.loads(CliRunner().invoke(list_models, ["--json"]).stdout)["models"][0]
     small = fits(f"{workers[0].address}=1MiB")
-    assert (small["demo"], small["llama-3.1-8b"], small["llama-3.1-70b"]) == ("this machine", "", "")
+    assert (small["demo"], small["llama-3.1-8b"], small["llama-3.3-70b"]) == ("this machine", "", "")
     large = fits(f"{workers[0].address}=1MiB,local=8GiB")
-    assert (large["demo"], large["llama-3.1-8b"], large["llama-3.1-70b"]) == ("this machine", "workers", "")
+    assert (large["demo"], large["llama-3.1-8b"], large["llama-3.3-70b"]) == ("this machine", "workers", "")
     shown = CliRunner().invoke(list_models, ["--workers", workers[0].address]).stdout
     assert shown.splitlines()[0].split() == ["WORKER", "MEMORY", "ROUND", "TRIP", "STATUS"]
     assert "FITS" in shown

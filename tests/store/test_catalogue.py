@@ -23,6 +23,7 @@ def test_every_entry_is_complete(entry: ModelEntry) -> None:
     assert entry.context_tokens >= 1024
     assert entry.licence
     assert entry.chat_template
+    assert entry.sources
     assert bool(entry.embedded_file) != bool(entry.repository)
     for quantisation in (entry.quantisation, *entry.aliases.values()):
         in_bits = re.fullmatch(r"[2-8]-bit", quantisation) is not None
@@ -51,7 +52,11 @@ def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
         ("70b-q4", "llama-3.3-70b", "Q4_K_M"),
         ("8B-Q4", "llama-3.1-8b", "Q4_K_M"),
         ("8b-q8", "llama-3.1-8b", "Q8_0"),
-        ("gemma3:4b", "gemma-3-4b", "Q4_K_M"),
+        ("gemma4:e4b", "gemma-4-e4b", "Q4_K_M"),
+        ("gpt-oss:20b", "gpt-oss-20b", "MXFP4"),
+        ("qwen3.6:27b", "qwen3.6-27b", "UD-Q4_K_XL"),
+        ("qwen3.6-27b-mlx", "qwen3.6-27b-mlx", "4-bit"),
+        ("gpt-oss-20b-mlx", "gpt-oss-20b-mlx", "4-bit"),
         ("demo", "demo", "Q8_0"),
         ("demo-mlx", "demo-mlx", "8-bit"),
         ("8b-mlx", "llama-3.1-8b-mlx", "4-bit"),

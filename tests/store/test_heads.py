@@ -320,8 +320,39 @@ def test_every_published_head_has_known_targets_and_a_kind() -> None:
             assert head.name in [option.reference for option in published_heads(found[0])]
             assert head.approximate_file_bytes < found[0].approximate_file_bytes
         assert HeadOption(head.name, head.kind, None, "catalogue").method
-        assert catalogue.find_head(head.repository or head.name) == head
+        named = head.name if head.gguf_file else head.repository or head.name
+        assert catalogue.find_head(named) == head
+        assert head.sources
         assert bool(head.published_speedup) == bool(head.published_on)
+
+
+def test_the_heads_of_a_catalogue_model_include_the_layers_in_its_files() -> None:
+    catalogue = load_catalogue()
+    found = catalogue.find("qwen3.6-27b")
+    assert found is not None
+    own, *others = published_heads(found[0])
+    assert (own.reference, own.kind, own.source, own.problem) == ("", "MTP", "target", "")
+    assert [option.reference for option in others] == ["qwen3.6-27b-dflash"]
+    assert catalogue.find_head(found[0].repository) is None
+
+
+def test_a_head_in_a_gguf_file_is_not_offered_for_mlx() -> None:
+    catalogue = load_catalogue()
+    gguf, mlx = catalogue.find("gemma-4-31b"), catalogue.find("gemma-4-31b-mlx")
+    assert gguf is not None
+    assert mlx is not None
+    offered = [[option.reference for option in published_heads(found[0])] for found in (gguf, mlx)]
+    assert "gemma-4-31b-mtp" in offered[0]
+    assert offered[1] == [name for name in offered[0] if name != "gemma-4-31b-mtp"]
+
+
+def test_a_head_beside_a_catalogue_model_is_found_by_its_file(cache: Path, tmp_path: Path) -> None:
+    head = write_eagle(tmp_path / "mtp-gemma-4-31B-it.gguf", layers=(0, 1, 2))
+    add_to_hub(cache, "unsloth/gemma-4-31B-it-GGUF", head)
+    for name in ("gemma-4-31b-mtp", "hf:unsloth/gemma-4-31B-it-GGUF:mtp-gemma-4-31B-it.gguf"):
+        assert resolve_head(name).path.name == head.name
+    with raises(ModelFileError, "is a model, not a head", code="wrong_file"):
+        resolve_head("hf:unsloth/gemma-4-31B-it-GGUF:Q4_K_M")
 
 
 def test_expectations_are_honest() -> None:
