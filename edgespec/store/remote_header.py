@@ -25,7 +25,7 @@ from edgespec.store.head_reference import resolve_head_with
 from edgespec.store.hub_files import HubFile, is_gguf_model
 from edgespec.store.reference import Resolved, resolve_with
 
-__all__ = ["resolve_head_metadata", "resolve_metadata"]
+__all__ = ["fetch_metadata", "resolve_head_metadata", "resolve_metadata"]
 
 # Number of bytes to download before first trying to parse a model's header.
 _FIRST_PARSE_BYTES = 1 << 20
@@ -51,8 +51,8 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
         ModelNotFoundError, ModelFileError, DownloadError, CancelledError, BackendMissingError: As in
             `resolve`.
     """
-    fetch_metadata = partial(_fetch_metadata, folder, progress, MODEL)
-    return _named(folder, resolve_with(reference, fetch_metadata, progress))
+    fetch = partial(fetch_metadata, folder=folder, content=MODEL, progress=progress)
+    return _named(folder, resolve_with(reference, fetch, progress))
 
 
 def resolve_head_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
@@ -60,7 +60,8 @@ def resolve_head_metadata(reference: str, folder: Path, progress: Progress | Non
 
     Takes the same arguments and raises the same errors as `resolve_metadata`.
     """
-    return _named(folder, resolve_head_with(reference, partial(_fetch_metadata, folder, progress, HEAD)))
+    fetch = partial(fetch_metadata, folder=folder, content=HEAD, progress=progress)
+    return _named(folder, resolve_head_with(reference, fetch))
 
 
 def _named(folder: Path, resolved: Resolved) -> Resolved:
@@ -70,13 +71,31 @@ def _named(folder: Path, resolved: Resolved) -> Resolved:
     return replace(resolved, note=resolved.note.removesuffix(f": {resolved.path}") + ", not on this machine")
 
 
-def _fetch_metadata(
-    folder: Path,
-    progress: Progress | None,
-    content: RepositoryContent,
+def fetch_metadata(
     repository: str,
     quantisation: str | None,
+    *,
+    folder: Path,
+    content: RepositoryContent,
+    progress: Progress | None = None,
 ) -> Path:
+    """Download the metadata of a model or head on Hugging Face, whether or not its files are on this machine.
+
+    Args:
+        repository: `user/repo`.
+        quantisation: The quantisation or file to select. See `choose_files`.
+        folder: Folder for the downloaded metadata.
+        content: What to look for: a model or a head.
+        progress: Called during the download. Returning False cancels it.
+
+    Returns:
+        The path of the first GGUF file, or of the folder of an MLX model or a head.
+
+    Raises:
+        ModelNotFoundError: There is no such repository, or it lacks the quantisation or file.
+        DownloadError: Hugging Face cannot be reached, or its answer is damaged.
+        CancelledError: `progress` returned False.
+    """
     with translate_errors(repository):
         commit, listed = list_repository(repository)
         chosen = content.choose(repository, listed, quantisation)
