@@ -33,8 +33,8 @@ __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
 
 Task = Literal["chat", "code"]
 
-# Part of the names of models that were trained to write programs.
-_CODE_NAME = "coder"
+# Parts of the names of models that were trained to write programs.
+_CODE_NAMES = ("coder", "devstral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,9 @@ def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> I
                 needed_bytes=model.needed_bytes,
                 speed=model.speed,
                 faster_type=_faster_type(listed, model.speed, machine) if listed else "",
-                is_for_code=_CODE_NAME in (listed.name if listed else model.family.lower()),
+                is_for_code=any(
+                    name in (listed.name if listed else model.family.lower()) for name in _CODE_NAMES
+                ),
                 is_streamed=model.is_streamed,
             )
 

@@ -80,8 +80,11 @@ def test_a_disturbed_measurement_is_repeated_when_the_machine_is_quiet(
 
 def test_code_gets_a_model_for_code() -> None:
     save(machine(100))
-    assert "coder" in str(recommend("code", memory=16 * GIB).best)
-    assert "coder" not in str(recommend("chat", memory="16GiB").best)
+    assert "devstral" in str(recommend("code", memory=16 * GIB).best)
+    assert "coder" in str(recommend("code", memory=32 * GIB).best)
+    chat = recommend("chat", memory="16GiB").best
+    assert chat is not None
+    assert not chat.is_for_code
 
 
 def test_nothing_is_recommended_if_nothing_fits() -> None:
@@ -100,9 +103,9 @@ def test_only_models_that_fit_are_candidates() -> None:
 
 def test_a_draft_model_is_recommended_only_where_it_saves_time() -> None:
     save(machine(100, extra_cost=0.05))
-    assert "--draft" in str(recommend(memory=16 * GIB).best.command)  # type: ignore[union-attr]
+    assert "--draft" in str(recommend(memory=12 * GIB).best.command)  # type: ignore[union-attr]
     save(machine(100, extra_cost=1.0))
-    best = recommend(memory=16 * GIB).best
+    best = recommend(memory=12 * GIB).best
     assert best is not None
     assert "--draft" not in best.command
     assert best.speed.speedup == 1.0
