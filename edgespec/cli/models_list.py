@@ -20,6 +20,8 @@ from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.cli.checked_workers import CheckedWorker
+    from edgespec.loading.model_list import AvailableModel
+    from edgespec.loading.speed_prediction import SpeedPrediction
     from edgespec.store.catalogue import ModelEntry
 
 __all__ = ["list_models"]
@@ -43,25 +45,28 @@ _MAX_UNUSABLE = 3
 def list_models(as_json: bool, workers: str | None) -> None:
     """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
 
-    SIZE is the size of the model's file, which is an estimate if nothing is downloaded. The
-    DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
-    use. TOKENS/S shows how fast a model would be with its recommended draft model, after `edgespec
-    recommend` has measured this machine. MLX models are listed only if MLX is installed. The second table
-    lists models from Ollama, LM Studio and the Hugging Face cache, which edgespec uses without copying them.
-    A narrow terminal shows fewer columns. For details of one model, run `edgespec models show REF`.
+    SIZE is the size of the model's file, which is an estimate if nothing is downloaded. The DOWNLOADED column
+    shows which versions of a model are on this machine; others are downloaded on first use. TOKENS/S shows
+    how fast a model would be with its recommended draft model, after `edgespec recommend` has measured this
+    machine. Models that are too large have none, and for those marked "from disk", every pass reads a part
+    from disk. MLX models are listed only if MLX is installed. The second table lists models from Ollama, LM
+    Studio and the Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer
+    columns. For details of one model, run `edgespec models show REF`.
 
     With --workers, FITS shows where a model and its draft model fit with a context of 8,192 tokens, estimated
     from their sizes: on this machine alone, or with the layers on the workers. `edgespec plan` computes it
     for one model.
     """
-    from edgespec.loading.speed_prediction import predict_entry
+    from edgespec.loading.model_list import list_models as list_available
     from edgespec.store.catalogue import load_catalogue, user_aliases, user_pairs
     from edgespec.store.installed import find_installed
 
     usable = (entry for entry in load_catalogue().entries if entry.file_format.runs_here)
     entries = sorted(usable, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
-    speeds = {entry.name: None if entry.embedded_file else predict_entry(entry) for entry in entries}
+    available = {model.entry.name: model for model in list_available() if model.entry}
+    speeds = {entry.name: _speed(available.get(entry.name)) for entry in entries}
+    streamed = {name for name, model in available.items() if model.is_streamed}
     own, pairs, installed = user_aliases(), user_pairs(), find_installed()
     checked, fits = _check(workers, entries) if workers is not None else ([], {})
     if as_json:
@@ -71,6 +76,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
                     entry_json(entry)
                     | {"on_this_machine": bool(files), "files": files}
                     | {"expected_speed": speed.to_json() if (speed := speeds[entry.name]) else None}
+                    | {"larger_than_memory": entry.name in streamed}
                     | ({"fits": fits[entry.name]} if fits else {})
                     for entry, files in listed
                 ],
@@ -96,8 +102,9 @@ def list_models(as_json: bool, workers: str | None) -> None:
     ]
     if any(speeds.values()):
         columns.insert(-1, "TOKENS/S")
-        for row, speed in zip(rows, speeds.values(), strict=True):
-            row.insert(-1, rate(speed.fastest_tokens_per_second) if speed else "-")
+        for row, (name, speed) in zip(rows, speeds.items(), strict=True):
+            from_disk = ", from disk" if name in streamed else ""
+            row.insert(-1, f"{rate(speed.fastest_tokens_per_second)}{from_disk}" if speed else "-")
     if fits:
         columns.insert(-1, "FITS")
         for row, place in zip(rows, fits.values(), strict=True):
@@ -154,6 +161,13 @@ def list_models(as_json: bool, workers: str | None) -> None:
     if len(installed.unusable) > _MAX_UNUSABLE:
         more = len(installed.unusable) - _MAX_UNUSABLE
         note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
+
+
+def _speed(model: AvailableModel | None) -> SpeedPrediction | None:
+    """Return the expected speed of a model, unless it is a toy or too large for this machine."""
+    if model is None or not model.can_run or model.place == "embedded":
+        return None
+    return model.speed
 
 
 def _check(workers: str, entries: Sequence[ModelEntry]) -> tuple[list[CheckedWorker], dict[str, str]]:
