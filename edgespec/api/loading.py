@@ -38,6 +38,7 @@ from edgespec.model.self_draft_methods import EarlyExit
 from edgespec.options.methods import method
 from edgespec.options.settings import LoadArguments, as_bytes
 from edgespec.store.acceptance_history import AcceptanceRecorder, measured_acceptance_rate
+from edgespec.store.recommended_sampling import recommended_sampling
 from edgespec.store.reference import Resolved
 from edgespec.system.facts import Facts
 from edgespec.system.files import unwritable_cache
@@ -175,11 +176,11 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         runtime = Runtime(
             *session_models[0],
             defaults={
-                **(entry.sampling if entry else {}),
                 "method": arguments["method"],
                 "draft_length": arguments["draft_length"],
                 "acceptance": arguments["acceptance"],
             },
+            recommended=recommended_sampling(pair.target, entry),
             costs=costs,
             notice=" · ".join(filter(None, notices)),
             plan=planned.plan,

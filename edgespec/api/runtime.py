@@ -51,6 +51,7 @@ from edgespec.model.model_facts import Exactness, ModelFacts
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.acceptance_history import AcceptanceRecorder
+from edgespec.store.recommended_sampling import RecommendedSetting
 
 __all__ = ["Runtime"]
 
@@ -71,9 +72,12 @@ class Runtime(Replies[ReplyStream]):
         vocabulary: The target's tokenizer.
         method: The default drafting method.
         plan: The memory plan that was made before loading.
+        recommended_sampling: The sampling settings that the target's makers recommend, with their sources.
+            Replies use them by default.
 
     Args:
         defaults: Default values of reply options, including `method`.
+        recommended: See `recommended_sampling`.
         prefix_cache: Caches the KV segments of prompts. None caches nothing.
         record: Called to record the draft model's acceptance rate. If None, nothing is recorded.
         mapped: The memory-mapped files of the models, which must not change during a reply.
@@ -89,6 +93,7 @@ class Runtime(Replies[ReplyStream]):
         drafters: DrafterSet,
         *,
         defaults: Mapping[str, Any] = _DEFAULTS,
+        recommended: Mapping[str, RecommendedSetting] = MappingProxyType({}),
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
@@ -118,7 +123,9 @@ class Runtime(Replies[ReplyStream]):
             for models in more_models
         ]
         self._sessions, self._session = SessionPool([first, *others]), first
-        self._defaults, self._record, self._mapped = defaults, record, mapped
+        self.recommended_sampling: Mapping[str, RecommendedSetting] = recommended
+        self._defaults = {name: setting.value for name, setting in recommended.items()} | dict(defaults)
+        self._record, self._mapped = record, mapped
         self.vocabulary: Vocabulary = target.vocabulary
         self.method: MethodReport = first.drafters.report(defaults["method"])
         source, vocabulary = self.vocabulary.chat_template, self.vocabulary

@@ -82,6 +82,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     from edgespec.store.head_reference import resolve_head
     from edgespec.store.heads import head_options, published_heads
     from edgespec.store.installed import find_installed, read_model_info, refusal_of
+    from edgespec.store.recommended_sampling import recommended_sampling
     from edgespec.store.reference import resolve
 
     head = published_head(reference)
@@ -114,6 +115,8 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         if probe:
             has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
             shown.facts, shown.problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))
+    if not is_head:
+        shown.sampling = recommended_sampling(shown.found, shown.entry)
     if as_json:
         print_json(shown.to_json())
     else:

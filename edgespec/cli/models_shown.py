@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from edgespec.store.heads import HeadOption
     from edgespec.store.installed import InstalledModel
     from edgespec.store.prepared.prepared_files import PreparedModel
+    from edgespec.store.recommended_sampling import RecommendedSetting
     from edgespec.store.reference import Resolved
 
 __all__ = [
@@ -51,6 +53,7 @@ class Shown:
         missing: Why the model was not found on this machine.
         next_step: What to do if it was not found.
         info: Metadata read from the model files.
+        sampling: The sampling settings that the model's makers recommend, by name.
         facts: Properties of the loaded model. None without `--probe`.
         options: Models that can draft for this one, best first.
         choice: The draft model that `--draft auto` would use.
@@ -65,6 +68,7 @@ class Shown:
     missing: str = ""
     next_step: str = ""
     info: ModelInfo | None = None
+    sampling: Mapping[str, RecommendedSetting] = field(default_factory=dict)
     facts: ModelFacts | None = None
     options: Sequence[DraftOption] = ()
     choice: DraftChoice | None = None
@@ -105,6 +109,7 @@ class Shown:
             if self.head
             else None,
             "model": model or None,
+            "sampling": {name: setting._asdict() for name, setting in self.sampling.items()},
             "drafts": [_draft_json(option, is_too_small=self.is_too_small) for option in self.options],
             "auto_draft": {
                 "draft": choice.draft.name if choice and choice.draft else None,
@@ -127,6 +132,8 @@ class Shown:
             lines.append(("on this machine", f"no; {self.next_step}"))
         if self.info is not None:
             lines += _info_lines(self.info)
+        if self.sampling:
+            lines.append(("default settings", _sampling_line(self.sampling)))
         if self.facts is not None:
             lines += _capability_lines(self.facts)
         if self.choice is not None:
@@ -303,6 +310,15 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
         ),
     ]
     return [*lines, ("licence (from its files)", info.licence)] if info.licence else lines
+
+
+def _sampling_line(settings: Mapping[str, RecommendedSetting]) -> str:
+    """Format recommended settings, such as `temperature 0.2, top_p 0.9 (from the catalogue)`."""
+    by_source = groupby(settings.items(), key=lambda item: item[1].source)
+    return "; ".join(
+        ", ".join(f"{name} {setting.value:g}" for name, setting in items) + f" (from {source})"
+        for source, items in by_source
+    )
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:

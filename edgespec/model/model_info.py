@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["ModelInfo", "ModelKind"]
@@ -35,6 +36,7 @@ class ModelInfo:
         layers: Number of layers.
         read_layers: For a head, the layers of the target whose hidden states it reads, if the files say so.
         draft_vocab_size: For a head, how many of the target's tokens it can draft, if the files say so.
+        sampling: The recommended sampling settings in the files, by edgespec's names.
         doubt: Why the backend might reject the files, judging by their headers. Empty if nothing looks
             unusual. `trial_load.why_refused` asks the backend itself.
     """
@@ -59,4 +61,5 @@ class ModelInfo:
     layers: int = 0
     read_layers: tuple[int, ...] = ()
     draft_vocab_size: int = 0
+    sampling: Mapping[str, float] = field(default_factory=dict)
     doubt: str = ""

@@ -87,7 +87,7 @@ class ReplyArguments(TypedDict, total=False):
     max_loss: Annotated[float | None, MAX_LOSS]
     temperature: Annotated[float, Option(SamplingNumber("T"), "sampling",
         "Sampling temperature. Higher values make replies more varied; 0 always picks the most likely token."
-        " Some models have a default of their own, such as 0.2 for smollm2.",
+        " Many models have a default of their own, such as 0.2 for smollm2.",
         common=True, in_chat=("Temperature", "randomness of replies; 0 = none"))]
     top_k: Annotated[int, _sampling("N",
         "Sample only from the N most likely tokens; 0 disables this filter.",

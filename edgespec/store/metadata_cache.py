@@ -19,7 +19,7 @@ __all__ = ["files_fingerprint", "model_info", "same_token_ids", "shared_token_fr
 
 # Increment this when `read_info` returns different values for the same files, or when the type of a field
 # changes.
-_VERSION = 5
+_VERSION = 6
 # Fields of `ModelInfo` that are sequences.
 _SEQUENCES = ("heads", "read_layers")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from edgespec.errors import ModelFileError
+from edgespec.options.stated_sampling import stated_sampling
 from edgespec.store.stored_models import EntryBudget, StoredModel, files_below, find_child
 from edgespec.system.files import error_reason, home_folder, read_regular_file, regular_file_bytes
 
@@ -85,7 +87,15 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
     try:
         layers = _layers(manifest)
         model, adapters = _gguf_files(folder, layers)
-        return StoredModel("ollama", names, model, adapters=adapters, unused=_unused(folder, layers))
+        parameters = _parameters(folder, layers)
+        return StoredModel(
+            "ollama",
+            names,
+            model,
+            adapters=adapters,
+            unused=_unused(layers, parameters),
+            sampling=stated_sampling(parameters),
+        )
     except ModelFileError as error:
         return StoredModel("ollama", names, None, problem=error.what)
 
@@ -118,7 +128,19 @@ def _gguf_files(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[Path, t
     return model, tuple(_gguf_file(folder, digest, "the model's adapter") for digest in adapters)
 
 
-def _unused(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the parameters in a model's Modelfile. Empty if there are none, or the file is unreadable."""
+    match = _DIGEST.fullmatch(dict(parts).get(_PARAMETERS, ""))
+    if match:
+        with suppress(OSError, ValueError, RecursionError):
+            values = json.loads(
+                read_regular_file(folder / "blobs" / f"sha256-{match[1]}", _MAX_MANIFEST_BYTES)
+            )
+            return values if isinstance(values, dict) else {}
+    return {}
+
+
+def _unused(parts: Sequence[tuple[str, str]], parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a model's parts that edgespec does not use.
 
     Stop strings are omitted, because they repeat the end tokens in the GGUF file, and most manifests contain
@@ -126,12 +148,8 @@ def _unused(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     """
     kinds = dict(parts)
     unused = [name for kind, name in _UNUSED.items() if kind in kinds]
-    with suppress(OSError, ValueError, RecursionError):
-        match = _DIGEST.fullmatch(kinds.get(_PARAMETERS, ""))
-        blob = folder / "blobs" / f"sha256-{match[1]}" if match else None
-        values = json.loads(read_regular_file(blob, _MAX_MANIFEST_BYTES)) if blob else {}
-        unused += [str(name) for name in values if name != "stop"]
-    return tuple(unused)
+    others = [name for name, value in parameters.items() if not stated_sampling({name: value})]
+    return (*unused, *(name for name in others if name != "stop"))
 
 
 def _gguf_file(folder: Path, digest: str, what: str) -> Path:

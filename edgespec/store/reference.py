@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -82,6 +82,7 @@ class Resolved:
         format: Name of the model's file format.
         adapters: Adapters that are part of the model, as in some Ollama models.
         unused: Names of the model's parts that edgespec does not use, such as Ollama's `template`.
+        sampling: The sampling settings that another program stores with the model, by edgespec's names.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Resolved:
     format: ModelFormat = "gguf"
     adapters: tuple[Path, ...] = ()
     unused: tuple[str, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -287,7 +289,15 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
         )
     note = f"{typed} -> {program}'s {stored.names[0]}: {stored.path}"
     return Resolved(
-        typed, stored.path, stored.store, entry, note, stored.format, stored.adapters, stored.unused
+        typed,
+        stored.path,
+        stored.store,
+        entry,
+        note,
+        stored.format,
+        stored.adapters,
+        stored.unused,
+        stored.sampling,
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -44,6 +44,7 @@ class StoredModel:
         problem: Why the model is unusable. Empty if it is usable.
         adapters: Adapters that are part of the model.
         unused: Names of the model's parts that edgespec does not use, such as `system prompt`.
+        sampling: The sampling settings that the program stores with the model, by edgespec's names.
     """
 
     store: Store
@@ -53,6 +54,7 @@ class StoredModel:
     problem: str = ""
     adapters: tuple[Path, ...] = ()
     unused: tuple[str, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def find_child(folder: Path, name: str) -> Path | None:

@@ -26,6 +26,7 @@ __all__ = [
     "accepted",
     "check_settings",
     "default_sampling",
+    "default_source",
     "default_text",
     "load_setting_named",
     "parse",
@@ -159,6 +160,12 @@ def default_sampling(name: str, runtime: Runtime) -> float:
     defaults: Mapping[str, Any] = runtime.reply_defaults()
     value: float = defaults.get(name, REPLY_OPTIONS[name].default)
     return value
+
+
+def default_source(name: str, runtime: Runtime) -> str:
+    """Return where the default value of a setting comes from, such as `default, from Ollama`."""
+    recommended = runtime.recommended_sampling.get(name)
+    return f"default, from {recommended.source}" if recommended else "default"
 
 
 def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -> str:

@@ -11,7 +11,7 @@ from edgespec.options.default_model import is_demo, why_toy
 from edgespec.options.methods import methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
-from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, shown
+from edgespec.tui.settings import SCHEMA, SETTINGS, default_source, default_text, shown
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Runtime, Stats
@@ -268,7 +268,7 @@ def show_rows(
         rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))
     rows.append(("system prompt", chat.system or "none"))
     rows += [
-        (name, f"{default_text(name, runtime, chat.settings)} (default)")
+        (name, f"{default_text(name, runtime, chat.settings)} ({default_source(name, runtime)})")
         for name in SETTINGS
         if name not in chat.settings
     ]

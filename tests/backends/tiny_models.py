@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -56,12 +58,13 @@ def write_llama(
     long_from: int = 0,
     pooling: gguf.PoolingType | None = None,
     twins: bool = False,
+    sampling: Mapping[str, float] = MappingProxyType({}),
 ) -> Path:
     """Write a transformer.
 
     long_from: use LongRoPE, with other factors in contexts above this size. pooling: embed texts like this,
     after adding the EOS token. twins: give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which
-    differ less than their rounding errors.
+    differ less than their rounding errors. sampling: recommended settings, such as `temp`.
     """
     random = np.random.default_rng(seed)
     writer = open_writer(path, architecture, layers=layers, context=context)
@@ -74,6 +77,9 @@ def write_llama(
         output[5::2] = np.nextafter(output[4:-1:2], np.float32(np.inf))
     for layer in range(layers):
         tensors |= attention(random, layer, heads_kv=2) | norms_and_feed_forward(random, layer)
+    for name, value in sampling.items():
+        add = writer.add_int32 if isinstance(value, int) else writer.add_float32
+        add(f"general.sampling.{name}", value)  # type: ignore[arg-type]
     if pooling is not None:
         writer.add_pooling_type(pooling)
         writer.add_add_eos_token(True)

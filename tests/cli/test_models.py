@@ -121,6 +121,21 @@ def test_show_a_model_that_is_not_here(run: Run, reference: str) -> None:
     assert "on this machine" in run("models", "show", reference).stdout
 
 
+def test_show_names_the_recommended_settings_and_their_source(run: Run, tmp_path: Path) -> None:
+    path = str(write_llama(tmp_path / "tiny.gguf", sampling={"temp": 0.6, "top_k": 20}))
+    source = "the model's files"
+    assert json_of(run("models", "show", path, "--json"))["sampling"] == {
+        "temperature": {"value": 0.6, "source": source},
+        "top_k": {"value": 20, "source": source},
+    }
+    assert f"temperature 0.6, top_k 20 (from {source})" in run("models", "show", path).stdout
+    assert (
+        "temperature 0.6, top_p 0.95, top_k 20 (from the catalogue)"
+        in run("models", "show", "qwen3-8b").stdout
+    )
+    assert json_of(run("models", "show", "demo", "--json"))["sampling"] == {}
+
+
 @pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")
 def test_an_mlx_model_is_listed_and_shown_as_one(run: Run, tmp_path: Path) -> None:
     listed = json_of(run("models", "list", "--json"))["models"]

@@ -32,6 +32,7 @@ from edgespec.options.methods import parse_method
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
+from edgespec.store.recommended_sampling import RecommendedSetting
 from edgespec.tui.worker import Load
 
 METHOD = MethodReport("auto", "model+suffix", "guesses while that pays")
@@ -234,6 +235,7 @@ class ScriptedRuntime:
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
     plan: MemoryPlan | None = None
+    recommended_sampling: dict[str, RecommendedSetting] = field(default_factory=dict)
 
     def method_for(self, method: str) -> MethodReport:
         if "lowbit" in parse_method(method):
@@ -258,6 +260,7 @@ class ScriptedRuntime:
             acceptance="invariant",
             max_tokens=default_max_tokens(self.context_tokens),
             draft_length=length,
+            **cast(ReplyArguments, {name: each.value for name, each in self.recommended_sampling.items()}),
         )
 
     def memory_bytes(self) -> int:

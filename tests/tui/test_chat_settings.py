@@ -6,13 +6,15 @@ from pathlib import Path
 
 from textual.widgets import Input, TextArea
 
+from edgespec.store.recommended_sampling import RecommendedSetting
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import accepted
 from edgespec.tui.widgets.status import StatusLine
 from edgespec.tui.worker import Load
-from tests.tui.driving import ASK, STEADY, driving
+from tests.tui.driving import ASK, STEADY, driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
 
 
 async def test_the_system_prompt_reaches_the_model(demo: Load, tmp_path: Path) -> None:
@@ -135,3 +137,17 @@ async def test_a_schema_applies_until_it_is_removed(demo: Load, tmp_path: Path) 
 async def test_a_saved_schema_is_checked() -> None:
     assert accepted({"schema": '{"const": 1}'}) == ({"schema": '{"const": 1}'}, [])
     assert accepted({"schema": "{"})[0] == {}
+
+
+async def test_show_names_the_source_of_recommended_settings(tmp_path: Path) -> None:
+    recommended = {"temperature": RecommendedSetting(0.6, "Ollama")}
+    runtime = ScriptedRuntime(recommended_sampling=recommended)
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("/show")
+        await d.said("temperature")
+        shown = " ".join(d.transcript().split())
+        assert "temperature 0.6 (default, from Ollama)" in shown
+        assert "top_p 0.95 (default)" in shown
+        await d.send("/set temperature 0.1")
+        await d.send("/show")
+        await until(d.pilot, lambda: "temperature 0.1" in " ".join(d.transcript().split()), "the new value")

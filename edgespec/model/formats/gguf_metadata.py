@@ -17,6 +17,7 @@ from edgespec.model.model_info import ModelInfo, ModelKind
 from edgespec.model.pass_weights import OutputLayer, PassWeights
 from edgespec.model.token_list import tokens_of_header
 from edgespec.options.methods import head_kinds
+from edgespec.options.stated_sampling import stated_sampling
 
 __all__ = ["read_gguf_info", "read_pass_weights", "read_split_info", "split_metadata_file", "tensor_bytes"]
 
@@ -28,6 +29,8 @@ _EMBEDDING = (
 # Maximum number of the target's layers that a head reads.
 _MAX_READ_LAYERS = 64
 _F16_BYTES = 2
+# llama.cpp's converter copies these settings from the model's generation_config.json.
+_SAMPLING = "general.sampling."
 _MATRIX_DIMENSIONS = 2
 
 
@@ -133,8 +136,20 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         draft_vocab_size=next((tensor.elements for tensor in tensors if tensor.name == "d2t"), vocab_size)
         if kind == "head"
         else 0,
+        sampling=_sampling(metadata) if kind == "model" else {},
         doubt=why_doubtful(headers) if kind == "model" else "",
     )
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Return the recommended sampling settings, such as `general.sampling.temp`."""
+    stated = {
+        # A float32 is the closest number to 0.95, say, so read it as its shortest decimal number.
+        key.removeprefix(_SAMPLING): float(str(np.float32(value))) if isinstance(value, float) else value
+        for key, value in metadata.items()
+        if key.startswith(_SAMPLING)
+    }
+    return stated_sampling(stated)
 
 
 def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> ModelKind:

@@ -6,6 +6,7 @@ import json
 import re
 from collections import ChainMap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from edgespec.model.heads.tensor_files import read_folder_tensors
 from edgespec.model.model_info import ModelInfo, ModelKind
 from edgespec.model.token_list import tokens_of_folder
 from edgespec.options.methods import head_kinds
+from edgespec.options.stated_sampling import stated_sampling
 from edgespec.system.files import read_regular_file, regular_file_bytes
 
 __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
@@ -94,6 +96,7 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
         layers=_first(config, ("num_hidden_layers", "n_layer")),
         read_layers=_read_layers(config),
+        sampling=_sampling(folder),
     )
 
 
@@ -276,6 +279,14 @@ def _has_template(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(settings, dict) and bool(settings.get("chat_template"))
+
+
+def _sampling(folder: Path) -> dict[str, float]:
+    """Return the sampling settings in generation_config.json, which few models lack."""
+    # A damaged file is reported when the model is loaded, because the file also lists the end tokens.
+    with suppress(ModelFileError):
+        return stated_sampling(read_json_object(folder / "generation_config.json"))
+    return {}
 
 
 def _licence(folder: Path) -> str:

@@ -20,6 +20,7 @@ from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,
     check_settings,
+    default_source,
     default_text,
     load_setting_named,
     parse,
@@ -158,7 +159,7 @@ def _set(context: Context) -> Result:
         return _reload(load_name, text.strip())
     name, settings, text = setting_named(word), dict(context.chat.settings), text.strip()
     if not text:
-        default = f"{default_text(name, context.runtime, settings)} (default)"
+        default = f"{default_text(name, context.runtime, settings)} ({default_source(name, context.runtime)})"
         value = shown(settings[name]) if name in settings else default
         return Text(sentences(f"{name}: {value}", SETTINGS[name].hint))
     if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
