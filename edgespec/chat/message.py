@@ -12,9 +12,12 @@ from edgespec.chat.reasoning import leading_marker, split_reasoning
 from edgespec.chat.tool_calls.calls import ToolCall, as_tool_calls
 from edgespec.errors import OptionError
 
-__all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
+__all__ = ["EARLY_ENDS", "Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system", "tool"]
+EARLY_ENDS = ("cancelled", "length", "context_full")
+"""The values of `Message.ended_early` for replies that ended before the model was done."""
+
 # The default text before and after a message's reasoning.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -35,6 +38,8 @@ class Message:
         name: For a message with the role `tool`, the name of the tool.
         files: The files attached to a user message. In the prompt, they precede `content`.
         reasoning_seconds: The time that the model spent on `reasoning`. None if it was not measured.
+        ended_early: Why a model's reply ended before the model was done: `cancelled` (it was stopped),
+            `length` (it reached its maximum length) or `context_full`. Empty for a complete reply.
     """
 
     role: Role
@@ -46,6 +51,7 @@ class Message:
     name: str = ""
     files: tuple[AttachedFile, ...] = ()
     reasoning_seconds: float | None = field(default=None, compare=False)
+    ended_early: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:
@@ -166,12 +172,17 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
             "pass two strings, such as <think> and </think>, or leave the markers out",
             code="messages_invalid",
         )
+    ended_early = item.get("ended_early") if role == "assistant" else ""
+    ended_early = str(ended_early) if ended_early in EARLY_ENDS else ""
     if role == "assistant" and not reasoning and not any(markers):
-        return replace(reply_message(content), tool_calls=calls)
+        return replace(reply_message(content), tool_calls=calls, ended_early=ended_early)
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
     files = as_attached_files(number, item.get("files") or []) if role == "user" else ()
     seconds = _seconds(number, item.get("reasoning_seconds"))
-    return Message(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files, seconds)
+    return Message(
+        *(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files, seconds),
+        ended_early=ended_early,
+    )
 
 
 def _seconds(number: int, value: object) -> float | None:

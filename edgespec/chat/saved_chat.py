@@ -143,6 +143,8 @@ def _message_json(message: Message) -> dict[str, object]:
         data["reasoning"] = message.reasoning
     if message.reasoning_seconds is not None:
         data["reasoning_seconds"] = message.reasoning_seconds
+    if message.ended_early:
+        data["ended_early"] = message.ended_early
     if any(message.markers):
         data["markers"] = list(message.markers)
     if message.files:

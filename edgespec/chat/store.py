@@ -44,7 +44,7 @@ class StoredChat:
         unfinished: Whether the last message has no complete reply. See `SavedChat`.
         problem: Why the file is unreadable. Empty if it is readable.
         pinned: Whether the chat stays at the top of the list.
-        text: The text of all messages, for searching.
+        text: The text of all messages and of the files attached to them, for searching.
         folded_text: `text`, case-folded for case-insensitive searches.
     """
 
@@ -264,7 +264,11 @@ def _entry(path: Path) -> StoredChat:
         with suppress(OSError, ValueError, OverflowError):
             updated = in_utc(datetime.fromtimestamp(path.stat().st_mtime, UTC))
         return StoredChat(path.stem, path, path.name, updated, 0, problem=error.what)
-    text = "\n".join(message.content for message in chat.tree.messages)
+    text = "\n".join(
+        each
+        for message in chat.tree.messages
+        for each in (message.content, *(text for file in message.files for text in (file.name, file.text)))
+    )
     return StoredChat(
         *(path.stem, path, chat.title, chat.updated, len(chat.messages), chat.unfinished),
         pinned=chat.pinned,

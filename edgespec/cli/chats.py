@@ -143,8 +143,12 @@ def show_chat(chat: str, as_json: bool) -> None:
 
 @command.command(
     "export",
-    short_help="Write a chat to a Markdown, HTML or JSON file.",
-    examples=("edgespec chats export last", "edgespec chats export last chat.html"),
+    short_help="Write a chat to a Markdown, HTML or JSON file, or to standard output.",
+    examples=(
+        "edgespec chats export last",
+        "edgespec chats export last chat.html",
+        "edgespec chats export last - | less",
+    ),
 )
 @click.argument("chat")
 @click.argument("file", type=OutputPath(), required=False)
@@ -153,13 +157,22 @@ def export_chat(chat: str, file: str | None, as_json: bool) -> None:
     """Write CHAT to the new file FILE, whose extension selects the format: .md, .html or .json.
 
     A JSON file contains all versions of the messages, and `edgespec chats import` reads it. Without FILE, the
-    chat is written to a Markdown file in the current folder.
+    chat is written to a Markdown file in the current folder. If FILE is -, the Markdown is written to
+    standard output.
     """
-    from edgespec.chat.exporting import write_export
+    from edgespec.chat.exporting import as_markdown, write_export
 
     store = _store()
     stored = _find(store, chat)
-    path = write_export(store.load(stored.id), file or "")
+    saved = store.load(stored.id)
+    if file == "-":
+        text = as_markdown(saved)
+        if as_json:
+            print_json({"id": stored.id, "title": stored.title, "path": None, "text": text})
+        else:
+            write_text(text)
+        return
+    path = write_export(saved, file or "")
     if as_json:
         print_json({"id": stored.id, "title": stored.title, "path": str(path)})
     else:

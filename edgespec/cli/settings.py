@@ -22,7 +22,7 @@ from edgespec.errors import (
 )
 from edgespec.options.presets import preset_path, read_preset
 from edgespec.options.settings import SETTINGS, Option, setting_value, unknown_setting, unread_options
-from edgespec.options.settings_file import KeyPath, error_at, read_text
+from edgespec.options.settings_file import KeyPath, error_at, read_text, settings_path
 from edgespec.system.files import config_folder
 from edgespec.system.spelling import nearest
 
@@ -35,7 +35,6 @@ __all__ = [
     "ignore_setting",
     "preset_of",
     "settings_of",
-    "settings_path",
     "suggestion",
     "use_preset",
     "variable_of",
@@ -163,11 +162,6 @@ def preset_of(ctx: click.Context) -> str | None:
     """Return the name of the preset that a command uses, or None."""
     name: str | None = ctx.meta.get(_PRESET_KEY)
     return name
-
-
-def settings_path() -> Path:
-    """Return the path of the settings file, which may not exist."""
-    return config_folder() / "config.toml"
 
 
 def variable_of(name: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.drafts import DraftOption, choose_draft, draft_options
 from edgespec.store.hub_cache import cached_model
 from edgespec.store.hub_search import search_hub
-from edgespec.store.installed import InstalledModel, InstalledModels, find_installed
+from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, read_model_info
 from edgespec.store.reference import resolve
 from edgespec.store.suggestion import needed_bytes, short_name
 from edgespec.system.disk_speed import read_bytes_per_second
@@ -47,7 +47,7 @@ __all__ = [
     "search_models",
 ]
 
-ModelPlace = Literal["embedded", "hub", "ollama", "lmstudio", "catalogue", "search"]
+ModelPlace = Literal["embedded", "hub", "ollama", "lmstudio", "path", "catalogue", "search"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class AvailableModel:
 
     Attributes:
         reference: A reference to the model, for `load` and `download_model`.
-        place: Where the model is: `embedded` (part of edgespec), `hub` (the Hugging Face cache), `ollama` or
-            `lmstudio`. Models in `catalogue` and `search` (results of `search_models`) are not on this
-            machine.
+        place: Where the model is: `embedded` (part of edgespec), `hub` (the Hugging Face cache), `ollama`,
+            `lmstudio`, or `path` (elsewhere on this machine). Models in `catalogue` and `search` (results of
+            `search_models`) are not on this machine.
         parameters: Number of parameters. 0 if unknown.
         size_bytes: Size of the model's files. Approximate if they are not on this machine, and 0 if unknown.
         draft: A reference to the recommended draft model. Empty if there is none.
@@ -100,11 +100,13 @@ class AvailableModel:
         return self.place not in ("catalogue", "search")
 
 
-def list_models(memory: str | int | None = None) -> list[AvailableModel]:
+def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> list[AvailableModel]:
     """Return the models on this machine, then the other models in the catalogue. Downloads nothing.
 
     Args:
         memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
+        also: Paths of models to list even if they are not in a folder that edgespec knows. Paths without a
+            usable model are left out.
 
     Returns:
         The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine.
@@ -113,7 +115,7 @@ def list_models(memory: str | int | None = None) -> list[AvailableModel]:
         OptionError: `memory` is not a size.
     """
     budget_bytes = _budget_bytes(memory)
-    installed = find_installed(include_embedded=True)
+    installed = _with_paths(find_installed(include_embedded=True), also)
     here: list[AvailableModel] = []
     listed: list[AvailableModel] = []
     for form in map(format_of, ("gguf", "mlx")):
@@ -126,6 +128,20 @@ def list_models(memory: str | int | None = None) -> list[AvailableModel]:
         *sorted(here, key=lambda each: each.size_bytes),
         *sorted(listed, key=lambda each: each.size_bytes),
     ]
+
+
+def _with_paths(installed: InstalledModels, paths: Sequence[str]) -> InstalledModels:
+    """Return the installed models with those at other paths."""
+    models = list(installed.models)
+    for path in paths:
+        with suppress(EdgespecError):
+            found = resolve(str(Path(path).absolute()), allow_download=False)
+            if all(model.path.absolute() != found.path for model in models):
+                info = read_model_info(found)
+                models.append(
+                    InstalledModel(str(found.path), "path", found.path, found.format, info, found.entry)
+                )
+    return replace(installed, models=tuple(models))
 
 
 def search_models(text: str, *, memory: str | int | None = None, limit: int = 20) -> list[AvailableModel]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.system.files import (
+    config_folder,
     error_reason,
     parse_toml,
     read_regular_file,
@@ -32,6 +33,7 @@ __all__ = [
     "line_number",
     "quoted",
     "read_text",
+    "settings_path",
     "write_value",
 ]
 
@@ -60,6 +62,11 @@ class _Statement(NamedTuple):
     after: int
     path: KeyPath
     opens: bool
+
+
+def settings_path() -> Path:
+    """Return the path of the user's settings file, which may not exist."""
+    return config_folder() / "config.toml"
 
 
 def read_text(path: Path) -> str | None:

@@ -19,8 +19,8 @@ from edgespec.store.lmstudio import lmstudio_models
 from edgespec.store.metadata_cache import model_info
 from edgespec.store.ollama import ollama_models
 from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared
-from edgespec.store.reference import Resolved, resolve
-from edgespec.store.stored_models import Store, StoredModel
+from edgespec.store.reference import Resolved, Source, resolve
+from edgespec.store.stored_models import StoredModel
 
 __all__ = [
     "InstalledModel",
@@ -48,8 +48,8 @@ class InstalledModel:
 
     Attributes:
         reference: The shortest reference to this model.
-        place: Where the model is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded`
-            (part of edgespec).
+        place: Where the model is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), `embedded`
+            (part of edgespec), or `path` (elsewhere).
         path: The model's file or folder.
         format: Name of the model's file format.
         info: The model's metadata.
@@ -58,7 +58,7 @@ class InstalledModel:
     """
 
     reference: str
-    place: Store
+    place: Source
     path: Path
     format: ModelFormat
     info: ModelInfo

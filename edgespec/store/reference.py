@@ -55,6 +55,7 @@ from edgespec.system.installation import setup_command
 __all__ = [
     "Downloader",
     "Resolved",
+    "Source",
     "follow_aliases",
     "refused_head",
     "resolve",

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from textual import events, work
 from textual.app import App
+from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
 
 from edgespec.chat.prompt_history import PromptHistory
@@ -30,6 +31,7 @@ from edgespec.tui.history import History
 from edgespec.tui.key_order import KeyOrder
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
+from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import rounding_warning, sentences
 from edgespec.tui.themes import DARK, find_theme
@@ -82,6 +84,10 @@ class ChatApp(App[None]):
     TITLE = "edgespec"
     CSS_PATH = "chat.tcss"
     ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        # Textual's action stops the process as a shell expects, and redraws the screen when it continues.
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
+    ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - the base class wants a list
         (0, "-narrow"),
         (64, "-medium"),
@@ -243,6 +249,7 @@ class ChatApp(App[None]):
         assert chat is not None
         self._loading = LoadingScreen(reference)
         await self.push_screen(self._loading)
+        chat.holds_waiting = True
         while chat.writing:
             chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
@@ -253,6 +260,8 @@ class ChatApp(App[None]):
         self._leaving = False
         await self.pop_screen()
         await chat.use_runtime(switched.runtime)
+        chat.holds_waiting = False
+        chat.call_later(chat.send_waiting)
         waiting = self._loading
         if waiting.message and (switched.failure is not None or chat.prompt.text.strip()):
             chat.prompt.insert(waiting.message + "\n")
@@ -279,6 +288,10 @@ class ChatApp(App[None]):
         self._leaving = True
         self._loading.show_stopping()
         self.model_thread.cancel_load()
+
+    def action_help(self, part: str) -> None:
+        """Show the help page over a dialog, starting with the part under this heading."""
+        self.push_screen(HelpScreen(ChatScreen.BINDINGS, part))
 
     async def action_quit(self) -> None:
         """Stop the reply, save the chat and quit. If called again, quit immediately."""

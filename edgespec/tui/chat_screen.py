@@ -13,7 +13,14 @@ from edgespec.tui import saved_chats, screen_commands, selection, sending
 from edgespec.tui.commands import table
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import write_prompt
-from edgespec.tui.screens.help import MOST_USED, OTHER_KEYS, HelpScreen
+from edgespec.tui.screens.help import (
+    CHAT_LIST_PART,
+    COMMANDS_PART,
+    MESSAGE_PART,
+    MOST_USED,
+    OTHER_KEYS,
+    HelpScreen,
+)
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
@@ -80,6 +87,10 @@ class ChatScreen(TurnScreen):
             await self._run_command(typed, text)
             return
         self.history.add(text)
+        if self.editing is None and (self.writing or self.waiting.texts):
+            self.waiting.add(text)
+            await self.send_waiting()
+            return
         if self.writing:
             self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
             self.give_back(text, self.editing)
@@ -90,6 +101,13 @@ class ChatScreen(TurnScreen):
             return
         place, self.editing = self.editing, None
         await sending.send(self, text, place)
+
+    @on(TurnScreen.Free)
+    async def send_waiting(self) -> None:
+        """Send the message that has waited longest, unless another one is being sent or answered."""
+        if self.waiting.texts and not (self.writing or self.chips.reading or self.holds_waiting):
+            await sending.send(self, self.waiting.take(0), None)
+        self.refresh_facts(details=False)
 
     async def _run_command(self, typed: table.Typed, text: str) -> None:
         try:
@@ -133,7 +151,7 @@ class ChatScreen(TurnScreen):
         elif self.writing:
             self.stop_reply()
         elif self.prompt.text:
-            self.history.add(self.prompt.text)
+            self.history.add(self.prompt.whole_text)
             self.leave_edit()
             self.prompt.clear()
         elif monotonic() - self._interrupted_at < _TWICE_SECONDS:
@@ -222,21 +240,28 @@ class ChatScreen(TurnScreen):
         self.run_worker(screen_commands.pick_model(self))
 
     def action_help(self) -> None:
-        self.app.push_screen(HelpScreen(self.BINDINGS))
+        """Show the help page, starting with the part about what has the focus."""
+        part = ""
+        if self.selected is not None:
+            part = MESSAGE_PART
+        elif self.sidebar.has_focus:
+            part = CHAT_LIST_PART
+        elif self.prompt.text.startswith("/"):
+            part = COMMANDS_PART
+        self.app.push_screen(HelpScreen(self.BINDINGS, part))
 
     async def action_details(self) -> None:
         await self.toggle_panel("details")
         self.post_message(self.PreferencesChanged())
 
     def action_origin(self) -> None:
-        """Toggle between Markdown and plain text in which accepted draft tokens are coloured."""
-        self.preferences.origin = not self.preferences.origin
-        self.transcript.set_origin(self.preferences.origin)
-        if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
+        """Colour accepted draft tokens in this chat, or stop colouring them."""
+        origin = not self.transcript.origin
+        self.transcript.set_origin(origin)
+        if origin and not any(entry.chunks for entry in self.current_chat.entries):
             self.say(
                 "Starting with the next reply, colours will show which words came from accepted guesses."
             )
-        self.post_message(self.PreferencesChanged())
 
     def action_thoughts(self) -> None:
         if not self.transcript.toggle_thoughts():

@@ -39,6 +39,7 @@ from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
 from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
+from edgespec.tui.widgets.waiting import WaitingMessages
 from edgespec.tui.worker import ChatState, ModelThread, PlanModel
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class ChatView(Screen[None]):
         files = CallThread()
         self.paths = PathList(files, id="paths", compact=True)
         self.chips = FileChips(files, runtime, id="chips")
-        self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
+        self.waiting = WaitingMessages(id="waiting")
+        self.prompt = PromptInput(self.history, self.paths, self.chips, self.waiting, id="prompt")
         self.sidebar = Sidebar(id="sidebar")
         self._models = Static(id="models")
         self._title = Static(id="title")
@@ -141,6 +143,7 @@ class ChatView(Screen[None]):
             yield self.sidebar
             yield self.transcript
             yield self._details
+        yield self.waiting
         yield self.paths
         yield self.chips
         yield self.prompt
@@ -148,7 +151,6 @@ class ChatView(Screen[None]):
 
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
-        self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
         self.prompt.replace_text(self._take_typed().rstrip("\n"))
         self.prompt.focus()
@@ -273,7 +275,9 @@ class ChatView(Screen[None]):
         elif prompt.is_in_block:
             hint = f"{QUOTES} and Enter send" if narrow else f"A line with only {QUOTES} sends the message"
         elif self.writing:
-            hint = "Esc stops the reply"
+            is_back = self.waiting.texts and not prompt.text
+            back = "Up takes your message back" if is_back else "Enter sends it next"
+            hint = "Esc stops the reply" if narrow else f"Esc stops the reply · {back}"
         else:
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
         if (title, hint) != self._hints:

@@ -29,7 +29,7 @@ def write_prompt(screen: ChatView) -> None:
     """Edit the text of the input box in the editor. If the editor fails, the text stays as it was."""
     prompt = screen.prompt
     try:
-        text = _edited(screen.app, prompt.text).removesuffix("\n")
+        text = _edited(screen.app, prompt.whole_text).removesuffix("\n")
     except OptionError as error:
         screen.say(f"{error.what}. {error.next_step}.")
         return
@@ -38,7 +38,7 @@ def write_prompt(screen: ChatView) -> None:
             f"The edited text was not used: it has {len(text):,} characters, but the input takes at most"
             f" {MAX_INPUT_CHARACTERS:,}."
         )
-    elif text != prompt.text:
+    elif text != prompt.whole_text:
         prompt.replace_text(text)
     prompt.focus()
 

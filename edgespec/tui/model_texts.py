@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual.content import Content
@@ -10,17 +11,18 @@ from textual.content import Content
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, MemoryPlan
+    from edgespec import AvailableModel, MemoryPlan, Runtime
     from edgespec.loading.speed_prediction import SpeedPrediction
     from edgespec.tui.downloads import Download
 
-__all__ = ["details_text", "is_match", "row_text", "speed_text"]
+__all__ = ["details_text", "is_match", "is_open", "row_text", "speed_text"]
 
 _PLACES = {
     "embedded": "included in edgespec: a toy for offline use",
     "hub": "in the Hugging Face cache",
     "ollama": "stored by Ollama",
     "lmstudio": "stored by LM Studio",
+    "path": "a file or folder of yours",
     "catalogue": "on Hugging Face",
     "search": "on Hugging Face",
 }
@@ -28,8 +30,18 @@ _PLACES = {
 _COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (14, 58), "draft": (28, 92)}
 
 
-def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Download | None) -> Content:
-    """Return a model's row in the list, `width` cells wide. Narrow rows omit columns."""
+def row_text(
+    model: AvailableModel, width: int, *, is_used: bool, is_default: bool, download: Download | None
+) -> Content:
+    """Return a model's row in the list, `width` cells wide. Narrow rows omit columns.
+
+    Args:
+        model: The model.
+        width: Width of the row in cells.
+        is_used: Whether the chat uses this model.
+        is_default: Whether new chats open with this model.
+        download: The download of the model, if there is one.
+    """
     values = {
         "size": f"~{_size(model)}" if not model.is_installed and model.size_bytes else _size(model),
         "fits": _fit_text(model),
@@ -40,11 +52,14 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
     right = "".join(_cell(values[name], size) for name, size in columns)
     if download is not None and not model.is_installed:
         right = f"  {download.state}{download.time_left}".ljust(len(right))
-    name_width = width - len(right) - 2
+    default = " (default)" if is_default else ""
+    name_width = width - len(right) - len(default) - 2
     name = model.reference if len(model.reference) <= name_width else f"…{model.reference[1 - name_width :]}"
     return Content.assemble(
         ("• " if is_used else "  ", "$primary"),
-        (name.ljust(name_width), "" if model.can_run else "$muted"),
+        (name, "" if model.can_run else "$muted"),
+        (default, "$primary"),
+        " " * (name_width - len(name)),
         (right, "$muted"),
     )
 
@@ -158,6 +173,11 @@ def _action(model: AvailableModel, is_downloading: bool) -> str:
         terms = f" First, its licence must be accepted at huggingface.co/{entry.repository}."
     draft = ", with its draft model," if size and _offered_draft(model) else ""
     return f"Enter downloads{size}{draft} in the background.{terms}"
+
+
+def is_open(path: Path | None, runtime: Runtime) -> bool:
+    """Return whether the chat uses the model at a path."""
+    return path is not None and path.absolute() == Path(runtime.target.path).absolute()
 
 
 def is_match(query: str, name: str) -> bool:

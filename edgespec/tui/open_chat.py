@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
-from edgespec.chat.message import Message, Role, reply_message
+from edgespec.chat.message import EARLY_ENDS, Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.reply_start import whole_characters
 from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat, Setting, title_of
@@ -95,7 +95,7 @@ class RunningTurn:
     def with_text(self) -> MessageTree[ChatEntry]:
         """Return the chat's messages, including the text of the reply generated so far."""
         text = self.reply_start + "".join(self.written)
-        return self.with_reply(reply_message(text)) if text else self.tree
+        return self.with_reply(replace(reply_message(text), ended_early="cancelled")) if text else self.tree
 
     def with_reply(self, message: Message) -> MessageTree[ChatEntry]:
         """Return the chat's messages, including the finished reply.
@@ -241,6 +241,9 @@ class OpenChat:
             if reply is not None and message is not None:
                 if not (reply.answer or reply.reasoning) and reply.finish_reason == "cancelled":
                     return None
+                reason = "context_full" if reply.context_full else reply.finish_reason
+                if reason in EARLY_ENDS:
+                    message = replace(message, ended_early=reason)
                 self.tree = turn.with_reply(message)
                 self.unfinished = leaving and reply.finish_reason == "cancelled"
             elif turn.written:

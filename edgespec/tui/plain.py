@@ -143,6 +143,8 @@ class PlainChat:
             self.console.answer(last.content.strip())
         if saved.unfinished:
             self.console.note("The last reply is unfinished. Type /continue to finish it.")
+        elif last is not None and last.message.ended_early == "cancelled":
+            self.console.note("This reply was stopped. Type /continue to finish it.")
 
     def use_runtime(self, runtime: Runtime) -> None:
         """Continue the chat with another model. Remove settings that the model does not support."""

@@ -27,7 +27,6 @@ class Preferences:
     Attributes:
         theme: Name of the colour theme.
         details: Whether to show the details column.
-        origin: Whether to colour tokens by their origin (draft or target).
         sidebar: Whether to show the list of chats.
         knows_drafting: Whether the first screen has explained drafting before.
         target: Reference to the model that was used last. Empty for the default model.
@@ -36,7 +35,6 @@ class Preferences:
 
     theme: str = "dark"
     details: bool = False
-    origin: bool = False
     sidebar: bool = False
     knows_drafting: bool = False
     target: str = ""

@@ -143,7 +143,7 @@ async def delete_chat(screen: TurnScreen, chat: StoredChat) -> None:
         await screen.refresh_sidebar()
         screen.sidebar.focus()
         screen.say(
-            f"Deleted “{chat.title}”. Press Ctrl+Z or type /undo within {UNDO_SECONDS:.0f} seconds to restore"
+            f"Deleted “{chat.title}”. Press Ctrl+_ or type /undo within {UNDO_SECONDS:.0f} seconds to restore"
             " it."
         )
         screen.set_timer(UNDO_SECONDS, finish)

@@ -43,7 +43,7 @@ async def _send_with_files(screen: TurnScreen, text: str, place: int | None, ref
         attachments = await reading
     except AttachmentError as error:
         await screen.transcript.note(sentences(f"The message was not sent: {error.what}", error.next_step))
-        screen.give_back(text, place)
+        screen.give_back_message(text, place)
         return
     if screen.writing or chat is not screen.current_chat or _is_gone(screen, place):
         screen.give_back(text)

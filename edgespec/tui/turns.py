@@ -9,6 +9,8 @@ from contextlib import suppress
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
+from textual.message import Message as Event
+
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
@@ -35,6 +37,8 @@ class TurnScreen(ChatView):
     """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
     tool_use: ToolUse
+    # Whether messages wait even though no reply is being generated, because the model is being replaced.
+    holds_waiting = False
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
     _after_reply: Callable[[], Awaitable[None]] | None = None
@@ -46,6 +50,9 @@ class TurnScreen(ChatView):
     _ticks = 0
     _is_cpu_busy = False
     _drawn_at = _spent_at = 0.0
+
+    class Free(Event):
+        """Posted when a reply has ended, and the next message can be sent."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -60,6 +67,9 @@ class TurnScreen(ChatView):
         self.current_chat = chat
         self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         await self._show_current_chat()
+        if self.waiting.texts:
+            # The messages were written for the other chat, so let the user decide.
+            self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
     async def use_runtime(self, runtime: Runtime) -> None:
         """Continue the current chat with another model. Remove settings that the model does not support."""
@@ -139,7 +149,7 @@ class TurnScreen(ChatView):
 
     def begin_leaving(self) -> None:
         """Prepare to quit: save stopped replies as unfinished. Can be called from any thread."""
-        self._leaving = True
+        self._leaving = self.holds_waiting = True
 
     def say_while_writing(self, text: str) -> None:
         """Show a short message that disappears when the reply ends, or after a few seconds."""
@@ -228,6 +238,8 @@ class TurnScreen(ChatView):
                 await action()
             if self._job is job:
                 self._job = None
+            if not self.writing:
+                self.post_message(self.Free())
         self._ticks += 1
         self.refresh_facts(details=ended or self._ticks % _TICKS_PER_DETAILS == 0)
         if self.idle:
@@ -277,7 +289,9 @@ class TurnScreen(ChatView):
             self._last_stats = ended.stats
         transcript.follow()
         versions = version_label(chat.tree, chat.tree.path[-1])
-        await reply.finish(entry.content, entry.reasoning, ended, versions)
+        await reply.finish(
+            entry.content, entry.reasoning, ended, versions, ended_early=entry.message.ended_early
+        )
         entry.chunks = tuple(reply.chunks)
         entry.thought_seconds = reply.thoughts.seconds
         if ended is not None:
@@ -309,11 +323,13 @@ class TurnScreen(ChatView):
             place = self.current_chat.last_place("tool")
             assert place is not None
             await self.take_turn(self.current_chat.continue_reply(place))
+        else:
+            self.post_message(self.Free())
         self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
         """Put a message that got no reply back into the input, so that the user can resend it."""
-        if turn.sent and self.give_back(turn.sent, turn.edited):
+        if turn.sent and self.give_back_message(turn.sent, turn.edited):
             self._unsent = ""
 
     def give_back(self, text: str, editing: int | None = None) -> bool:
@@ -328,6 +344,16 @@ class TurnScreen(ChatView):
         self.editing = editing
         self.prompt.replace_text(text)
         return True
+
+    def give_back_message(self, text: str, editing: int | None = None) -> bool:
+        """Put a message that was not sent back into the input, with those that waited for its reply.
+
+        See `give_back` for the arguments and the result.
+        """
+        is_back = self.give_back(text, editing)
+        if is_back and editing is None and self.waiting.texts:
+            self.prompt.replace_text(f"{text}\n\n{self.waiting.take_all()}")
+        return is_back
 
     def leave_edit(self) -> None:
         """Stop editing a message and restore the previous input text."""

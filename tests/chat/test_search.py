@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.chat.attached_file import AttachedFile
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
@@ -53,3 +54,12 @@ def test_a_changed_file_is_read_again(store: ChatStore) -> None:
     assert [each.chat.id for each in search(store.list(), "another")] == ["files"]
     store.delete("files")
     assert not search(store.list(), "another")
+
+
+def test_the_text_and_names_of_attached_files_are_found(store: ChatStore) -> None:
+    files = (AttachedFile("notes/harbour.md", "first line\nThe LIGHTHOUSE is white."),)
+    tree = MessageTree.linear([Message("user", "Summarise", files=files)])
+    store.save(SavedChat("attached", tree, NOON, NOON))
+    (found,) = search(store.list(), "lighthouse white")
+    assert (found.chat.id, found.line) == ("attached", "The LIGHTHOUSE is white.")
+    assert [each.chat.id for each in search(store.list(), "harbour")] == ["attached"]

@@ -86,6 +86,18 @@ def test_an_exported_chat_can_be_imported(
     one_line_error(run("chats", "import", "missing.json"), 1, "cannot read", code="chat_file_unreadable")
 
 
+def test_a_chat_is_exported_to_standard_output(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = run("chats", "show", "trees").stdout
+    assert run("chats", "export", "trees", "-").stdout == text
+    exported = json_of(run("chats", "export", "trees", "-", "--json"))
+    assert (exported["id"], exported["path"], exported["text"]) == ("trees", None, text)
+    assert not list(tmp_path.glob("*.md"))
+    assert not (tmp_path / "-").exists()
+
+
 def test_an_import_that_fails_in_the_middle_keeps_the_chats_before(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     chat = {"name": "T", "chat_messages": [{"uuid": "1", "sender": "human", "text": "Q"}]}

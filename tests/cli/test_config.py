@@ -177,7 +177,7 @@ def test_a_write_that_fails_leaves_the_file(run: Run, file: Path, monkeypatch: p
 
 def test_concurrent_changes_are_all_kept(start: Start, file: Path) -> None:
     code = (
-        "import sys\nfrom edgespec.cli.settings import settings_path\n"
+        "import sys\nfrom edgespec.options.settings_file import settings_path\n"
         "from edgespec.options.settings_file import write_value\n"
         "for at in range(20): write_value(settings_path(), (sys.argv[1], 'seed'), str(at))\n"
     )

@@ -220,6 +220,13 @@ class ScriptedChat:
         return ScriptedStream(script, on_end, start)
 
 
+class WordVocabulary:
+    """Stands in for a tokenizer whose tokens are words."""
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        return [0] * len(text.split())
+
+
 @dataclass
 class ScriptedRuntime:
     """Stands in for a loaded model."""
@@ -231,6 +238,7 @@ class ScriptedRuntime:
     method: MethodReport = METHOD
     context_tokens: int = 1024
     template: ChatTemplate | None = None
+    vocabulary: WordVocabulary = field(default_factory=WordVocabulary)
     loss_limits: tuple[float, float] | None = (0.02, 2.0)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False

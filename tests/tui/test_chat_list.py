@@ -94,7 +94,7 @@ async def test_chats_are_renamed_pinned_and_restored_by_key(
         await until(d.pilot, lambda: titles(d) == ["newest", "olderX", "oldest"], "the order of before")
         await d.press("delete")
         await until(d.pilot, lambda: titles(d) == ["newest", "olderX"], "the deletion")
-        await d.press("ctrl+z")
+        await d.press("ctrl+underscore")
         await until(d.pilot, lambda: titles(d) == ["newest", "olderX", "oldest"], "the restored chat")
         assert d.chat.sidebar.chat.id == "oldest"  # type: ignore[union-attr]
         assert d.chat.current_chat.shown_title == "newest"

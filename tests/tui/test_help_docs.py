@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgespec.tui.chat_screen import ChatScreen
-from edgespec.tui.screens.help import sections
+from edgespec.tui.screens.help import CHAT_LIST_PART, MESSAGE_PART, MODEL_LIST_PART, sections
 from tests.docs import check_block
 
 
@@ -16,6 +16,11 @@ def _table(heading: str, pairs: list[tuple[str, str]]) -> str:
 
 def test_the_documentation_lists_all_keys_and_commands() -> None:
     """To write the page, run this test with WRITE_DOCS=1."""
-    *tables, of_messages = [_table(*section) for section in sections(ChatScreen.BINDINGS)]
-    check_block("chats.md", "keys", "\n" + "\n\n".join(tables) + "\n\n")
-    check_block("chats.md", "message-keys", f"\n{of_messages}\n\n")
+    tables = {heading: _table(heading, pairs) for heading, pairs in sections(ChatScreen.BINDINGS)}
+    for heading, block in (
+        (CHAT_LIST_PART, "chat-list-keys"),
+        (MODEL_LIST_PART, "model-list-keys"),
+        (MESSAGE_PART, "message-keys"),
+    ):
+        check_block("chats.md", block, f"\n{tables.pop(heading)}\n\n")
+    check_block("chats.md", "keys", "\n" + "\n\n".join(tables.values()) + "\n\n")

@@ -17,9 +17,11 @@ from edgespec.store import download
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
 from edgespec.system.files import format_bytes
+from edgespec.tui.default_model import default_for_chats
 from edgespec.tui.downloads import Download
 from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.worker import Load
+from tests.backends.tiny_models import write_llama
 from tests.store.conftest import use_endpoint
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 from tests.tui.driving import Driver, driving, until
@@ -242,3 +244,39 @@ async def test_the_list_on_the_screen(
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         await open_list(d)
         await check_screen(d, "models")
+
+
+async def test_a_model_opened_by_path_is_listed_and_has_the_cursor(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "my own model.gguf")
+    async with driving(load_here(str(path)), tmp_path, load_other=load_here) as d:
+        await open_list(d)
+        assert highlighted(d) == str(path)
+        assert "my own model.gguf" in "\n".join(d.screen_text())
+        await d.sees("This chat uses this model.")
+        await d.press("escape")
+        await d.say("/model demo-mlx")
+        await d.said("This chat now uses demo-mlx.")
+        await d.settled()
+        await open_list(d)
+        assert highlighted(d) == "demo-mlx"
+
+
+async def test_a_model_becomes_the_default_for_new_chats_and_again_not(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path) as d:
+        await open_list(d)
+        await d.press("down", "ctrl+d")
+        await d.sees("New chats now open with demo-mlx.")
+        await d.sees("demo-mlx (default)")
+        assert default_for_chats() == "demo-mlx"
+        await d.press("escape")
+        await open_list(d)
+        assert highlighted(d) == "demo"
+        await d.press("down", "ctrl+d")
+        await d.sees("New chats open with the model that was used last.")
+        assert default_for_chats() == ""
+        assert "(default)" not in "\n".join(d.screen_text())
+        await d.write("70b-q4")
+        await until(d.pilot, lambda: highlighted(d) == "70b-q4", "the filter")
+        await d.press("ctrl+d")
+        await d.sees("not on this machine yet")
+        assert default_for_chats() == ""

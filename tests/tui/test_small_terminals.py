@@ -36,7 +36,7 @@ async def test_show_begins_with_the_model_and_the_speed_up(tmp_path: Path, size:
             assert "context 1,024 tokens" in visible(d)
         # The next message is at the end again, and so is the view.
         await d.say("another one")
-        await d.sees("itself" if d.chat.preferences.origin else "-r")
+        await d.sees("itself" if d.chat.transcript.origin else "-r")
 
 
 async def test_changed_settings_come_before_the_defaults(tmp_path: Path) -> None:

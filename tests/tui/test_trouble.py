@@ -344,9 +344,8 @@ async def test_the_message_that_a_reply_is_not_finished_ends_with_the_reply(
     gate = threading.Event()
     async with driving(loading(ScriptedRuntime(scripts=[Script(gate=gate)])), tmp_path) as d:
         await d.send("a question")
-        await d.send("another one")
+        await d.send("/continue")
         await d.sees("The reply is not finished yet")
         gate.set()
         await d.settled()
         await until(d.pilot, lambda: "not finished" not in "\n".join(d.screen_text()), "no message")
-        assert d.chat.prompt.text == "another one"

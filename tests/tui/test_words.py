@@ -254,8 +254,8 @@ def test_code_blocks_are_found() -> None:
 
 def test_preferences_are_saved_and_broken_ones_ignored(tmp_path: Path) -> None:
     path = tmp_path / "new" / "preferences.json"
-    Preferences(theme="light", origin=True).write(path)
-    assert Preferences.read(path) == Preferences(theme="light", origin=True)
+    Preferences(theme="light", sidebar=True).write(path)
+    assert Preferences.read(path) == Preferences(theme="light", sidebar=True)
     path.write_text(json.dumps({"light": "yes", "details": True, "else": 1}))
     assert Preferences.read(path) == Preferences(details=True)
     path.write_text("{")
@@ -295,7 +295,7 @@ def test_a_speed_from_a_busy_machine_is_marked_in_the_list_of_models(is_disturbe
         fits=True,
         speed=speed,
     )
-    row = row_text(model, 100, is_used=False, download=None).plain
+    row = row_text(model, 100, is_used=False, is_default=False, download=None).plain
     details = details_text(model, None, is_used=False, plan=None, drafters=None, is_downloading=False).plain
     assert ("20 tok/s?" in row) == ("other programs were busy" in details) == is_disturbed
     assert "?" not in details

@@ -12,7 +12,7 @@ from edgespec.system.files import format_bytes
 from edgespec.tools.tool import visible
 from edgespec.tui.commands.information import show
 from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Result, Text
-from edgespec.tui.model_texts import is_match, speed_text
+from edgespec.tui.model_texts import is_match, is_open, speed_text
 from edgespec.tui.numbers import count
 from edgespec.tui.quotes import unquoted
 from edgespec.tui.settings import (
@@ -67,7 +67,7 @@ def chosen_model(runtime: Runtime, reference: str) -> Result:
     found = _check_known(reference)
     if found is None:
         return Action("download", reference)
-    if str(found.path) == runtime.target.path:
+    if is_open(found.path, runtime):
         return Text(f"This chat already uses {runtime.target.name}.")
     return Action("switch", reference)
 
@@ -95,9 +95,10 @@ def _models(runtime: Runtime) -> Result:
     import edgespec
 
     plan = runtime.plan
-    models = edgespec.list_models(memory=plan.budget.total_bytes if plan else None)
+    budget_bytes = plan.budget.total_bytes if plan else None
+    models = edgespec.list_models(memory=budget_bytes, also=[runtime.target.path])
     installed = [model for model in models if model.is_installed]
-    lines = [_model_line(model, is_used=str(model.path) == runtime.target.path) for model in installed]
+    lines = [_model_line(model, is_used=is_open(model.path, runtime)) for model in installed]
     disturbed = ""
     if any(model.speed and model.speed.is_disturbed for model in models):
         disturbed = (

@@ -73,6 +73,10 @@ class AttachmentReader:
         self._known = known
         return tuple(attachments)
 
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return len(self._runtime.vocabulary.tokenize(text, special=False, start=False))
+
     def _read(self, path: str) -> Attachment:
         try:
             read = read_files(path)
@@ -87,7 +91,7 @@ class AttachmentReader:
         least = sum(vocabulary.min_tokens(file.text) for file in read.files)
         if least > limit_tokens:
             raise self._too_large(f"{path} has at least {least:,} tokens")
-        counts = [len(vocabulary.tokenize(file.block, special=False, start=False)) for file in read.files]
+        counts = [self.count_tokens(file.block) for file in read.files]
         if sum(counts) > limit_tokens:
             raise self._too_large(f"{path} has {sum(counts):,} tokens")
         return tuple(

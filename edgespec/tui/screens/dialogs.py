@@ -13,6 +13,8 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static, TextArea
 
+from edgespec.tui.widgets.prompt import UNDO_KEYS
+
 __all__ = ["ConfirmScreen", "FormScreen", "RenameScreen", "SystemScreen"]
 
 T = TypeVar("T")
@@ -74,6 +76,7 @@ class FormScreen(ModalScreen[T | None]):
 class SystemScreen(FormScreen[str]):
     """Editor of the system prompt. The result is the new text, which may be empty, or None after Cancel."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [Binding(UNDO_KEYS, "undo", show=False)]
     heading = "System prompt"
 
     def __init__(self, text: str) -> None:
@@ -90,6 +93,9 @@ class SystemScreen(FormScreen[str]):
     def on_mount(self) -> None:
         self._area.move_cursor(self._area.document.end)
         self._area.focus()
+
+    def action_undo(self) -> None:
+        self._area.undo()
 
     def action_save(self) -> None:
         """Close the editor and return its text."""

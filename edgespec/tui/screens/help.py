@@ -15,10 +15,23 @@ from edgespec.tui.commands import table
 from edgespec.tui.widgets.message_widget import MESSAGE_KEYS
 from edgespec.tui.widgets.pairs import Pairs
 
-__all__ = ["MOST_USED", "OTHER_KEYS", "HelpScreen", "sections"]
+__all__ = [
+    "CHAT_LIST_PART",
+    "COMMANDS_PART",
+    "MESSAGE_PART",
+    "MODEL_LIST_PART",
+    "MOST_USED",
+    "OTHER_KEYS",
+    "HelpScreen",
+    "sections",
+]
 
 MOST_USED, OTHER_KEYS = Binding.Group("Most used"), Binding.Group("Other keys")
 """The sections of the help page that list key bindings. A binding without a group is not listed."""
+
+COMMANDS_PART, MESSAGE_PART = "Commands", "Keys for the selected message"
+CHAT_LIST_PART, MODEL_LIST_PART = "Keys for the list of chats", "Keys for the list of models"
+"""Headings of parts at which the help page can open."""
 
 _LABEL_WIDTH = 21
 _MOST_USED = (
@@ -31,6 +44,22 @@ _OTHER_KEYS = (
     ("Shift+Up, Shift+Tab", "select a message to edit, re-run, copy, delete or fork"),
     ("Tab", "complete a command or a path"),
     ("Page Up, Page Down", "scroll the chat"),
+    ("Ctrl+_, Ctrl+/", "undo what you typed, or the deletion of a chat in the list"),
+    ("Ctrl+Z", "suspend edgespec and return to the shell; fg continues it"),
+)
+_CHAT_LIST_KEYS = (
+    ("Letters", "search the titles, messages and attached files"),
+    ("Enter", "open the chat"),
+    ("Ctrl+R", "rename it"),
+    ("Ctrl+P", "pin it to the top of the list, or unpin it"),
+    ("Del", "delete it"),
+    ("Ctrl+_, Ctrl+/", "restore the chat that was deleted last, for a minute or until you quit"),
+)
+_MODEL_LIST_KEYS = (
+    ("Letters", "filter the list, and search on Hugging Face"),
+    ("Enter", "switch to the model or download it, or stop its download"),
+    ("Ctrl+D", "open new chats with this model, or again with the model that was used last"),
+    ("Ctrl+S", "measure this machine, to show the expected speeds"),
 )
 _SELECTION_KEYS = (
     *((each.key.title() if len(each.key) > 1 else each.key, each.help) for each in MESSAGE_KEYS),
@@ -48,22 +77,30 @@ def sections(bindings: Sequence[BindingType]) -> list[tuple[str, list[tuple[str,
     commands = [(each.usage, each.help) for each in table.COMMANDS]
     return [
         ("Most used", [*_MOST_USED, *_described(bindings, MOST_USED)]),
-        ("Commands", commands),
+        (COMMANDS_PART, commands),
         ("Other keys", [*_OTHER_KEYS, *_described(bindings, OTHER_KEYS)]),
-        ("Keys for the selected message", [*_SELECTION_KEYS]),
+        (CHAT_LIST_PART, [*_CHAT_LIST_KEYS]),
+        (MODEL_LIST_PART, [*_MODEL_LIST_KEYS]),
+        (MESSAGE_PART, [*_SELECTION_KEYS]),
     ]
 
 
 class HelpScreen(ModalScreen[None]):
-    """Help screen with the most used keys, the slash commands and all other keys. Esc closes it."""
+    """Help screen with the most used keys, the slash commands and all other keys. Esc closes it.
+
+    Args:
+        bindings: The key bindings of the chat screen.
+        part: The heading of the part to show first. Empty for the top.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+c,f1,q,question_mark,enter", "dismiss", "Close", show=False),
     ]
 
-    def __init__(self, bindings: Sequence[BindingType]) -> None:
+    def __init__(self, bindings: Sequence[BindingType], part: str = "") -> None:
         super().__init__()
         self._bindings_of_chat = bindings
+        self._part = part
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog -large") as dialog:
@@ -77,6 +114,16 @@ class HelpScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
+        if self._part:
+            self.call_after_refresh(self._show_part)
+
+    def _show_part(self, tries: int = 20) -> None:
+        """Scroll to the part once it has been laid out."""
+        parts = [each for each in self.query(".help-heading").results(Static) if self._part == each.content]
+        if parts and parts[0].size:
+            parts[0].scroll_visible(top=True, animate=False)
+        elif tries:
+            self.call_after_refresh(self._show_part, tries - 1)
 
 
 def _described(bindings: Sequence[BindingType], group: Binding.Group) -> list[tuple[str, str]]:

@@ -19,10 +19,12 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 import edgespec
-from edgespec.errors import EdgespecError
+from edgespec.errors import ConfigurationError, EdgespecError, OptionError
 from edgespec.tui.background import CallThread, in_thread
+from edgespec.tui.default_model import default_for_chats, set_default_for_chats
 from edgespec.tui.downloads import Downloads
-from edgespec.tui.model_texts import details_text, is_match, row_text
+from edgespec.tui.model_texts import details_text, is_match, is_open, row_text
+from edgespec.tui.screens.help import MODEL_LIST_PART
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         Binding("pagedown", "move('page_down')", show=False, priority=True),
         Binding("pageup", "move('page_up')", show=False, priority=True),
         Binding("ctrl+s", "measure", show=False, priority=True),
+        Binding("ctrl+d", "use_as_default", show=False, priority=True),
+        Binding("f1", f"app.help('{MODEL_LIST_PART}')", show=False),
     ]
 
     def __init__(
@@ -81,6 +85,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._hub_note = "Type at least two letters to search."
         self._shown: dict[str, AvailableModel] = {}
         self._message = ""
+        self._default = default_for_chats()
         self._left = Event()
         self._filter = Input(typed, placeholder="Filter, or search on Hugging Face", compact=True)
         self._list = OptionList(compact=True)
@@ -89,7 +94,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -large", id="models-dialog") as dialog:
             dialog.border_title = "Models"
-            dialog.border_subtitle = "Enter chooses · Esc closes"
+            dialog.border_subtitle = "Enter chooses · Ctrl+D default · F1 help · Esc closes"
             yield self._filter
             yield self._list
             yield self._details
@@ -108,11 +113,17 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     @work(exclusive=True, group="list")
     async def _list_models(self) -> None:
+        is_first = self._models is None
         try:
-            self._models = await in_thread(lambda: edgespec.list_models(memory=self._budget_bytes))
+            self._models = await in_thread(
+                lambda: edgespec.list_models(memory=self._budget_bytes, also=[self._runtime.target.path])
+            )
         except EdgespecError as error:
             self._message = sentences(error.what, error.next_step)
             self._models = ()
+        if is_first:
+            # Before, only downloads could be highlighted.
+            self._list.highlighted = None
         self._plans.clear()
         self._show()
 
@@ -187,6 +198,9 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._list.set_options(options)
         if self._shown:
             chosen = highlighted.reference if highlighted and highlighted.reference in self._shown else ""
+            if not chosen and not query:
+                used = (model.reference for model in self._shown.values() if self._is_used(model))
+                chosen = next(used, "")
             self._list.highlighted = self._list.get_option_index(chosen or next(iter(self._shown)))
         self._show_details()
 
@@ -200,6 +214,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             self._with_plan(model),
             width,
             is_used=self._is_used(model),
+            is_default=model.reference == self._default,
             download=self._downloads.find(model.reference),
         )
 
@@ -213,7 +228,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     def _is_used(self, model: AvailableModel) -> bool:
-        return str(model.path) == self._runtime.target.path
+        return is_open(model.path, self._runtime)
 
     def _refresh_downloads(self) -> None:
         """Show the progress of the downloads. Move finished ones to the models on this machine."""
@@ -276,6 +291,28 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
                 is_downloading=is_downloading,
             )
         )
+
+    async def action_use_as_default(self) -> None:
+        """Open new chats with the highlighted model, or again with the one that was used last."""
+        model = self._highlighted
+        if model is None:
+            return
+        reference = "" if model.reference == self._default else model.reference
+        if not model.is_installed:
+            self._message = f"{model.reference} is not on this machine yet. Press Enter to download it."
+        else:
+            try:
+                await asyncio.to_thread(set_default_for_chats, reference)
+            except (ConfigurationError, OptionError) as error:
+                self._message = sentences(error.what, error.next_step)
+            else:
+                self._default = reference
+                self._message = (
+                    f"New chats now open with {reference}. Press Ctrl+D again to undo that."
+                    if reference
+                    else "New chats open with the model that was used last."
+                )
+        self._show()
 
     def action_move(self, how: str) -> None:
         """Move the highlight while the text field keeps focus."""

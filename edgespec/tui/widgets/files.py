@@ -31,6 +31,8 @@ __all__ = ["FileChips", "PathList"]
 _PAUSE_SECONDS = 0.15
 # Maximum time in seconds to check whether pasted text is a path. Network drives can be slow.
 _MAX_DROP_SECONDS = 1.0
+# Maximum time in seconds to count the tokens of a pasted text. Keys typed meanwhile wait.
+_MAX_COUNT_SECONDS = 0.5
 # Maximum time in seconds for reading the files of a message before it is sent.
 _MAX_READ_SECONDS = 120.0
 
@@ -145,6 +147,13 @@ class FileChips(Static):
 
     async def _read(self, references: Sequence[str]) -> Sequence[Attachment]:
         return await self._thread.run(partial(self._reader.read, references))
+
+    async def count_tokens(self, text: str) -> int | None:
+        """Return the number of tokens of a pasted text, or None if counting takes too long."""
+        with suppress(TimeoutError):
+            counting = self._thread.run(partial(self._reader.count_tokens, text))
+            return await asyncio.wait_for(counting, _MAX_COUNT_SECONDS)
+        return None
 
     async def attachments(self, references: Sequence[str]) -> Sequence[Attachment]:
         """Read the attachments of a message that is about to be sent.

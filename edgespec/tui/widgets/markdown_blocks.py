@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style as RichStyle
-from textual.content import Content
+from textual.content import Content, Span
 from textual.highlight import highlight
 from textual.strip import Strip
 from textual.style import Style
@@ -82,6 +82,14 @@ class Block:
         self._begins = begins
         self._ranges: tuple[int, list[tuple[int, int]]] = (0, [])
         self._rows: tuple[tuple[int, int, Style] | None, list[Row]] = (None, [])
+
+    def colour(self, spans: Callable[[str], Sequence[Span]]) -> None:
+        """Add colours before the block is drawn.
+
+        Args:
+            spans: Returns the colours of a text. Called once for each text of the block, in their order.
+        """
+        self._content = self._content.add_spans(spans(self._content.plain))
 
     def height(self, width: int) -> int:
         """Return the number of rows at this width. Faster than `rows`, because it ignores the styles."""
@@ -171,12 +179,16 @@ class CodeBlock(Block):
         super().__init__(Content("\n".join(lines)), margins, begins)
         self.code = code
         self._language = language
+        self._colours: Sequence[Span] = ()
+
+    def colour(self, spans: Callable[[str], Sequence[Span]]) -> None:
+        self._colours = spans(self._content.plain)
 
     def _plain(self, width: int) -> str:  # noqa: ARG002
         return self._content.plain
 
     def _styled(self, width: int) -> Content:  # noqa: ARG002
-        return self._highlighted
+        return self._highlighted.add_spans(self._colours) if self._colours else self._highlighted
 
     @cached_property
     def _highlighted(self) -> Content:
@@ -204,6 +216,9 @@ class Table(Block):
         super().__init__(Content(), margins, begins)
         self._cells = rows
         self._drawn: tuple[int, Content] = (0, Content())
+
+    def colour(self, spans: Callable[[str], Sequence[Span]]) -> None:
+        self._cells = [[cell.add_spans(spans(cell.plain)) for cell in row] for row in self._cells]
 
     def _styled(self, width: int) -> Content:
         if self._drawn[0] != width:

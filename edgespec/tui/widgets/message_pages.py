@@ -87,6 +87,7 @@ def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWi
             calls_tools=bool(entry.message.tool_calls),
             origin=origin,
             versions=versions,
+            ended_early=entry.message.ended_early,
         )
     widget.place = place
     return widget

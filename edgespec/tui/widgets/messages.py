@@ -21,6 +21,7 @@ from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
+from edgespec.tui.widgets.origin_colours import GUESSED_STYLE, OWN_STYLE, OriginColours
 from edgespec.tui.widgets.pairs import Pairs
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.thoughts import Thoughts
@@ -32,22 +33,24 @@ __all__ = ["Panel", "ReplyMessage", "SystemMessage", "UserMessage", "Welcome"]
 
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
+_WHOLE_THOUGHTS = "the chat file contains the whole text"
 _COPY_REPLY = "type /copy to copy the last reply, or /copy chat to copy the whole chat"
 _LEGEND = Content.assemble(
-    ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
+    ("■ ", GUESSED_STYLE), "guessed correctly   ", ("■ ", OWN_STYLE), "from the model itself"
 )
 _ENDINGS = {
     "cancelled": "stopped",
     "length": "stopped: the reply reached its maximum length. Type /continue to extend it.",
+    "context_full": "stopped: the context is full",
 }
 
 
-def _origin_content(chunks: Sequence[TextChunk]) -> Content:
-    """Return a reply's text with accepted draft tokens and the target's own tokens in different colours."""
+def _coloured_thoughts(chunks: Sequence[TextChunk]) -> Content:
+    """Return reasoning with accepted draft tokens and the target's own tokens in different colours."""
     shown = limited_chunks(chunks)
-    runs = groupby(shown, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
+    runs = groupby(shown, key=lambda chunk: GUESSED_STYLE if chunk.accepted else OWN_STYLE)
     hidden = sum(len(chunk.text) for chunk in chunks[len(shown) :])
-    note = f"…\n{hidden_note(hidden, _COPY_REPLY)}" if hidden else ""
+    note = f"…\n{hidden_note(hidden, _WHOLE_THOUGHTS)}" if hidden else ""
     return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs), note)
 
 
@@ -117,12 +120,16 @@ class Welcome(Vertical):
 class ReplyMessage(MessageWidget):
     """Widget for a reply: its reasoning, which can be folded, its answer, and how it ended.
 
-    The answer is shown as Markdown, or with tokens coloured by origin (draft or target).
+    The answer is shown as Markdown. Its tokens can be coloured by their origin (draft or target).
 
     Attributes:
         text: The answer.
         reasoning: The reasoning before the answer.
         writing: Whether the reply is being generated.
+
+    Args:
+        versions: Number of the shown version, such as `2/3`. Empty if there are no other versions.
+        ended_early: See `Message.ended_early`.
     """
 
     def __init__(
@@ -136,8 +143,10 @@ class ReplyMessage(MessageWidget):
         origin: bool = False,
         calls_tools: bool = False,
         versions: str = "",
+        ended_early: str = "",
     ) -> None:
         super().__init__(classes="reply")
+        self._ended_early = ended_early
         self._versions = _versions_line(versions)
         self.text = text
         self.reasoning = reasoning
@@ -150,16 +159,12 @@ class ReplyMessage(MessageWidget):
         self._drawn = limited_markdown(text)
         self._markdown = ReplyMarkdown(self._drawn)
 
-    # Create the next three widgets on first use. Most replies need none of them, and creating them would make
+    # Create the next two widgets on first use. Most replies need none of them, and creating them would make
     # scrolling slow.
     @cached_property
     def thoughts(self) -> Thoughts:
         """The widget for the reasoning. It is part of the screen only if there is reasoning."""
         return Thoughts(self._thought_seconds)
-
-    @cached_property
-    def _coloured_text(self) -> Static:
-        return Static(classes="reply-origin")
 
     @cached_property
     def _end(self) -> Static:
@@ -171,7 +176,10 @@ class ReplyMessage(MessageWidget):
         yield self._markdown
 
     def on_mount(self) -> None:
-        self._refresh_views()
+        if self.coloured:
+            self.show_origin(True)
+        else:
+            self._refresh_views()
 
     def render_lines(self, crop: Region) -> list[Strip]:
         """Draw the border of a selected reply. The other widgets draw the rest."""
@@ -212,28 +220,55 @@ class ReplyMessage(MessageWidget):
             self._show_end(Content("calling a tool…"))
         elif self.text or self.reasoning:
             self._show_end(_LEGEND if self.coloured else Content(self._hidden_note()))
-        if self.coloured:
-            self._refresh_views()
+        self._colour_new(chunks)
         await self._mount_thoughts()
         if thoughts or (fragment and fragment == self.text):
             self._refresh_thoughts()
         self._markdown.append(added)
 
-    async def finish(self, text: str, reasoning: str, reply: Reply | None, versions: str = "") -> None:
-        """Mark the reply as finished and show its final text."""
+    async def finish(
+        self, text: str, reasoning: str, reply: Reply | None, versions: str = "", ended_early: str = ""
+    ) -> None:
+        """Mark the reply as finished and show its final text. See `__init__` for the arguments."""
+        self._ended_early = ended_early
         self.reply, self.reasoning, self._versions = reply, reasoning, _versions_line(versions)
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
         self.writing = False
         # Parse the whole text again, because the end of a text can define links for its start.
         self.text, self._drawn = text, limited_markdown(text)
+        self._markdown.colours = self._colours()
         self._markdown.replace(self._drawn)
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
-        """Colour tokens by their origin (draft or target), or show Markdown if `origin` is False."""
+        """Colour tokens by their origin (draft or target), or stop colouring them."""
         self._origin = origin
+        self._markdown.colours = self._colours()
+        self._markdown.replace(self._drawn)
         self._refresh_views()
+
+    def _colours(self) -> OriginColours | None:
+        """Return the colours of the answer, or None if it is not coloured."""
+        if not self.coloured:
+            return None
+        answer = [chunk for chunk in self.chunks if not chunk.reasoning]
+        written = "".join(chunk.text for chunk in answer)
+        # The start of a reply that was continued has no chunks, so it is not coloured.
+        start = self.text.removesuffix(written) if self.text.endswith(written) else ""
+        colours = OriginColours(len(start))
+        for chunk in answer:
+            colours.add(chunk.text, accepted=chunk.accepted)
+        return colours
+
+    def _colour_new(self, chunks: Sequence[TextChunk]) -> None:
+        """Colour new chunks of the answer, before they are drawn."""
+        if (colours := self._markdown.colours) is None:
+            self._markdown.colours = self._colours()
+            return
+        for chunk in chunks:
+            if not chunk.reasoning:
+                colours.add(chunk.text, accepted=chunk.accepted)
 
     async def _mount_thoughts(self) -> None:
         if self.reasoning and not self.thoughts.is_attached:
@@ -246,9 +281,9 @@ class ReplyMessage(MessageWidget):
         # Chunks are missing if the reply was continued or comes from a saved chat.
         complete = "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
-            _origin_content(chunks)
+            _coloured_thoughts(chunks)
             if self.coloured and complete
-            else Content(limited_text(self.reasoning, "the chat file contains the whole text"))
+            else Content(limited_text(self.reasoning, _WHOLE_THOUGHTS))
         )
         if complete:
             length = count(sum(chunk.token_count for chunk in chunks), "token")
@@ -262,14 +297,6 @@ class ReplyMessage(MessageWidget):
     def _refresh_views(self) -> None:
         coloured = self.coloured
         self.set_class(coloured, "-coloured")
-        if coloured:
-            if not self._coloured_text.is_attached:
-                self.mount(self._coloured_text, after=self._markdown)
-            answer = [chunk for chunk in self.chunks if not chunk.reasoning]
-            written = "".join(chunk.text for chunk in answer)
-            # The start of a reply that was continued has no chunks, so it is not coloured.
-            start = self.text.removesuffix(written) if self.text.endswith(written) else ""
-            self._coloured_text.update((Content(limited_text(start)) + _origin_content(answer)).rstrip())
         if not self.writing:
             self._refresh_thoughts()
             self._show_end(self._closing_line(coloured))
@@ -288,24 +315,22 @@ class ReplyMessage(MessageWidget):
         return bool(self.reasoning) and not self.text and not self._calls_tools
 
     def _hidden_note(self) -> str:
-        hidden = 0 if self.coloured else len(self.text) - len(self._drawn)
+        hidden = len(self.text) - len(self._drawn)
         return hidden_note(hidden, _COPY_REPLY) if hidden else ""
 
     def _closing_line(self, coloured: bool) -> Content:
-        reason = self.reply.finish_reason if self.reply is not None else "stop"
-        ending = _ENDINGS.get(reason, "ended without an answer" if self._lacks_answer else "")
-        if self.reply is not None and self.reply.context_full:
-            ending = "stopped: the context is full"
+        ending = _ENDINGS.get(self._ended_early, "ended without an answer" if self._lacks_answer else "")
         if not coloured:
             return Content("\n".join(filter(None, (self._hidden_note(), ending, self._versions))))
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
-            ("■ ", "$success"),
+            ("■ ", GUESSED_STYLE),
             f"{count(drafted)} guessed correctly{self._guessers()}   ",
-            ("■ ", "$warning"),
+            ("■ ", OWN_STYLE),
             f"{count(own)} from the model itself",
             f"   {ending}" if ending else "",
+            f"\n{note}" if (note := self._hidden_note()) else "",
             f"\n{self._versions}" if self._versions else "",
         )
 

@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message as Event
 from textual.strip import Strip
 from textual.widgets import TextArea
+from textual.widgets.text_area import Edit, EditResult
 
 from edgespec.tui.commands.table import completion, typed_path
 from edgespec.tui.files.references import ending_reference, open_reference, reference
@@ -17,8 +18,14 @@ from edgespec.tui.history import History
 from edgespec.tui.quotes import QUOTES, block_text, ends_block
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
+from edgespec.tui.widgets.pasted import PastedTexts
+from edgespec.tui.widgets.waiting import WaitingMessages
 
-__all__ = ["PromptInput"]
+__all__ = ["UNDO_KEYS", "PromptInput"]
+
+UNDO_KEYS = "ctrl+underscore,ctrl+slash"
+"""The keys that undo, as in a shell, because Ctrl+Z suspends the program. Most terminals send the same
+character for both."""
 
 
 class PromptInput(TextArea):
@@ -30,6 +37,7 @@ class PromptInput(TextArea):
         Binding("shift+up,shift+tab", "screen.select_message(-1)", show=False),
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
+        Binding(UNDO_KEYS, "undo", show=False),
     ]
 
     @dataclass
@@ -43,6 +51,7 @@ class PromptInput(TextArea):
         sent: History,
         paths: PathList,
         chips: FileChips,
+        waiting: WaitingMessages,
         *,
         id: str,  # noqa: A002 - textual's own name
     ) -> None:
@@ -50,6 +59,25 @@ class PromptInput(TextArea):
         self._sent = sent
         self._paths = paths
         self._chips = chips
+        self._waiting = waiting
+        self._pasted = PastedTexts()
+
+    @property
+    def whole_text(self) -> str:
+        """The text of the message, including the pasted texts that are shown as one line."""
+        return self._pasted.whole(self.text)
+
+    def edit(self, edit: Edit) -> EditResult:
+        """Edit the text. The label of a pasted text changes only as a whole."""
+        start, end = edit.top, edit.bottom
+        if label := self._pasted.label_at(self.document.get_line(start[0]), start[1]):
+            # Typing within a label adds text after it. Deleting a part of a label deletes all of it.
+            start = start[0], label[1] if start == end else label[0]
+        if label := self._pasted.label_at(self.document.get_line(end[0]), end[1]):
+            end = end[0], label[1]
+        if (start, end) != (edit.top, edit.bottom):
+            edit = Edit(edit.text, start, end, edit.maintain_selection_offset)
+        return super().edit(edit)
 
     def render_line(self, y: int) -> Strip:
         if self.content_size.width < 1:
@@ -58,8 +86,8 @@ class PromptInput(TextArea):
         return super().render_line(y)
 
     def replace_text(self, text: str) -> None:
-        """Replace the text and move the cursor to its end."""
-        self.text = text
+        """Replace the text and move the cursor to its end. Texts that were pasted before are folded again."""
+        self.text = self._pasted.folded(text)
         self.move_cursor(self.document.end)
 
     def update_suggestion(self) -> None:
@@ -70,7 +98,7 @@ class PromptInput(TextArea):
         found = self._open_path if self.selection.is_empty else None
         typed = found[0] if found else None
         self._paths.follow(typed)
-        self._chips.follow(self.text, typed)
+        self._chips.follow(self.whole_text, typed)
 
     @property
     def _line_before_cursor(self) -> str:
@@ -119,7 +147,7 @@ class PromptInput(TextArea):
             # Clear the input before sending, so that keys pressed meanwhile start a new message.
             text = block_text(self.text.rstrip().split("\n")) if self.text.startswith(QUOTES) else self.text
             self.clear()
-            self.post_message(self.Sent(text))
+            self.post_message(self.Sent(self._pasted.whole(text)))
         elif event.key == "tab" and self.text.startswith("/"):
             # Without a suggestion, keep the focus, which Tab would otherwise move while a command is typed.
             if self.suggestion:
@@ -154,14 +182,24 @@ class PromptInput(TextArea):
             self.insert(space + "".join(f"{reference(path)} " for path in paths))
             event.stop()
             event.prevent_default()
+        elif self._pasted.is_long(event.text):
+            event.stop()
+            event.prevent_default()
+            label = self._pasted.fold(event.text, await self._chips.count_tokens(event.text))
+            self.replace(label, *self.selection, maintain_selection_offset=False)
 
     def action_new_line(self) -> None:
         self.insert("\n")
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Move the cursor up. If it is on the first line, replace the text with the previous message."""
+        """Move the cursor up. On the first line, replace the text with the previous message.
+
+        If the input is empty and messages wait for the end of the reply, take back the newest of them.
+        """
         if select or not self.navigator.is_first_wrapped_line(self.cursor_location):
             super().action_cursor_up(select)
+        elif self._waiting.texts and not self.text:
+            self.replace_text(self._waiting.take(-1))
         elif (older := self._sent.older(self.text)) is not None:
             self.replace_text(older)
 

@@ -19,6 +19,7 @@ from textual.widget import Widget
 
 from edgespec.tui.widgets.markdown_blocks import Block, CodeBlock, Row, gap_row
 from edgespec.tui.widgets.markdown_reader import read_markdown
+from edgespec.tui.widgets.origin_colours import OriginColours
 
 __all__ = ["ReplyMarkdown"]
 
@@ -27,6 +28,10 @@ _COPY_MARK = " copy "
 
 class ReplyMarkdown(Widget):
     """Markdown whose code blocks can be copied with the mouse. It draws only the rows that are visible.
+
+    Attributes:
+        colours: The colours of the words by their origin, or None. They apply to text that is added later,
+            so call `replace` after changing them.
 
     Args:
         text: The Markdown text.
@@ -53,8 +58,11 @@ class ReplyMarkdown(Widget):
 
     def __init__(self, text: str = "") -> None:
         super().__init__(classes="reply-markdown")
+        self.colours: OriginColours | None = None
         self._finished: list[Block] = []
         self._last_text = ""
+        # Index of the first character of `_last_text` in the whole text.
+        self._last_first = 0
         self._blocks: list[Block] = []
         # A width and the result of `_bottoms_at` for this width, cached until the text changes.
         self._bottoms: tuple[int, list[int]] = (0, [])
@@ -64,7 +72,7 @@ class ReplyMarkdown(Widget):
 
     def replace(self, text: str) -> None:
         """Show another text."""
-        self._finished, self._last_text = [], ""
+        self._finished, self._last_text, self._last_first = [], "", 0
         self.append(text)
 
     def append(self, text: str) -> None:
@@ -93,7 +101,11 @@ class ReplyMarkdown(Widget):
         return top + next((row for row, (old, now) in enumerate(rows) if old != now), len(drawn))
 
     def _read(self, text: str) -> None:
-        markdown = read_markdown(self._last_text + text)
+        text = self._last_text + text
+        markdown = read_markdown(text)
+        if self.colours is not None:
+            self.colours.colour((*markdown.finished, *markdown.last), text, self._last_first)
+        self._last_first += len(text) - len(markdown.last_text)
         self._finished += markdown.finished
         self._blocks = [*self._finished, *markdown.last]
         self._last_text = markdown.last_text

@@ -21,6 +21,7 @@ from edgespec.chat.search import FoundChat, search
 from edgespec.chat.store import StoredChat
 from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import FORK_SUFFIX
+from edgespec.tui.widgets.prompt import UNDO_KEYS
 
 __all__ = ["Sidebar", "chat_list_hint"]
 
@@ -52,7 +53,7 @@ class Sidebar(ScrollView, can_focus=True):
         Binding("ctrl+r", "screen.rename_chat", "Rename", show=False),
         Binding("ctrl+p", "screen.pin_chat", "Pin", show=False),
         Binding("delete", "screen.delete_chat", "Delete", show=False),
-        Binding("ctrl+z", "screen.restore_chat", "Undo", show=False),
+        Binding(UNDO_KEYS, "screen.restore_chat", "Undo", show=False),
     ]
 
     highlighted = reactive(0)

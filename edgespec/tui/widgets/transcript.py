@@ -31,6 +31,8 @@ __all__ = ["Transcript"]
 
 # Height in rows of the line that tells how many older messages there are. The user scrolls past this line.
 _MORE_ROWS = 2
+# Maximum number of notes and panels. Older ones leave the transcript, and all leave with the next message.
+_MAX_NOTES = 5
 # Number of messages to add when the selection moves past the messages on screen.
 _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
@@ -52,7 +54,12 @@ class _Column(Vertical):
 
 
 class Transcript(VerticalScroll):
-    """Scrolling list of messages, notes and panels, with the newest at the bottom."""
+    """Scrolling list of messages, notes and panels, with the newest at the bottom.
+
+    Attributes:
+        origin: Whether replies are coloured by the origin of their tokens. False in a chat that was just
+            opened.
+    """
 
     # Draw only the background. Without this, Textual draws borders and padding row by row below the messages.
     BLANK = True
@@ -74,7 +81,7 @@ class Transcript(VerticalScroll):
         self._extending = Lock()
         # A message, and the row of the screen where it stays until the added messages are laid out.
         self._held: tuple[MessageWidget, int] | None = None
-        self._origin = False
+        self.origin = False
         # The width in the last layout, and the text at the top.
         self._width = 0
         self._position = TextPosition()
@@ -92,6 +99,7 @@ class Transcript(VerticalScroll):
 
     async def show_chat(self, chat: OpenChat, *, welcome: Widget) -> None:
         """Replace the shown messages with those of another chat."""
+        self.origin = self.origin and chat is self._chat
         self._chat = chat
         self._dropped = 0
         with self.app.batch_update():
@@ -271,7 +279,10 @@ class Transcript(VerticalScroll):
     async def add(self, widget: Widget) -> None:
         """Append a message, note or panel and scroll to it."""
         await self.show_end()
-        await self._column.mount(widget, before=self._later if isinstance(widget, MessageWidget) else None)
+        is_message = isinstance(widget, MessageWidget)
+        await self._column.mount(widget, before=self._later if is_message else None)
+        if not is_message:
+            await self._column.remove_children([*self.query(".note, Panel")][:-_MAX_NOTES])
         self.anchor()
 
     async def show_panel(self, panel: Panel) -> None:
@@ -291,7 +302,7 @@ class Transcript(VerticalScroll):
             reply = last
             self.anchor()
         else:
-            reply = ReplyMessage(origin=self._origin)
+            reply = ReplyMessage(origin=self.origin)
             await self.add(reply)
         reply.begin()
         return reply
@@ -333,8 +344,8 @@ class Transcript(VerticalScroll):
             message.place = place
 
     def set_origin(self, origin: bool) -> None:
-        """Show replies with tokens coloured by origin, or as Markdown if `origin` is False."""
-        self._origin = origin
+        """Colour the tokens of all replies by their origin, or stop colouring them."""
+        self.origin = origin
         for reply in self.query(ReplyMessage):
             reply.show_origin(origin)
 
@@ -380,7 +391,7 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        return message_widgets(self._chat.tree, start, end, origin=self._origin)
+        return message_widgets(self._chat.tree, start, end, origin=self.origin)
 
     def _refresh_more(self) -> None:
         earlier, later = self._first, len(self._chat.tree.path) - self._end
