@@ -85,8 +85,9 @@ def command(
     opens the last chat, and /continue finishes a reply that was interrupted.
 
     MODEL is short for --target MODEL. Without it, --resume opens the chat's own models, and a new chat opens
-    the models that you used last. The first chat is with SmolLM2, a small model that `scripts/setup`
-    installs, or with the tiny demo model if it is missing.
+    the default that you chose in the list of models (F9), or else the models that you used last. The first
+    chat is with SmolLM2, a small model that `scripts/setup` installs, or with the tiny demo model if it is
+    missing.
     """
     are_remembered = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:

@@ -275,9 +275,11 @@ class ChatView(Screen[None]):
         elif prompt.is_in_block:
             hint = f"{QUOTES} and Enter send" if narrow else f"A line with only {QUOTES} sends the message"
         elif self.writing:
-            is_back = self.waiting.texts and not prompt.text
-            back = "Up takes your message back" if is_back else "Enter sends it next"
-            hint = "Esc stops the reply" if narrow else f"Esc stops the reply · {back}"
+            hint = "Esc stops the reply"
+            if not narrow and prompt.text:
+                hint += " · Enter sends this next"
+            elif not narrow and self.waiting.texts:
+                hint += " · Up takes your message back"
         else:
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
         if (title, hint) != self._hints:

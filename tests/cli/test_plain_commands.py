@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec.chat.saved_chat import ModelReferences
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError
 from edgespec.store.download import Progress
+from edgespec.store.recommended_sampling import RecommendedSetting
 from edgespec.tools.server_config import servers_path
 from edgespec.tui import plain_commands, screen_commands
 from edgespec.tui.commands import table
@@ -23,6 +28,7 @@ from edgespec.tui.commands.results import Change, Command, Context, Result, Tabl
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.plain_run import run_plain_chat
 from edgespec.tui.worker import Load
+from tests.backends.tiny_models import write_llama
 from tests.cases import first
 from tests.cli.conftest import ROOT
 from tests.tui.driving import driving
@@ -242,6 +248,31 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert "that you can download fit in memory. `edgespec models list` shows them." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
+
+
+def test_a_model_opened_by_path_is_listed(chat: Chat, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "own.gguf")
+    chat.runtime.target = replace(chat.runtime.target, path=str(path))
+    out, _ = chat.typed(["/model"])
+    assert f"{path}: in use, " in out
+
+
+def test_the_mark_of_a_stopped_reply_survives_a_restart(chat: Chat, tmp_path: Path) -> None:
+    reply = Message("assistant", "Half of", ended_early="cancelled")
+    now = datetime.now(UTC)
+    tree = MessageTree.linear([Message("user", "Question"), reply])
+    ChatStore(tmp_path / "chats").save(SavedChat("stopped", tree, now, now))
+    out, err = chat.typed(["/continue"], " the answer.", resume="last")
+    assert "This reply was stopped. Type /continue to finish it." in err
+    assert out == "Half of\n the answer.\n"
+    (found,) = saved(tmp_path)
+    assert "ended_early" not in found["messages"][-1]
+
+
+def test_show_names_the_source_of_recommended_settings(chat: Chat) -> None:
+    chat.runtime.recommended_sampling["top_k"] = RecommendedSetting(20, "the model's files")
+    out, _ = chat.typed(["/show", "/set top_k"])
+    assert out.count("top_k: 20 (default, from the model's files)") == 2
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:

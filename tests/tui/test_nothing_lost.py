@@ -320,17 +320,19 @@ class TestInput:
             await d.say("/set temperature hot")
             assert d.chat.prompt.text == "/set temperature hot"
 
-    async def test_message_during_a_reply_comes_back_or_is_in_the_history(self, tmp_path: Path) -> None:
+    async def test_a_message_during_a_reply_waits_and_is_in_the_history(self, tmp_path: Path) -> None:
         async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
             await d.send("go on")
             await d.said("word word")
             await d.send("too early")
+            await d.press("up")
             assert d.chat.prompt.text == "too early"
             d.chat.prompt.clear()
             await self.type_and_enter(d, "again")
             d.chat.prompt.post_message(_key("y"))
             await d.pilot.pause(0.1)
             assert d.chat.prompt.text == "y"
+            assert d.chat.waiting.texts == ["again"]
             await d.press("up")
             assert d.chat.prompt.text == "again"
 

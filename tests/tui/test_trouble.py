@@ -180,21 +180,6 @@ async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: 
         assert d.chat.prompt.text == "never mind"
 
 
-async def test_what_is_typed_during_a_reply_waits(tmp_path: Path) -> None:
-    runtime = ScriptedRuntime(scripts=[SLOW])
-    async with driving(loading(runtime), tmp_path) as d:
-        await d.send("go on")
-        await d.said("word word")
-        await d.send("and then?")
-        assert d.chat.prompt.text == "and then?"
-        assert len(runtime.asked) == 1
-        await d.press("escape")
-        await d.settled()
-        await d.press("enter")
-        await d.settled()
-        assert len(runtime.asked) == 2
-
-
 async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[SLOW])
     async with driving(loading(runtime), tmp_path) as d:
