@@ -147,7 +147,7 @@ def show_chat(chat: str, as_json: bool) -> None:
     examples=(
         "edgespec chats export last",
         "edgespec chats export last chat.html",
-        "edgespec chats export last - | less",
+        "edgespec chats export last -",
     ),
 )
 @click.argument("chat")

@@ -38,6 +38,8 @@ _MIN_SEARCHED_CHARACTERS = 2
 _TICK_SECONDS = 0.5
 # A row is planned after it has been highlighted for this time, so that moving through the list stays quick.
 _PLAN_DELAY_SECONDS = 0.3
+# Minimum width of a terminal in which the frame names more than two keys.
+_WIDE_COLUMNS = 64
 # Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
 
@@ -94,7 +96,6 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -large", id="models-dialog") as dialog:
             dialog.border_title = "Models"
-            dialog.border_subtitle = "Enter chooses · Ctrl+D default · F1 help · Esc closes"
             yield self._filter
             yield self._list
             yield self._details
@@ -108,7 +109,9 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def on_unmount(self) -> None:
         self._left.set()
 
-    def on_resize(self, _event: events.Resize) -> None:
+    def on_resize(self, event: events.Resize) -> None:
+        wide = " · Ctrl+D default · F1 help" if event.size.width >= _WIDE_COLUMNS else ""
+        self.query_one(".dialog").border_subtitle = f"Enter chooses{wide} · Esc closes"
         self.call_after_refresh(self._show)
 
     @work(exclusive=True, group="list")
