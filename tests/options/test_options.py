@@ -36,13 +36,12 @@ from tests.raising import raises
 ALL = {**MODEL_OPTIONS, **LOAD_OPTIONS, **REPLY_OPTIONS, **SETTINGS}
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_declaration_is_complete(name: str) -> None:
-    option = ALL[name]
-    assert option.help.endswith(".")
-    assert not option.default_text.endswith(".")
-    if option.default is not None:
-        assert option.check(name, option.default) == option.default
+def test_declarations_are_complete() -> None:
+    for name, option in ALL.items():
+        assert option.help.endswith("."), name
+        assert not option.default_text.endswith("."), name
+        if option.default is not None:
+            assert option.check(name, option.default) == option.default, name
 
 
 def test_every_argument_is_declared() -> None:

@@ -6,6 +6,7 @@ Each table has one row for each difference. The rules are in `edgespec/server/le
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,18 @@ import pytest
 from pydantic import TypeAdapter
 
 from edgespec.errors import OptionError
+from edgespec.server.anthropic.fields import AnthropicMessageRequest
 from edgespec.server.errors import ApiError
+from edgespec.server.fields import reply_options
 from edgespec.server.http_server import HttpServer
 from edgespec.server.leniency.body import parse_body
 from edgespec.server.leniency.origins import is_origin, origins_regex
 from edgespec.server.leniency.paths import canonical_path
+from edgespec.server.ollama.chat import OllamaChatRequest
+from edgespec.server.ollama.generate import OllamaGenerateRequest
+from edgespec.server.openai.chat import ChatRequest
+from edgespec.server.openai.completions import CompletionRequest
+from edgespec.server.openai.responses import ResponsesRequest
 from edgespec.server.settings import ServerSettings
 from tests.server.conftest import MESSAGES, QUESTION, running
 
@@ -34,6 +42,14 @@ PROMPTS: dict[str, dict[str, Any]] = {
     GENERATE: {"prompt": "x", "stream": False, "options": {"num_predict": 4}},
 }
 ALL = tuple(PROMPTS)
+REQUESTS: dict[str, Any] = {
+    CHAT: ChatRequest,
+    COMPLETIONS: CompletionRequest,
+    RESPONSES: ResponsesRequest,
+    ANTHROPIC: AnthropicMessageRequest,
+    OLLAMA: OllamaChatRequest,
+    GENERATE: OllamaGenerateRequest,
+}
 PART = {"type": "text", "text": "x"}
 
 
@@ -53,46 +69,51 @@ def ignored(reply: httpx.Response) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ALL)
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
+def test_values_of_reply_options(path: str) -> None:
+    for given, meant in (
         ({"top_k": -1}, {"top_k": 0}),
         ({"top_k": 40.0}, {"top_k": 40}),
         ({"top_k": -1.0}, {"top_k": 0}),
         ({"seed": 7.0}, {"seed": 7}),
         ({"seed": -1}, {}),
         ({"penalty_window": 64.0}, {"penalty_window": 64}),
-        ({"logit_bias": []}, {}),
-        ({"logit_bias": [[5, -100], [7, False]]}, {"logit_bias": {"5": -100, "7": -100}}),
+        ({"logit_bias": []}, {"logit_bias": {}}),
+        ({"logit_bias": [[5, -100], [7, False]]}, {"logit_bias": {5: -100, 7: -math.inf}}),
         ({"stop": ""}, {}),
-        ({"stop": {}}, {}),
-        ({"stop": ["", "e"]}, {"stop": "e"}),
-        ({"stop_sequences": ["e"]}, {"stop": "e"}),
-        ({"stop_strings": ["e"]}, {"stop": "e"}),
-        ({"stopping_strings": ["e"]}, {"stop": "e"}),
-        ({"stopSequences": ["e"]}, {"stop": "e"}),
-        ({"min_tokens": -1}, {}),
+        ({"stop": {}}, {"stop": ()}),
+        ({"stop": ["", "e"]}, {"stop": ("e",)}),
+        ({"stop_strings": ["e"]}, {"stop": ("e",)}),
+        ({"stopping_strings": ["e"]}, {"stop": ("e",)}),
+        ({"stopSequences": ["e"]}, {"stop": ("e",)}),
+        ({"min_tokens": -1}, {"min_tokens": 0}),
         ({"random_seed": 7}, {"seed": 7}),
         ({"seed": "7"}, {"seed": 7}),
-        ({"seed": "-1"}, {"seed": -1}),
+        ({"seed": "-1"}, {}),
         (
             {"temperature": "0.5", "top_p": " 0.9", "top_k": "40.0"},
             {"temperature": 0.5, "top_p": 0.9, "top_k": 40},
         ),
         ({"min_p": ""}, {}),
         ({"ignore_eos": "false"}, {}),
-        ({"logit_bias": {"5": "-100", "7": "-1e2"}}, {"logit_bias": {"5": -100, "7": -100}}),
-        ({"stop": [None, "e"]}, {"stop": "e"}),
-    ],
-    ids=str,
-)
-def test_values_of_reply_options(
-    http: httpx.Client, path: str, given: dict[str, Any], meant: dict[str, Any]
-) -> None:
-    fixed: dict[str, Any] = {"temperature": 0.0} if given.get("seed") in (-1, "-1") else {"temperature": 1.0}
-    if "seed" not in (meant | given):
-        fixed["seed"] = 3
-    replies = [post(http, path, fixed | more).json() for more in (given, meant)]
+        ({"logit_bias": {"5": "-100", "7": "-1e2"}}, {"logit_bias": {5: -100, 7: -100}}),
+        ({"stop": [None, "e"]}, {"stop": ("e",)}),
+    ):
+        data = json.dumps(PROMPTS[path] | given)
+        read = reply_options(REQUESTS[path].model_validate_json(data))
+        read.pop("max_tokens", None)
+        assert read == meant, given
+        assert {name: type(read[name]) for name in read} == {name: type(meant[name]) for name in meant}, given
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_values_reach_the_reply(http: httpx.Client, path: str) -> None:
+    given = {"temperature": "1", "random_seed": 7.0, "top_k": "40", "stop_sequences": ["", "e"]}
+    meant = {"temperature": 1.0, "seed": 7, "top_k": 40, "stop": "e"}
+    biases: Any = [[105, -100], [111, False]], {"105": -100, "111": -100}
+    replies = [
+        post(http, path, more | {"logit_bias": bias}).json()
+        for more, bias in zip((given, meant), biases, strict=True)
+    ]
     texts = [re.findall(r'"(?:content|text|response)": "(.*?)"', json.dumps(each)) for each in replies]
     assert texts[0] == texts[1]
     assert texts[0], replies
