@@ -12,7 +12,7 @@ import pytest
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.slot_model import load_slots
-from edgespec.backends.llamacpp.weight_stream import can_stream
+from edgespec.backends.llamacpp.weight_stream import LAYERS_IN_MEMORY, can_stream
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.model.base import LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -43,9 +43,10 @@ def _llama_demo(folder: Path, demo: Path) -> LanguageModel:
 
 
 def _llama_streamed(folder: Path, demo: Path) -> LanguageModel:
-    """Return a model that reads most of its layers from disk in every pass."""
+    """Return a model that reads more layers from disk in every pass than are in memory at a time."""
+    path = write_llama(folder / "model.gguf", layers=LAYERS_IN_MEMORY + 3)
     options = LoadOptions(context_tokens=CONTEXT, max_branches=8, streamed_layers=100)
-    return llamacpp.load(str(demo), "demo", options)
+    return llamacpp.load(str(path), "streamed", options)
 
 
 def _replayed_table(folder: Path, demo: Path) -> LanguageModel:

@@ -18,6 +18,7 @@ ROUNDING = {
     # Keys that are rounded to bf16 make small differences larger.
     "tiny": 2e-3,
     "three layers": 2e-2,
+    "streamed": 2e-2,
     "window in halves": 5e-2,
     "window": 5e-2,
     "mamba": 1e-4,

@@ -68,7 +68,7 @@ def model(own_model: LanguageModel) -> LanguageModel:
 
 class TestPrefillAndSteps(test_contract.TestPrefillAndSteps):
     @pytest.fixture
-    def stepped(self, model: LanguageModel) -> list[Rows]:
+    def stepped(self, model: LanguageModel) -> dict[int, Rows]:
         return test_contract.rows_of_steps(model)
 
 

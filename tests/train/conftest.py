@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from edgespec.chat.message import Message
+from edgespec.errors import CancelledError
 from edgespec.train import (
     TrainingPrompt,
     TrainingResult,
@@ -91,9 +93,18 @@ def train(target: TrainingTarget) -> Train:
 
 
 @pytest.fixture(scope="session")
-def finished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
-    """A training without interruption."""
-    return train(tmp_path_factory.mktemp("finished") / "head")
+def unmeasured(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that was interrupted before its head was measured. Tests change copies."""
+    folder = tmp_path_factory.mktemp("unmeasured")
+    with pytest.raises(CancelledError):
+        train(folder, Stops(0, "measuring"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(train: Train, unmeasured: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """A training without interruption. Only its head was measured later."""
+    return train(Path(shutil.copytree(unmeasured, tmp_path_factory.mktemp("finished") / "head")))
 
 
 def arrays_of(folder: Path, file: str = "model.safetensors") -> dict[str, Any]:

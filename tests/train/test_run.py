@@ -36,6 +36,12 @@ def unfinished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def trained_beside(finished: TrainingResult, unmeasured: Path, folder: Path) -> None:
+    """Copy a finished head, and next to it the training of the same head that is to be measured."""
+    shutil.copytree(finished.folder, folder, dirs_exist_ok=True)
+    shutil.copytree(unmeasured / "training", folder / "training")
+
+
 def test_an_interrupted_training_gives_the_same_head_and_shares_no_folder(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
@@ -114,9 +120,9 @@ def test_an_interrupted_evaluation_continues_without_training_or_measuring_again
 
 
 def test_a_head_that_borrows_the_targets_output_matrix_is_compared(
-    finished: TrainingResult, train: Train, tmp_path: Path
+    finished: TrainingResult, train: Train, unmeasured: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    trained_beside(finished, unmeasured, tmp_path)
     arrays = arrays_of(finished.folder)
     own = {name: array for name, array in arrays.items() if name not in ("lm_head.weight", "d2t", "t2d")}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), own)
@@ -165,9 +171,9 @@ def test_the_head_is_measured_in_conversations_that_it_was_not_trained_with(fini
 
 
 def test_a_head_is_only_replaced_by_a_better_one(
-    finished: TrainingResult, train: Train, tmp_path: Path
+    finished: TrainingResult, train: Train, unmeasured: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(finished.folder, tmp_path / "head")
+    trained_beside(finished, unmeasured, tmp_path / "head")
     before = file_state(tmp_path / "head" / "model.safetensors")
     again = train(tmp_path / "head")
     assert not again.kept
@@ -268,15 +274,6 @@ def test_saved_progress_is_checked(train: Train, unfinished: Path, tmp_path: Pat
     file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(changes)))
     with raises(ModelFileError, "progress.json", code="training_damaged"):
         train(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def unmeasured(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that was interrupted before the head was measured. Tests change copies."""
-    folder = tmp_path_factory.mktemp("unmeasured")
-    with pytest.raises(CancelledError):
-        train(folder, Stops(0, "measuring"))
-    return folder
 
 
 @pytest.mark.parametrize("tokens_per_pass", first(["NaN", "-1", "1e30", '"much"', "null"], 2))
