@@ -11,6 +11,7 @@ import pytest
 
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.weight_stream import LAYERS_IN_MEMORY, can_stream
 from edgespec.loading.prepare.layerskip import prepare_layerskip
@@ -42,11 +43,22 @@ def _llama_demo(folder: Path, demo: Path) -> LanguageModel:
     return llamacpp.load(str(demo), "demo", LoadOptions(context_tokens=CONTEXT, max_branches=8))
 
 
-def _llama_streamed(folder: Path, demo: Path) -> LanguageModel:
-    """Return a model that reads more layers from disk in every pass than are in memory at a time."""
-    path = write_llama(folder / "model.gguf", layers=LAYERS_IN_MEMORY + 3)
-    options = LoadOptions(context_tokens=CONTEXT, max_branches=8, streamed_layers=100)
-    return llamacpp.load(str(path), "streamed", options)
+def _llama_streamed() -> Maker:
+    """Return a maker of a model that reads more layers in every pass than are in memory at a time.
+
+    Its quantised kernels are as exact as those of the demo model. Its weights fill whole pages of the file.
+    """
+    prepared: list[Path] = []
+
+    def make(folder: Path, demo: Path) -> LanguageModel:
+        if not prepared:
+            whole = write_llama(folder / "whole.gguf", layers=LAYERS_IN_MEMORY + 3, feed_forward=256)
+            quantise(whole, folder / "model.gguf", "Q8_0")
+            prepared.append(folder / "model.gguf")
+        options = LoadOptions(context_tokens=CONTEXT, max_branches=8, streamed_layers=100)
+        return llamacpp.load(str(prepared[0]), "streamed", options)
+
+    return make
 
 
 def _replayed_table(folder: Path, demo: Path) -> LanguageModel:
@@ -104,7 +116,7 @@ def _mlx_made(kind: str) -> Maker:
 BACKENDS: dict[str, Maker] = {
     "tabular": _tabular,
     "llama.cpp demo": _llama_demo,
-    **({"llama.cpp streamed": _llama_streamed} if can_stream() else {}),
+    **({"llama.cpp streamed": _llama_streamed()} if can_stream() else {}),
     "tabular replay": _replayed_table,
     "llama.cpp tiny": _llama_made("tiny", write_llama),
     "llama.cpp slot": _slot("tiny", write_llama),

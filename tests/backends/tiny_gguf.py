@@ -101,12 +101,12 @@ def attention(random: np.random.Generator, layer: int, heads_kv: int = 1) -> Ten
     }
 
 
-def norms_and_feed_forward(random: np.random.Generator, layer: int) -> Tensors:
+def norms_and_feed_forward(random: np.random.Generator, layer: int, size: int = FEED_FORWARD) -> Tensors:
     """Return both norms and the gated feed-forward block of a layer."""
     return {
         f"blk.{layer}.attn_norm.weight": ones(SIZE),
         f"blk.{layer}.ffn_norm.weight": ones(SIZE),
-        f"blk.{layer}.ffn_gate.weight": random_weights(random, FEED_FORWARD, SIZE),
-        f"blk.{layer}.ffn_up.weight": random_weights(random, FEED_FORWARD, SIZE),
-        f"blk.{layer}.ffn_down.weight": random_weights(random, SIZE, FEED_FORWARD),
+        f"blk.{layer}.ffn_gate.weight": random_weights(random, size, SIZE),
+        f"blk.{layer}.ffn_up.weight": random_weights(random, size, SIZE),
+        f"blk.{layer}.ffn_down.weight": random_weights(random, SIZE, size),
     }

@@ -55,6 +55,7 @@ def write_llama(
     architecture: str = "llama",
     context: int = 512,
     layers: int = 1,
+    feed_forward: int = FEED_FORWARD,
     long_from: int = 0,
     pooling: gguf.PoolingType | None = None,
     twins: bool = False,
@@ -67,7 +68,7 @@ def write_llama(
     differ less than their rounding errors. sampling: recommended settings, such as `temp`.
     """
     random = np.random.default_rng(seed)
-    writer = open_writer(path, architecture, layers=layers, context=context)
+    writer = open_writer(path, architecture, layers=layers, feed_forward=feed_forward, context=context)
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
     vocab = add_vocabulary(writer, words, template)
@@ -76,7 +77,7 @@ def write_llama(
         output = tensors["output.weight"]
         output[5::2] = np.nextafter(output[4:-1:2], np.float32(np.inf))
     for layer in range(layers):
-        tensors |= attention(random, layer, heads_kv=2) | norms_and_feed_forward(random, layer)
+        tensors |= attention(random, layer, heads_kv=2) | norms_and_feed_forward(random, layer, feed_forward)
     for name, value in sampling.items():
         add = writer.add_int32 if isinstance(value, int) else writer.add_float32
         add(f"general.sampling.{name}", value)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ def test_the_weights_of_the_best_evaluation_are_kept(train: Train, tmp_path: Pat
     result = train(parts)
     assert (result.curve, result.best, result.figures) == (whole.curve, whole.best, whole.figures)
     assert same_head(parts, whole)
+    assert not (parts / "training").exists()
 
 
 def test_a_training_stopped_in_an_evaluation_repeats_only_the_evaluation(

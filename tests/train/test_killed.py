@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,8 +64,14 @@ def test_a_training_killed_while_it_saved_its_state(
 
 @pytest.mark.parametrize("moved", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_training_killed_while_it_published_the_head(
-    finished: TrainingResult, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+    finished: TrainingResult,
+    train: Train,
+    unmeasured: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moved: int,
 ) -> None:
+    shutil.copytree(unmeasured, tmp_path, dirs_exist_ok=True)
     replace, left = Path.replace, moved
 
     def killed(path: Path, other: Path) -> Path:
@@ -114,15 +121,27 @@ def test_a_training_killed_while_it_deleted_its_files(
     assert not (tmp_path / "training").exists()
 
 
-@pytest.mark.parametrize("limit_bytes", [100, pytest.param(20_000, marks=pytest.mark.long)])
-def test_files_that_cannot_be_written(
-    finished: TrainingResult, train: Train, tmp_path: Path, limit_bytes: int
-) -> None:
+def no_file_is_written(train: Train, folder: Path, limit_bytes: int) -> None:
     with (
         raises(EdgespecError, "training", code="file_not_written"),
         largest_file(limit_bytes),
     ):
-        train(tmp_path)
-    assert not list((tmp_path / "training").glob("*.tmp"))
+        train(folder)
+    assert not list((folder / "training").glob("*.tmp"))
+
+
+def test_files_that_cannot_be_written(
+    finished: TrainingResult, train: Train, unmeasured: Path, tmp_path: Path
+) -> None:
+    no_file_is_written(train, tmp_path / "new", 100)
+    folder = shutil.copytree(unmeasured, tmp_path / "trained")
+    no_file_is_written(train, folder, 100)
+    train(folder)
+    assert same_head(folder, finished)
+
+
+@pytest.mark.long
+def test_a_state_that_cannot_be_written(finished: TrainingResult, train: Train, tmp_path: Path) -> None:
+    no_file_is_written(train, tmp_path, 20_000)
     train(tmp_path)
     assert same_head(tmp_path, finished)

