@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import jsonschema
 import pytest
@@ -19,6 +18,9 @@ from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, 
 from tests.server.test_constraints import SCHEMA
 from tests.server.test_tools import DRAFTED, QUOTING, check_arguments
 from tests.server.test_tools import TOOLS as OPENAI_TOOLS
+
+if TYPE_CHECKING:  # Tests import it when they run, because that takes three seconds in each test process.
+    import anthropic
 
 _FUNCTION = OPENAI_TOOLS[0]["function"]
 TOOLS: Any = [
@@ -35,6 +37,8 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1; cch={};"
 @pytest.fixture
 def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
     """Anthropic's own client."""
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=60) as client:
         yield client
 
@@ -81,6 +85,8 @@ def test_replies_equal_plain_decoding(
 
 @pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_replies(target: str) -> None:
+    import anthropic
+
     with edgespec.load(target, "none", method="none", context=512) as runtime:
         expected = [
             runtime.reply(MESSAGES, max_tokens=32, temperature=each, seed=7).answer for each in (0.0, 0.8)
@@ -262,6 +268,7 @@ def test_tool_results_reach_the_model(client: anthropic.Anthropic, plain: Runtim
 
 def test_the_clients_tool_runner(client: anthropic.Anthropic) -> None:
     """The runner asks the server to keep the conversation, and sends it again if the server has not."""
+    import anthropic
 
     @anthropic.beta_tool
     def list_files(folder: str) -> str:
@@ -355,6 +362,8 @@ def test_models(client: anthropic.Anthropic) -> None:
 
 
 def test_api_keys() -> None:
+    import anthropic
+
     options: Any = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": QUESTION}]}
     with running(api_key="secret") as server:
         keys: list[dict[str, Any]] = [{"api_key": "secret"}, {"auth_token": "secret"}]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from edgespec.server.http_server import HttpServer
 from tests.server.conftest import MESSAGES, running
 from tests.server.test_anthropic_client import TOOLS, WEB_SEARCH
+
+if TYPE_CHECKING:  # Tests import it when they run, because that takes three seconds in each test process.
+    import anthropic
 
 PNG: Any = {
     "type": "image",
@@ -21,6 +23,8 @@ PNG: Any = {
 @pytest.fixture
 def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
     """Anthropic's own client."""
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=60) as client:
         yield client
 
@@ -46,6 +50,8 @@ def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
 def test_invalid_requests_are_explained(
     client: anthropic.Anthropic, change: dict[str, Any], message: str, stream: bool
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as error:
         client.messages.create(
             model="demo", max_tokens=4, messages=MESSAGES, stream=stream, extra_body=change
@@ -58,6 +64,8 @@ def test_invalid_requests_are_explained(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_long_prompts(client: anthropic.Anthropic, stream: bool) -> None:
+    import anthropic
+
     messages: Any = [{"role": "user", "content": "word " * 1500}]
     with pytest.raises(anthropic.BadRequestError) as error:
         client.messages.create(model="demo", max_tokens=4, messages=messages, stream=stream)
@@ -68,12 +76,16 @@ def test_too_long_prompts(client: anthropic.Anthropic, stream: bool) -> None:
 
 
 def test_a_prompt_without_room_for_the_reply_is_too_long(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     messages: Any = [{"role": "user", "content": "word " * 850}]
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: the prompt has 8"):
         client.messages.create(model="demo", max_tokens=4, messages=messages)
 
 
 def test_other_errors(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="gpt-77", max_tokens=4, messages=MESSAGES)
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -82,6 +94,8 @@ def test_other_errors(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_within_a_stream(endless: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import anthropic
+
     monkeypatch.setattr("edgespec.server.http_server._GRACE_SECONDS", 0.1)
     options: Any = {"model": "demo", "max_tokens": 900, "messages": MESSAGES}
     options["extra_body"] = {"logit_bias": endless["logit_bias"], "method": "none"}

@@ -7,28 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-    unsupported_method,
-)
 
 from edgespec.server.http_server import HttpServer
 from tests.server.conftest import running
-
-CHECKS = [
-    not_a_server_error,
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-    unsupported_method,
-]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +22,19 @@ def described() -> Iterator[HttpServer]:
 
 @pytest.mark.parametrize("examples", [2, pytest.param(30, marks=pytest.mark.long)])
 def test_responses_match_the_description(described: HttpServer, examples: int) -> None:
+    # Imported only where this test runs, because it takes a second in each test process.
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    checked = [
+        not_a_server_error,
+        checks.content_type_conformance,
+        checks.negative_data_rejection,
+        checks.response_schema_conformance,
+        checks.status_code_conformance,
+        checks.unsupported_method,
+    ]
     schema = schemathesis.openapi.from_url(f"{described.url}/openapi.json")
     operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
     assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/models/{model}"}
@@ -58,7 +53,7 @@ def test_responses_match_the_description(described: HttpServer, examples: int) -
                 suppress_health_check=list(HealthCheck),
             )
             def check(case: Any) -> None:
-                case.call_and_validate(checks=CHECKS, timeout=120)
+                case.call_and_validate(checks=checked, timeout=120)
 
             check()
 
