@@ -211,6 +211,25 @@ def models_are_probed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_kernels_are_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run MLX's operations one by one on a CPU, where a C++ compiler takes a second for each fused kernel.
+
+    This does not apply to child processes, nor to the file that tests our own fused kernel.
+    """
+    if find_spec("mlx") is None or request.path.name == "test_logits.py":
+        yield
+        return
+    import mlx.core as mx
+
+    if mx.default_device() != mx.cpu:
+        yield
+        return
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.fixture(scope="session")
 def demo_target() -> Path:
     """Return the path of the demo target."""

@@ -16,7 +16,7 @@ from edgespec.api.loading import always_draft
 from edgespec.chat.tool_calls.calls import collect_calls
 from edgespec.errors import OptionError
 from tests.api.questions import HOWTO
-from tests.cases import first
+from tests.cases import covering, first
 from tests.forced import Begin
 from tests.raising import raises
 
@@ -181,9 +181,12 @@ LISTED = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
 
 
 @pytest.mark.parametrize(
-    "text", [f"{CALL}\n{CALL}", f"{CALL} Here it is.", f"<tool_call>\n{LISTED}\n</tool_call>"]
+    ("method", "text"),
+    covering(
+        ["none", "suffix", "model"],
+        [f"{CALL}\n{CALL}", f"{CALL} Here it is.", f"<tool_call>\n{LISTED}\n</tool_call>"],
+    ),
 )
-@pytest.mark.parametrize("method", ["none", "suffix", "model"])
 def test_a_reply_with_a_single_call_ends_after_it(runtime: Runtime, method: str, text: str) -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     options = {**forced(runtime, f"I will look.\n{text}"), "method": method}

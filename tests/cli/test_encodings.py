@@ -14,7 +14,7 @@ from edgespec.errors import OptionError
 from edgespec.system.stdio import check_utf8, decode_input, is_ascii
 from edgespec.tui.quotes import ends_block
 from tests.backends.tiny_models import write_llama
-from tests.cases import first
+from tests.cases import covering, first
 from tests.cli.conftest import Run, Start, one_line_error
 from tests.raising import raises
 
@@ -36,8 +36,13 @@ def test_a_pipe_gets_utf8_in_every_locale(start: Start, env: dict[str, str], tmp
     assert (process.returncode, out.decode()) == (0, f"{TEXT}\n"), err
 
 
-@pytest.mark.parametrize("name", [b"gr\xf6\xdfe.gguf", b"\xff.gguf", b"a\xe6\x97.gguf"])
-@pytest.mark.parametrize("words", [("generate", "-n", "2", "hi"), ("plan",), ("models", "show")])
+@pytest.mark.parametrize(
+    ("words", "name"),
+    covering(
+        [("generate", "-n", "2", "hi"), ("plan",), ("models", "show")],
+        [b"gr\xf6\xdfe.gguf", b"\xff.gguf", b"a\xe6\x97.gguf"],
+    ),
+)
 def test_a_file_name_need_not_be_utf8(words: tuple[str, ...], name: bytes, run: Run, tmp_path: Path) -> None:
     path = write_llama(tmp_path / os.fsdecode(name))
     options = [str(path)] if words[0] == "models" else ["--target", str(path), "--draft", "none"]

@@ -41,9 +41,12 @@ def running(*, threads: int | None = 1, **settings: Any) -> Iterator[HttpServer]
         assert not thread.is_alive()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server() -> Iterator[HttpServer]:
-    """A server with the demo model, which always drafts, at temperature 0 unless a request changes it."""
+    """A server with the demo model, which always drafts, at temperature 0 unless a request changes it.
+
+    All files share it, as clients of one server do.
+    """
     options = {"method": "model", "context": 1024}
     with running(load_options=options, reply_options={"temperature": 0.0}) as server:
         yield server
@@ -71,7 +74,7 @@ def http(server: HttpServer) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def plain() -> Iterator[Runtime]:
     """The demo model without drafting, for the expected replies."""
     with edgespec.load("demo", "none", method="none", context=1024, threads=1) as runtime:

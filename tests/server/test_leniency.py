@@ -29,6 +29,7 @@ from edgespec.server.openai.chat import ChatRequest
 from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest
 from edgespec.server.settings import ServerSettings
+from tests.cases import covering
 from tests.server.conftest import MESSAGES, QUESTION, running
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -320,9 +321,9 @@ def test_line_separators_do_not_split_events(http: httpx.Client, path: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["max_tokens", "max_output_tokens", "max_completion_tokens", "maxOutputTokens"]
+    ("path", "name"),
+    covering(ALL, ["max_tokens", "max_output_tokens", "max_completion_tokens", "maxOutputTokens"]),
 )
-@pytest.mark.parametrize("path", ALL)
 def test_the_limit_has_many_names(http: httpx.Client, path: str, name: str) -> None:
     prompt = {
         key: PROMPTS[path][key] for key in ("messages", "prompt", "input", "stream") if key in PROMPTS[path]
@@ -617,9 +618,12 @@ def test_a_conversation_can_be_a_system_message(http: httpx.Client, path: str) -
 
 
 @pytest.mark.parametrize(
-    "name", ["dummy", "gpt-4o", "tgi", "http://127.0.0.1:11435/v1/", "https://example.com", "x:latest", "x y"]
+    ("path", "name"),
+    covering(
+        [CHAT, ANTHROPIC, OLLAMA],
+        ["dummy", "gpt-4o", "tgi", "http://127.0.0.1:11435/v1/", "https://example.com", "x:latest", "x y"],
+    ),
 )
-@pytest.mark.parametrize("path", [CHAT, ANTHROPIC, OLLAMA])
 def test_an_unusable_name_means_the_served_model(open_server: HttpServer, path: str, name: str) -> None:
     reply = httpx.post(f"{open_server.url}{path}", json={**PROMPTS[path], "model": name}, timeout=60)
     assert reply.status_code == 200, reply.text
@@ -649,12 +653,12 @@ def test_without_a_chosen_target_an_unknown_name_lists_the_models(http: httpx.Cl
 def test_replies_can_have_a_fixed_length(http: httpx.Client, path: str) -> None:
     limits = {"max_tokens": 40, "max_output_tokens": 40, "options": {"num_predict": 40}}
     limit = {name: value for name, value in limits.items() if name in PROMPTS[path]}
-    for wish in ({"ignore_eos": True}, {"min_tokens": 40}):
-        for method in ("none", "model", "suffix"):
-            reply = post(http, path, limit | wish | {"method": method}).json()
-            usage = reply.get("usage", reply)
-            counts = [usage.get(key) for key in ("completion_tokens", "output_tokens", "eval_count")]
-            assert 40 in counts, reply
+    ignore, least = {"ignore_eos": True}, {"min_tokens": 40}
+    for wish, method in ((ignore, "none"), (least, "model"), (ignore, "suffix")):
+        reply = post(http, path, limit | wish | {"method": method}).json()
+        usage = reply.get("usage", reply)
+        counts = [usage.get(key) for key in ("completion_tokens", "output_tokens", "eval_count")]
+        assert 40 in counts, reply
 
 
 @pytest.mark.parametrize("path", ["/", "/models/demo:generateContent"])

@@ -26,6 +26,8 @@ from tests.raising import raises
 
 # The metadata before the vocabulary, and the names and shapes of the tensors, lie within this many bytes.
 _HEADER_BYTES = 12_000
+# Models with experts, with windows and with a recurrent state. `-m long` also tests the others.
+KINDS = first(("glm4moe", "mimo2", "qwen35", *sorted(SHAPES.keys() - {"glm4moe", "mimo2", "qwen35"})), 3)
 
 
 def test_a_target_loaded_without_its_layers_does_not_draft_with_them(glm: Files) -> None:
@@ -53,6 +55,7 @@ def without(path: Path, model: Path, *names: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("files", KINDS, indirect=True)
 def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, files: Files) -> None:
     """Many converters remove the layers, but leave their number in the metadata."""
     layer = tuple(name for name in tensor_names(files.target) if name.startswith("blk.2."))
@@ -217,6 +220,7 @@ def test_another_kind_of_layers_is_one_clear_error(glm: Files, tmp_path: Path) -
         edgespec.load(str(glm.target), "none", head=str(tmp_path / "head.gguf"), context=256)
 
 
+@pytest.mark.parametrize("files", KINDS, indirect=True)
 def test_the_plan_counts_the_layers_once(files: Files) -> None:
     def planned(method: str, **options: Any) -> dict[str, int]:
         plan = edgespec.plan(str(files.target), "none", method=method, context=256, **options).plan
