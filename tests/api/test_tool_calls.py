@@ -49,6 +49,10 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
+# What is made of the text of a reply is the same on every backend.
+ON_ONE_BACKEND = pytest.mark.parametrize("runtime", first(["demo", "demo-mlx-draft"]), indirect=True)
+
+
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_required_calls_are_valid_and_the_same_with_every_method(
     runtime: Runtime, temperature: float
@@ -97,6 +101,7 @@ def test_calls_or_answers_are_the_same_with_every_method(runtime: Runtime, start
         assert reply(method, draft_length).tokens == plain.tokens
 
 
+@ON_ONE_BACKEND
 def test_a_started_answer_continues_with_tools(runtime: Runtime) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "schema": ANSWER_SCHEMA, "seed": 1, "max_tokens": 60}
     begun = '{"command": "ls'
@@ -154,6 +159,7 @@ def test_a_conversation_with_results(runtime: Runtime) -> None:
     assert again.tokens == second.tokens
 
 
+@ON_ONE_BACKEND
 def test_ids_differ_between_replies(runtime: Runtime) -> None:
     replies = [runtime.reply(MESSAGES, tools=TOOLS, tool_choice="required", seed=1) for _ in range(2)]
     ids = [reply.tool_calls[0].id for reply in replies]
@@ -171,6 +177,7 @@ def forced(runtime: Runtime, text: str) -> dict[str, Any]:
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 
 
+@ON_ONE_BACKEND
 def test_text_around_calls_is_the_answer(runtime: Runtime) -> None:
     reply = runtime.reply(MESSAGES, tools=TOOLS, **forced(runtime, f"I will look.\n{CALL}\n{CALL}"))
     assert reply.answer.strip() == "I will look."
@@ -180,6 +187,7 @@ def test_text_around_calls_is_the_answer(runtime: Runtime) -> None:
 LISTED = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
 
 
+@ON_ONE_BACKEND
 @pytest.mark.parametrize(
     ("method", "text"),
     covering(
@@ -202,6 +210,7 @@ def test_a_reply_with_a_single_call_ends_after_it(runtime: Runtime, method: str,
         assert stream.reply.stop_string == ""
 
 
+@ON_ONE_BACKEND
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": ()}])
 def test_without_tools_there_are_no_calls(runtime: Runtime, options: dict[str, Any]) -> None:
     reply = runtime.reply(MESSAGES, **options, **forced(runtime, CALL))
@@ -210,6 +219,7 @@ def test_without_tools_there_are_no_calls(runtime: Runtime, options: dict[str, A
     assert CALL in reply.text
 
 
+@ON_ONE_BACKEND
 def test_calls_within_the_reasoning_are_no_calls(runtime: Runtime) -> None:
     text = f"<think>\n{CALL}\n</think>\n\nDone. {CALL}"
     reply = runtime.reply(MESSAGES, tools=TOOLS, **forced(runtime, text))
@@ -218,6 +228,7 @@ def test_calls_within_the_reasoning_are_no_calls(runtime: Runtime) -> None:
     assert reply.answer.strip() == "Done."
 
 
+@ON_ONE_BACKEND
 def test_a_stop_string_does_not_cut_a_call(runtime: Runtime) -> None:
     options = forced(runtime, CALL)
     reply = runtime.reply(MESSAGES, tools=TOOLS, stop="UTC", **options)
@@ -238,6 +249,7 @@ def test_strict_tools_constrain_calls_but_not_text(runtime: Runtime) -> None:
         jsonschema.validate(json.loads(reply.tool_calls[0].arguments), PARAMETERS)
 
 
+@ON_ONE_BACKEND
 def test_a_queue_takes_tools(runtime: Runtime) -> None:
     with RequestQueue(runtime) as queue:
         reply = queue.stream_messages(MESSAGES, tools=TOOLS, tool_choice=NAMED).wait()
@@ -246,6 +258,7 @@ def test_a_queue_takes_tools(runtime: Runtime) -> None:
             queue.stream_messages(MESSAGES, tools=[NOW], tool_choice=NAMED)
 
 
+@ON_ONE_BACKEND
 def test_tools_count_as_prompt_tokens(runtime: Runtime) -> None:
     without, counted = runtime.count_tokens(MESSAGES), runtime.count_tokens(MESSAGES, tools=TOOLS)
     assert counted > without + 50
@@ -253,6 +266,7 @@ def test_tools_count_as_prompt_tokens(runtime: Runtime) -> None:
     assert runtime.count_tokens(MESSAGES, tools=TOOLS, tool_choice="none") == without
 
 
+@ON_ONE_BACKEND
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -278,6 +292,7 @@ def test_invalid_tools_are_refused(
         runtime.stream_messages(MESSAGES, **options)
 
 
+@ON_ONE_BACKEND
 @pytest.mark.parametrize(
     ("last", "message"),
     [
@@ -293,6 +308,7 @@ def test_invalid_messages_are_refused(runtime: Runtime, last: dict[str, Any], me
         runtime.reply([*MESSAGES, last], tools=TOOLS)
 
 
+@ON_ONE_BACKEND
 def test_reasoning_content_is_accepted(runtime: Runtime) -> None:
     reply = [{"role": "assistant", "content": "Hi", key: "hm"} for key in ("reasoning", "reasoning_content")]
     counts = {runtime.count_tokens([MESSAGES[1], each, MESSAGES[1]]) for each in reply}
@@ -303,6 +319,7 @@ def test_calls_are_public() -> None:
     assert ToolCall("a", "b", "{}").to_json()["function"] == {"name": "b", "arguments": "{}"}
 
 
+@ON_ONE_BACKEND
 def test_parts_of_calls_and_text_stream_in_order(runtime: Runtime) -> None:
     text = (
         'I look.\n<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\nThen I sort them.'
