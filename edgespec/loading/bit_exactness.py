@@ -109,7 +109,7 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
     all other passes are padded.
 
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
-    short and a long context. It runs about 80 single-token passes and as many wider ones. The result is valid
+    short and a long context. It runs about 60 single-token passes and up to 90 wider ones. The result is valid
     only for this model with these options, on this machine and build. The cache is empty afterwards.
 
     Args:
