@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.api.runtime import Runtime
-from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.drafter_set import ANY_REPLY, DrafterSet, ReplyKind
 from edgespec.decode.reply import MethodReport
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
@@ -92,14 +92,12 @@ class Chosen(DrafterSet):
         super().__init__(target)
         self._drafter = drafter
 
-    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
         if method == "none":
             return MethodReport(method, "none", "asked for")
         return MethodReport(method, self._drafter.name, "the only one")
 
-    def choose(
-        self, method: str, *, constrained: bool = False, limited: bool = False
-    ) -> tuple[Drafter | None, MethodReport]:
+    def choose(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[Drafter | None, MethodReport]:
         return None if method == "none" else self._drafter, self.report(method)
 
     def check(self, method: str, *, limited: bool = False) -> None:

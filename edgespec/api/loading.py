@@ -25,6 +25,7 @@ from edgespec.loading.pairing import (
     loading_draft,
     try_pair,
     with_own_adapters,
+    with_projector,
     with_working_draft,
 )
 from edgespec.loading.planning import LoadPlan, budget_for, check_fits, plan_pair
@@ -106,6 +107,7 @@ def _load_pair(pair: ModelPair, request: LoadRequest, progress: Progress | None)
     with ExitStack() as undo:
         connected = connect_workers(request.machines, pair, request.options, undo, progress)
         load_options = with_own_adapters(connected, pair.target)
+        load_options = with_projector(load_options, pair.target, request.projector)
         trial_notice = ""
         if not request.trust:
             # A target on workers may exceed this machine's memory, so try only its metadata.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, Unpack
 
+from edgespec.attachments.images import ImageSource, as_image
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, check_context_full
 from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
@@ -14,6 +15,7 @@ from edgespec.decode.reply import Reply
 from edgespec.decode.request import ReplySettings, StreamArguments
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.model.base import Progress
+from edgespec.model.image import Image
 
 __all__ = ["MessagesPrompt", "Prompt", "Replies", "ReplyRequest", "TextPrompt", "TokensPrompt"]
 
@@ -25,6 +27,7 @@ class TextPrompt:
     text: str
     system: str | None
     raw: bool
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,16 @@ class Replies(ABC, Generic[_StreamT]):
         """Start the reply to a request, or queue it. Raises the errors of `stream`."""
 
     def generate(
-        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[StreamArguments]
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        images: Sequence[ImageSource] = (),
+        **options: Unpack[StreamArguments],
     ) -> Reply:
         """Generate the reply to one prompt. See `stream` for the arguments and errors."""
-        return self.stream(prompt, system=system, raw=raw, **options).wait()
+        return self.stream(prompt, system=system, raw=raw, images=images, **options).wait()
 
     def stream(
         self,
@@ -99,6 +108,7 @@ class Replies(ABC, Generic[_StreamT]):
         *,
         system: str | None = None,
         raw: bool = False,
+        images: Sequence[ImageSource] = (),
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
     ) -> _StreamT:
@@ -109,18 +119,22 @@ class Replies(ABC, Generic[_StreamT]):
                 none.
             system: Instructions for the model.
             raw: Whether to continue the prompt verbatim, without the chat template.
+            images: Images that precede the prompt: paths of PNG, JPEG, WebP or GIF files, their contents as
+                bytes, or `Image` objects.
             on_end: Called once with the reply, or with None if it failed.
             **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
                 `stream_tokens`.
 
         Raises:
+            AttachmentError: An image cannot be read, or the model cannot use it.
             BusyError: Another reply is running or, in a queue, too many requests are waiting.
             ClosedError: The runtime or the queue was closed.
             ContextFullError: The prompt is longer than the context.
             OptionError: An option is unknown or its value is invalid.
             TemplateError: The chat template is broken, or there is a system prompt but no chat template.
         """
-        return self.submit(self.checked_request(TextPrompt(prompt, system, raw), options, on_end))
+        text = TextPrompt(prompt, system, raw, tuple(map(as_image, images)))
+        return self.submit(self.checked_request(text, options, on_end))
 
     def reply(
         self,
@@ -175,6 +189,7 @@ class Replies(ABC, Generic[_StreamT]):
             BusyError: Another reply is running or, in a queue, too many requests are waiting.
             ClosedError: The runtime or the queue was closed.
             ContextFullError: The conversation does not fit the context.
+            AttachmentError, CapabilityError: The model cannot use an image in the messages.
             OptionError: A message or an option is invalid.
             TemplateError: The model has no chat template, or the template rejects the messages.
         """

@@ -46,6 +46,7 @@ from edgespec.methods.context import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
+from edgespec.model.image_tokens import PreparedImage, text_tokens
 from edgespec.model.mapped_files import MappedFiles
 from edgespec.model.model_facts import Exactness, ModelFacts
 from edgespec.options.reply_options import REPLY_OPTIONS
@@ -131,7 +132,12 @@ class Runtime(Replies[ReplyStream]):
         source, vocabulary = self.vocabulary.chat_template, self.vocabulary
         template = ChatTemplate(source, vocabulary.bos_text, vocabulary.eos_text) if source else None
         self._prompts = MessagePrompts(
-            vocabulary, template, first.cached_prefixes, other_template, target.facts.name
+            vocabulary,
+            template,
+            first.cached_prefixes,
+            other_template,
+            target.facts.name,
+            target.prepare_image,
         )
         self._constraints = ConstraintCompiler(self.vocabulary, target.facts.vocab_size)
 
@@ -283,8 +289,12 @@ class Runtime(Replies[ReplyStream]):
             self.context_tokens,
             request.progress,
             TemplateSettings(thinking=request.settings.thinking),
+            prompt.images,
+            self._session.target.prepare_image,
         )
-        return self._stream(request, built.tokens, opening_marker(built.text), whole_text=prompt.raw)
+        return self._stream(
+            request, built.tokens, opening_marker(built.text), whole_text=prompt.raw, images=built.images
+        )
 
     def _stream_messages(self, request: ReplyRequest, prompt: MessagesPrompt) -> ReplyStream:
         settings, tools, on_end = request.settings, prompt.tools, request.on_end
@@ -315,6 +325,7 @@ class Runtime(Replies[ReplyStream]):
                 built.reply_start or opening_marker(built.text),
                 syntax,
                 calls_tool=bool(grammar and not answer),
+                images=built.images,
             )
         stream.dropped_messages = built.dropped_messages
         return stream
@@ -414,6 +425,7 @@ class Runtime(Replies[ReplyStream]):
         *,
         whole_text: bool = False,
         calls_tool: bool = False,
+        images: tuple[PreparedImage, ...] = (),
     ) -> ReplyStream:
         """Stream the reply to a prompt.
 
@@ -424,6 +436,7 @@ class Runtime(Replies[ReplyStream]):
             syntax: The format in which the model writes tool calls. None without tools.
             whole_text: Whether stop strings apply to the whole text, not only to the answer.
             calls_tool: Whether the constraint is the grammar of tool calls.
+            images: The images in the prompt.
         """
         self._sessions.check_process()
         if self._session.closed:
@@ -431,13 +444,22 @@ class Runtime(Replies[ReplyStream]):
         if self._mapped:
             self._mapped.check()
         settings, processors = request.settings, request.processors
-        prompt = checked_prompt(tokens, self._session.target.facts, self.context_tokens)
+        prompt = checked_prompt(tokens, self._session.target.facts, self.context_tokens, images)
+        if images and settings.prompt_logprobs is not None:
+            raise OptionError(
+                "the log-probabilities of a prompt with images cannot be computed",
+                "leave prompt_logprobs out, or remove the images",
+                code="option_conflict",
+            )
         if settings.min_tokens:
             processors = (*processors, MinTokens(self._end_tokens, settings.min_tokens))
         constraint = None
         if settings.constraint:
             constraint = self._constraints.processor(
-                settings.constraint, prompt, reply_start, text_may_precede=calls_tool
+                settings.constraint,
+                text_tokens(prompt) if images else prompt,
+                reply_start,
+                text_may_precede=calls_tool,
             )
             processors = (constraint, *processors)
         # A constraint applies only to the answer, so stop strings that it restricts apply only to the answer,
@@ -460,7 +482,7 @@ class Runtime(Replies[ReplyStream]):
 
         return ReplyStream(
             self._sessions,
-            Request(prompt, settings, processors),
+            Request(prompt, settings, processors, images),
             record,
             request.progress,
             reply_start,

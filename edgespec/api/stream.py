@@ -60,13 +60,9 @@ class ReplyStream:
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
-        self._reply_kind: dict[str, bool] = {
-            "constrained": request.is_constrained,
-            "limited": request.is_limited,
-        }
         # The first session may be generating another reply, so this must not run its drafters.
         self._request, self._settings = request, request.settings
-        self._method = session.drafters.report(self._settings.method, constrained=request.is_constrained)
+        self._method = session.drafters.report(self._settings.method, request.kind)
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
@@ -103,7 +99,7 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.generated_tokens:
             return self._method
-        report = self._session.report(self._settings.method, **self._reply_kind)
+        report = self._session.report(self._settings.method, self._request.kind)
         notes = self._adapter_note(report), report.note
         return replace(report, note=" · ".join(filter(None, notes)))
 

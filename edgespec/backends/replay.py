@@ -21,6 +21,8 @@ from edgespec.errors import BackendError, CapabilityError
 from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.model.base_model import BaseModel, scaled_progress
 from edgespec.model.hidden_state_log import OpenLogs
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, cut_between_images
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import Head, SelfDraft
 
@@ -129,8 +131,10 @@ class ReplayModel(BaseModel):
     def _run(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         all_tokens = [*self._known, *tokens]
         begin, end = self._inner.length, self._first_known + len(all_tokens)
-        for start in range(begin, end, _PREFILL_STRIDE):
-            stop = min(end, start + _PREFILL_STRIDE)
+        while (start := self._inner.length) < end:
+            stop = self._first_known + cut_between_images(
+                all_tokens, start - self._first_known, _PREFILL_STRIDE
+            )
             try:
                 self._inner.prefill(
                     all_tokens[start - self._first_known : stop - self._first_known],
@@ -144,6 +148,9 @@ class ReplayModel(BaseModel):
             except BaseException:
                 self._go_back(self.length)
                 raise
+
+    def prepare_image(self, image: Image) -> PreparedImage:
+        return self._inner.prepare_image(image)
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
         return self._inner.embed(tokens, progress)

@@ -1,13 +1,15 @@
-"""The `AttachedFile` type: a file whose text is sent to the model with a message."""
+"""The `AttachedFile` type: a file whose text or image is sent to the model with a message."""
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from edgespec.errors import OptionError
+from edgespec.errors import AttachmentError, OptionError
+from edgespec.model.image import Image
 
 __all__ = ["AttachedFile", "as_attached_files", "with_files"]
 
@@ -18,17 +20,20 @@ class AttachedFile:
 
     Attributes:
         name: The path of the file, relative to the working folder if the file is inside it.
-        text: The text of the file.
+        text: The text of the file. Empty if it is an image.
         token_count: Number of prompt tokens that the file takes up. 0 if unknown.
+        image: The file as an image, or None if it is text.
     """
 
     name: str
     text: str
     token_count: int = 0
+    image: Image | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the file in the format of saved chats."""
-        return {"name": self.name, "text": self.text, "token_count": self.token_count}
+        image = {"image": base64.b64encode(self.image.data).decode()} if self.image else {}
+        return {"name": self.name, "text": self.text, "token_count": self.token_count, **image}
 
     @property
     def block(self) -> str:
@@ -45,19 +50,36 @@ class AttachedFile:
 
 def as_attached_files(number: int, items: object) -> tuple[AttachedFile, ...]:
     """Convert the `files` of message `number`. Raises OptionError if they are invalid."""
+    if not isinstance(items, list):
+        raise _invalid_files(number)
+    return tuple(_as_attached_file(number, item) for item in items)
+
+
+def _as_attached_file(number: int, item: object) -> AttachedFile:
     kinds = {"name": str, "text": str, "token_count": int}
-    if not isinstance(items, list) or not all(
-        isinstance(item, dict) and {key: type(value) for key, value in item.items()} == kinds
-        for item in items
-    ):
+    optional = {"image": str}
+    given = {key: type(value) for key, value in item.items()} if isinstance(item, dict) else {}
+    if not isinstance(item, dict) or given not in (kinds, kinds | optional):
+        raise _invalid_files(number)
+    try:
+        image = Image.from_base64(item["image"], item["name"]) if "image" in item else None
+    except AttachmentError as error:
         raise OptionError(
-            f"the files of message {number} must be a list of objects with the keys {', '.join(kinds)}",
-            "pass the text of the files, or leave the files out",
-            code="messages_invalid",
-        )
-    return tuple(AttachedFile(**item) for item in items)
+            f"a file of message {number} is no image: {error.what}", error.next_step, code="messages_invalid"
+        ) from error
+    return AttachedFile(item["name"], item["text"], item["token_count"], image)
+
+
+def _invalid_files(number: int) -> OptionError:
+    return OptionError(
+        f"the files of message {number} must be a list of objects with the keys name, text and token_count,"
+        " and for images the key image",
+        "pass the text of the files, or leave the files out",
+        code="messages_invalid",
+    )
 
 
 def with_files(text: str, files: Sequence[AttachedFile]) -> str:
-    """Return the text of a message, preceded by its files."""
-    return "\n\n".join((*(file.block for file in files), text)) if files else text
+    """Return the text of a message, preceded by its files, without images."""
+    blocks = [file.block for file in files if file.image is None]
+    return "\n\n".join((*blocks, text)) if blocks else text

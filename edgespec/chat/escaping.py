@@ -98,6 +98,14 @@ class ControlTokenEscaping:
             name=escape(message.name),
         )
 
+    def image_mark(self, name: str) -> str:
+        """Return the mark for an image with this name, which occurs in no message. See `split_at_images`."""
+        return f"{self._left}image {name}{self._right}"
+
+    def split_at_images(self, text: str) -> list[str]:
+        """Split text at the marks of images. The items are text and the names of images in turn."""
+        return re.split(f"{self._left}image ([0-9a-f]+){self._right}", text)
+
     def escape_tools(
         self, tools: Sequence[Mapping[str, Any]], scanner: TextScanner, progress: Progress | None
     ) -> tuple[Mapping[str, Any], ...]:

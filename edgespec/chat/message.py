@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from edgespec.chat.attached_file import AttachedFile, as_attached_files, with_files
 from edgespec.chat.reasoning import leading_marker, split_reasoning
 from edgespec.chat.tool_calls.calls import ToolCall, as_tool_calls
 from edgespec.errors import OptionError
+from edgespec.model.image import Image
 
-__all__ = ["EARLY_ENDS", "Message", "Role", "as_message", "as_messages", "reply_message"]
+__all__ = ["EARLY_ENDS", "Message", "PlacedImage", "Role", "as_message", "as_messages", "reply_message"]
+
+
+class PlacedImage(NamedTuple):
+    """An image in the text of a message.
+
+    Attributes:
+        image: The image.
+        at: The number of characters of the text that precede it.
+    """
+
+    image: Image
+    at: int = 0
+
 
 Role = Literal["user", "assistant", "system", "tool"]
 EARLY_ENDS = ("cancelled", "length", "context_full")
@@ -37,6 +51,7 @@ class Message:
         tool_call_id: For a message with the role `tool`, the id of the call.
         name: For a message with the role `tool`, the name of the tool.
         files: The files attached to a user message. In the prompt, they precede `content`.
+        images: The images in `content`, in their order.
         reasoning_seconds: The time that the model spent on `reasoning`. None if it was not measured.
         ended_early: Why a model's reply ended before the model was done: `cancelled` (it was stopped),
             `length` (it reached its maximum length) or `context_full`. Empty for a complete reply.
@@ -52,6 +67,7 @@ class Message:
     files: tuple[AttachedFile, ...] = ()
     reasoning_seconds: float | None = field(default=None, compare=False)
     ended_early: str = field(default="", compare=False)
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def text(self) -> str:
@@ -70,7 +86,23 @@ class Message:
 
     def with_files_as_text(self) -> Message:
         """Return the message with its files prepended to `content`, which is how the model reads them."""
-        return replace(self, content=with_files(self.content, self.files), files=()) if self.files else self
+        if not self.files:
+            return self
+        content = with_files(self.content, self.files)
+        added = len(content) - len(self.content)
+        attached = (PlacedImage(file.image) for file in self.files if file.image)
+        images = (*attached, *(PlacedImage(image, at + added) for image, at in self.images))
+        return replace(self, content=content, files=(), images=images)
+
+    def with_marked_images(self, mark: Callable[[Image], str]) -> Message:
+        """Return the message with a mark in place of each of its images."""
+        if not self.images:
+            return self
+        content, begin = "", 0
+        for image, at in self.images:
+            content += self.content[begin:at] + mark(image)
+            begin = max(begin, at)
+        return replace(self, content=content + self.content[begin:], images=())
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect, without keys that do not apply.
@@ -97,8 +129,8 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
     Args:
         items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`
-            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. If a tool result has
-            no name, the name of its call is used.
+            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name`, `files` and `images`, a list of
+            `PlacedImage`. If a tool result has no name, the name of its call is used.
 
     Raises:
         OptionError: A role is unknown, a value has the wrong type, or the last message is not from the user
@@ -179,9 +211,17 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
     files = as_attached_files(number, item.get("files") or []) if role == "user" else ()
     seconds = _seconds(number, item.get("reasoning_seconds"))
+    images = tuple(item.get("images") or ())
+    if not all(isinstance(image, PlacedImage) for image in images):
+        raise OptionError(
+            f"the images of message {number} must be PlacedImage objects",
+            "pass edgespec.PlacedImage(image, at), where `at` is the place of the image in the content",
+            code="messages_invalid",
+        )
     return Message(
         *(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files, seconds),
         ended_early=ended_early,
+        images=images,
     )
 
 

@@ -15,6 +15,8 @@ from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolSet
 from edgespec.errors import TemplateError
 from edgespec.model.base import Progress, Vocabulary
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage
 
 __all__ = ["MessagePrompt", "MessagePrompts"]
 
@@ -42,6 +44,7 @@ class MessagePrompts:
         cached_prefixes: Returns the token sequences in the prefix cache.
         other_template: Whether Ollama has its own template for the model, which edgespec cannot use.
         model_name: The model's name, for error messages.
+        prepare_image: Returns the tokens of an image. See `LanguageModel.prepare_image`.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class MessagePrompts:
         cached_prefixes: Callable[[], Iterable[Sequence[int]]],
         other_template: bool = False,
         model_name: str = "this model",
+        prepare_image: Callable[[Image], PreparedImage] | None = None,
     ) -> None:
         self._vocabulary = vocabulary
+        self._prepare_image = prepare_image
         self.template = template
         self._cached_prefixes = cached_prefixes
         self._other_template, self._model_name = other_template, model_name
@@ -154,5 +159,7 @@ class MessagePrompts:
         if self.template is None:
             raise self.no_template()
         if self._builder is None:
-            self._builder = PromptBuilder(self.template, self._vocabulary, self._cached_prefixes)
+            self._builder = PromptBuilder(
+                self.template, self._vocabulary, self._cached_prefixes, self._prepare_image
+            )
         return self._builder

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Literal
 
 from edgespec.chat.escaping import ControlTokenEscaping, TextScanner, is_control, literal
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, PlacedImage
 from edgespec.chat.reasoning import opening_marker, split_at_markers
 from edgespec.chat.reply_start import fitted_to_prompt, whole_characters
 from edgespec.chat.template import DEFAULT_SETTINGS, ChatTemplate, TemplateSettings
@@ -19,6 +19,8 @@ from edgespec.chat.tokenizing import check_size, tokenize, tokenize_whole
 from edgespec.chat.tool_calls.tool_set import render_with_tools
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from edgespec.model.base import Progress, Vocabulary
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, contains_image
 
 __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "build_single_prompt", "check_context_full"]
 
@@ -31,6 +33,8 @@ def build_single_prompt(
     context_tokens: int,
     progress: Progress | None = None,
     settings: TemplateSettings = DEFAULT_SETTINGS,
+    images: Sequence[Image] = (),
+    prepare_image: Callable[[Image], PreparedImage] | None = None,
 ) -> RenderedPrompt:
     """Build the prompt for a reply to a single user message.
 
@@ -42,8 +46,11 @@ def build_single_prompt(
         context_tokens: Size of the context.
         progress: Called while the prompt is tokenized. Returning False cancels the call.
         settings: The chat template's other inputs.
+        images: Images that precede the message.
+        prepare_image: Returns the tokens of an image. See `LanguageModel.prepare_image`.
 
     Raises:
+        AttachmentError, CapabilityError: The model cannot use an image.
         ContextFullError: The message is too long for the context.
         OptionError: The message or the system prompt is not a string.
         TemplateError: The template is broken, or there is a system prompt but no template.
@@ -55,9 +62,11 @@ def build_single_prompt(
             f"the system prompt must be a string, not {type(system).__name__}", "pass a string or None"
         )
     if template is not None:
-        messages = [*([Message("system", system)] if system else []), Message("user", message)]
+        user = Message("user", message, images=tuple(map(PlacedImage, images)))
+        messages = [*([Message("system", system)] if system else []), user]
         check_size(vocabulary, [each.content for each in messages], context_tokens)
-        return PromptBuilder(template, vocabulary).build(messages, progress, settings)
+        builder = PromptBuilder(template, vocabulary, prepare_image=prepare_image)
+        return builder.build(messages, progress, settings)
     if system:
         raise TemplateError(
             "a system prompt requires the model's chat template",
@@ -65,7 +74,13 @@ def build_single_prompt(
             code="template_missing",
         )
     check_size(vocabulary, [message], context_tokens)
-    return RenderedPrompt(message, tokenize_whole(vocabulary, message, progress))
+    if not images or prepare_image is None:
+        return RenderedPrompt(message, tokenize_whole(vocabulary, message, progress))
+    prepared = tuple(map(prepare_image, images))
+    tokens = vocabulary.tokenize("", special=True, start=True)
+    tokens += [token for image in prepared for token in image.tokens]
+    tokens += tokenize(vocabulary, message, special=True, start=False, progress=progress)
+    return RenderedPrompt(message, tokens, images=prepared)
 
 
 ContextFull = Literal["slide", "refuse"]
@@ -75,6 +90,7 @@ _REPLY_TOKENS = 512
 # Upper limit on the size of a control token's text, in bytes.
 _MAX_CONTROL_TOKEN_BYTES = 512
 _REMEMBERED_CONVERSATIONS = 8
+_REMEMBERED_IMAGES = 64
 
 
 def check_context_full(context_full: str) -> None:
@@ -93,12 +109,14 @@ class RenderedPrompt:
         dropped_messages: Number of old messages left out because the context is full. The system prompt is
             never dropped and does not count.
         reply_start: When a reply is continued, the text at the end of the prompt that belongs to it.
+        images: The images in the prompt. The model can run the tokens as long as these objects exist.
     """
 
     text: str
     tokens: list[int]
     dropped_messages: int = 0
     reply_start: str = ""
+    images: tuple[PreparedImage, ...] = ()
 
 
 class PromptBuilder:
@@ -113,6 +131,7 @@ class PromptBuilder:
         vocabulary: The model's tokenizer.
         cached_prefixes: Returns the token sequences in the prefix cache, so that a resumed conversation can
             reuse them.
+        prepare_image: Returns the tokens of an image. See `LanguageModel.prepare_image`.
     """
 
     def __init__(
@@ -120,9 +139,13 @@ class PromptBuilder:
         template: ChatTemplate,
         vocabulary: Vocabulary,
         cached_prefixes: Callable[[], Iterable[Sequence[int]]] = tuple,
+        prepare_image: Callable[[Image], PreparedImage] | None = None,
     ) -> None:
         self.template = template
         self._vocabulary = vocabulary
+        self._prepare_image = prepare_image
+        # The images of recent prompts, by the hash of their content.
+        self._images: dict[str, PreparedImage] = {}
         self._cached_prefixes = cached_prefixes
         self._scanner = TextScanner(vocabulary)
         self._added_tokens: int | None = None
@@ -148,22 +171,48 @@ class PromptBuilder:
             TemplateError: The chat template is broken or rejects the messages.
         """
         escaping = ControlTokenEscaping(self._vocabulary, messages, settings.tools)
-        escaped = [escaping.escape(message, self._scanner, progress) for message in messages]
+        images: list[PreparedImage] = []
+
+        def mark(image: Image) -> str:
+            images.append(self._prepared(image))
+            return escaping.image_mark(image.digest.hex())
+
+        escaped = [
+            escaping.escape(message.with_marked_images(mark), self._scanner, progress) for message in messages
+        ]
         tools = escaping.escape_tools(settings.tools, self._scanner, progress)
         text = render_with_tools(
             lambda offered: self.template.render(escaped, progress, replace(settings, tools=offered)), tools
         )
-        prefix = self._remembered_prefix(text) or self._cached_prefix(text)
+        prompt = self._tokenized(text, escaping, progress)
+        return replace(prompt, images=tuple(images)) if images else prompt
+
+    def _tokenized(
+        self, text: str, escaping: ControlTokenEscaping, progress: Progress | None
+    ) -> RenderedPrompt:
+        """Return the prompt for the output of the chat template, reusing the tokens of an earlier prompt."""
+        prefix = self._remembered_prefix(text) or self._cached_prefix(text, escaping)
         if prefix:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, False, progress)
             # Append tokens only if the first one is a control token, because others could merge with earlier
             # text.
-            if rest and self._vocabulary.piece(rest[0]) == b"":
+            if rest and not contains_image(rest[:1]) and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start, progress))
+
+    def _prepared(self, image: Image) -> PreparedImage:
+        """Return an image's tokens, which are kept for the next prompts of the conversation."""
+        if self._prepare_image is None:
+            raise OptionError("the prompt contains an image", "remove it", code="images_not_supported")
+        name = image.digest.hex()
+        prepared = self._images.pop(name, None) or self._prepare_image(image)
+        self._images[name] = prepared
+        while len(self._images) > _REMEMBERED_IMAGES:
+            del self._images[next(iter(self._images))]
+        return prepared
 
     def count_tokens(
         self,
@@ -209,7 +258,7 @@ class PromptBuilder:
         text = prompt.text + reply_start
         remembered = next((each.tokens for each in self._remembered if each.text == text), None)
         tokens = list(remembered or prompt.tokens + start_tokens)
-        return RenderedPrompt(text, tokens, prompt.dropped_messages, opening + reply_start)
+        return replace(prompt, text=text, tokens=tokens, reply_start=opening + reply_start)
 
     def _reply_tokens(self, text: str) -> list[int]:
         """Return tokens that decode to exactly `text`, such as the model would generate in a reply."""
@@ -310,6 +359,7 @@ class PromptBuilder:
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count
+        least += sum(len(self._prepared(each.image).tokens) for each in message.images)
         return least + self._tokens_around_message(progress)
 
     def _tokens_around_message(self, progress: Progress | None) -> int:
@@ -340,16 +390,42 @@ class PromptBuilder:
         prefixes = [prefix for prefix in tuple(self._remembered) if text.startswith(prefix.text)]
         return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
 
-    def _cached_prefix(self, text: str) -> RenderedPrompt | None:
+    def _cached_prefix(self, text: str, escaping: ControlTokenEscaping) -> RenderedPrompt | None:
         """Return the longest prefix of `text` in the prefix cache that ends before a control token."""
         encoded = text.encode("utf-8", "replace")
-        prefixes = (self._spelled_prefix(tokens, encoded) for tokens in self._cached_prefixes())
+        marks = self._image_marks(text, escaping)
+        prefixes = (self._spelled_prefix(tokens, encoded, marks) for tokens in self._cached_prefixes())
         longest = max(prefixes, key=lambda prefix: len(prefix.text), default=None)
         return longest if longest and longest.text else None
 
-    def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
-        at = spelled_bytes = spelled_tokens = 0
+    def _image_marks(self, text: str, escaping: ControlTokenEscaping) -> dict[int, tuple[bytes, list[int]]]:
+        """Return the mark and the tokens of each image in `text`, by its place in bytes."""
+        marks: dict[int, tuple[bytes, list[int]]] = {}
+        if not self._images:
+            return marks
+        at = 0
+        for number, part in enumerate(escaping.split_at_images(text)):
+            written = (escaping.image_mark(part) if number % 2 else part).encode("utf-8", "replace")
+            if number % 2:
+                marks[at] = written, list(self._images[part].tokens)
+            at += len(written)
+        return marks
+
+    def _spelled_prefix(
+        self, tokens: Sequence[int], encoded: bytes, marks: Mapping[int, tuple[bytes, list[int]]]
+    ) -> RenderedPrompt:
+        at = spelled_bytes = spelled_tokens = after_image = 0
         for i, token in enumerate(tokens):
+            if i < after_image:
+                continue
+            if at in marks:
+                mark, image_tokens = marks[at]
+                if list(tokens[i : i + len(image_tokens)]) != image_tokens:
+                    break
+                at, after_image = at + len(mark), i + len(image_tokens)
+                continue
+            if contains_image((token,)):
+                break
             control = is_control(self._vocabulary, token)
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
             if not encoded.startswith(piece, at):
@@ -369,6 +445,17 @@ class PromptBuilder:
         return RenderedPrompt(spelled_text, list(tokens[:spelled_tokens]))
 
     def _tokenize(
+        self, text: str, escaping: ControlTokenEscaping, start: bool, progress: Progress | None
+    ) -> list[int]:
+        tokens: list[int] = []
+        for number, part in enumerate(escaping.split_at_images(text)):
+            if number % 2:
+                tokens += self._images[part].tokens
+            elif part or number == 0:
+                tokens += self._tokenize_text(part, escaping, start and number == 0, progress)
+        return tokens
+
+    def _tokenize_text(
         self, text: str, escaping: ControlTokenEscaping, start: bool, progress: Progress | None
     ) -> list[int]:
         vocabulary = self._vocabulary
@@ -417,7 +504,7 @@ def _build_shorter(
         start = starts[first]
         if prompt is None or start != prompt.dropped_messages:
             shorter = build([*system, *turns[start:]])
-            prompt = RenderedPrompt(shorter.text, shorter.tokens, start)
+            prompt = replace(shorter, dropped_messages=start)
         if start == starts[-1]:
             break
         steps += 1

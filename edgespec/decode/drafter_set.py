@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from edgespec.decode.reply import MethodReport
 from edgespec.errors import OptionError
@@ -21,12 +23,29 @@ from edgespec.methods.costs.pass_limits import PassLimits
 from edgespec.methods.tree_growth import TreeGrowth
 from edgespec.model.base import LanguageModel
 from edgespec.model.model_facts import Capabilities
+from edgespec.options.methods import method as method_of_name
 from edgespec.options.methods import methods, parse_method
 from edgespec.options.wording import CHAT, TERMS
 
-__all__ = ["DrafterSet"]
+__all__ = ["ANY_REPLY", "DrafterSet", "ReplyKind"]
 
 
+class ReplyKind(NamedTuple):
+    """What the choice of drafters depends on, besides the method.
+
+    Attributes:
+        constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
+        limited: Whether the request sets `max_loss`. All methods then draft within this limit.
+        has_images: Whether the prompt contains images. Drafters that read the target's state do not draft
+            then, because they would have to see the images too.
+    """
+
+    constrained: bool = False
+    limited: bool = False
+    has_images: bool = False
+
+
+ANY_REPLY = ReplyKind()
 _UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose another method")
 
 
@@ -71,7 +90,7 @@ class DrafterSet:
             for each in methods()
             if each.needs == "draft model"
         }
-        self._resolved: dict[tuple[str, bool], tuple[tuple[str, ...], MethodReport]] = {}
+        self._resolved: dict[tuple[str, bool, bool], tuple[tuple[str, ...], MethodReport]] = {}
         self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
         self._controllers: dict[tuple[str, ...], AutoController] = {}
         self._chain_model = chain_model
@@ -102,23 +121,21 @@ class DrafterSet:
         """Live costs of the target's passes, which `auto` updates. None if no costs were measured."""
         return self._auto_config.costs if self._auto_config else None
 
-    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
         """Return a report on the drafters that a method uses. Can be called from any thread.
 
         Unlike `choose`, it runs no model, so a reply can be in progress.
 
         Args:
             method: The method.
-            constrained: Whether the reply has a constraint.
+            kind: The kind of reply.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
         """
-        return self._resolve(method, constrained)[1]
+        return self._resolve(method, kind)[1]
 
-    def choose(
-        self, method: str, *, constrained: bool = False, limited: bool = False
-    ) -> tuple[Drafter | None, MethodReport]:
+    def choose(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method and a report on the drafters in use.
 
         This can run the draft model to measure its speed. Call it only while no other reply uses the
@@ -126,16 +143,15 @@ class DrafterSet:
 
         Args:
             method: The method.
-            constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
-            limited: Whether the request sets `max_loss`. All methods then draft within this limit.
+            kind: The kind of reply.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
         """
-        names, report = self._resolve(method, constrained)
+        names, report = self._resolve(method, kind)
         if not names:
             return None, report
-        if self._auto_config and self._is_controlled(method, limited):
+        if self._auto_config and self._is_controlled(method, kind.limited):
             return self._controlled(self._auto_config, names), report
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
 
@@ -166,11 +182,12 @@ class DrafterSet:
                 code="option_not_supported",
             )
 
-    def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
+    def _resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[tuple[str, ...], MethodReport]:
         """Return the drafters of a method. The result is cached, because screens ask for it often."""
-        key = (method, constrained)
+        key = (method, kind.constrained, kind.has_images)
         if key not in self._resolved:
-            self._resolved[key] = self._parsed(method, constrained)
+            names, report = self._parsed(method, kind.constrained)
+            self._resolved[key] = _without_blind(names, report) if kind.has_images else (names, report)
         return self._resolved[key]
 
     def _parsed(self, method: str, constrained: bool) -> tuple[tuple[str, ...], MethodReport]:
@@ -278,3 +295,14 @@ class DrafterSet:
             controller.save_statistics()
         for drafter in self._drafters.values():
             drafter.close()
+
+
+def _without_blind(names: tuple[str, ...], report: MethodReport) -> tuple[tuple[str, ...], MethodReport]:
+    """Leave out the drafters that read the target's state, for a prompt with images."""
+    kept = tuple(name for name in names if method_of_name(name).needs in ("draft model", "nothing"))
+    if kept == names:
+        return names, report
+    left_out = " and ".join(name for name in names if name not in kept)
+    verb = "do" if " and " in left_out else "does"
+    reason = f"{left_out} {verb} not draft in chats with images"
+    return kept, replace(report, effective="+".join(kept) or "none", reason=reason, chat_reason=reason)

@@ -9,11 +9,13 @@ from numbers import Integral
 from typing import Any, cast
 
 from edgespec.constraints import Constraint, constraint_from
+from edgespec.decode.drafter_set import ReplyKind
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
+from edgespec.model.image_tokens import PreparedImage, contains_image, text_tokens
 from edgespec.model.model_facts import ModelFacts
 from edgespec.options.reply_options import CONSTRAINT_NAMES
 from edgespec.options.settings import REPLY_OPTIONS, ReplyArguments, check_names
@@ -128,33 +130,39 @@ class Request:
         tokens: The prompt.
         settings: The reply's options.
         processors: The logits processors of the constraint and of the caller.
+        images: The images in the prompt.
     """
 
     tokens: tuple[int, ...]
     settings: ReplySettings
     processors: tuple[LogitsProcessor, ...] = ()
+    images: tuple[PreparedImage, ...] = ()
 
     @property
-    def is_constrained(self) -> bool:
-        return self.settings.constraint is not None
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the user limited the slowdown that drafting may cause."""
-        return self.settings.max_loss is not None
+    def kind(self) -> ReplyKind:
+        settings = self.settings
+        return ReplyKind(
+            settings.constraint is not None, settings.max_loss is not None, has_images=bool(self.images)
+        )
 
 
 def _default_draft_length(adapts: bool) -> int:
     return MAX_DRAFT_LENGTH if adapts else FIXED_DRAFT_LENGTH
 
 
-def checked_prompt(tokens: Sequence[int], facts: ModelFacts, context_tokens: int) -> tuple[int, ...]:
+def checked_prompt(
+    tokens: Sequence[int],
+    facts: ModelFacts,
+    context_tokens: int,
+    images: Sequence[PreparedImage] = (),
+) -> tuple[int, ...]:
     """Return the tokens of a prompt.
 
     Args:
         tokens: The prompt.
         facts: The target model, whose vocabulary must contain all tokens.
         context_tokens: Size of the context, which must be large enough for the prompt.
+        images: The images in the prompt.
 
     Raises:
         ContextFullError: The prompt is longer than the context.
@@ -175,7 +183,11 @@ def checked_prompt(tokens: Sequence[int], facts: ModelFacts, context_tokens: int
             prompt_tokens=len(tokens),
             context_tokens=context_tokens,
         )
-    check_vocabulary("prompt", tokens, facts)
+    if images and contains_image(tokens[-1:]):
+        raise OptionError(
+            "no text follows the images", "add a question about them to the prompt", code="prompt_empty"
+        )
+    check_vocabulary("prompt", text_tokens(tokens) if images else tokens, facts)
     return tokens
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.decode.drafter_set import DrafterSet
+from edgespec.decode.drafter_set import ANY_REPLY, DrafterSet, ReplyKind
 from edgespec.decode.idle import IdleWorker, drafters_with_idle_work
 from edgespec.decode.reply import MethodReport
 from edgespec.decode.request import Request
@@ -40,6 +40,7 @@ from edgespec.methods.base import Drafter
 from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
+from edgespec.model.image_tokens import text_tokens
 from edgespec.system.checks import check_process
 
 __all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_target_step"]
@@ -372,9 +373,9 @@ class Session:
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str, *, constrained: bool = False, limited: bool = False) -> MethodReport:
-        """Return the report on the current or last reply with this method. See `DrafterSet.choose`."""
-        drafter, report = self.drafters.choose(method, constrained=constrained, limited=limited)
+    def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
+        """Return the report on the current or last reply of this kind. See `DrafterSet.choose`."""
+        drafter, report = self.drafters.choose(method, kind)
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
@@ -631,11 +632,7 @@ class ReplyDecoder:
             self._memory_pressure.check_during_reply()
 
     def _choose_drafter(self, request: Request) -> Drafter | None:
-        drafter, _ = self._drafters.choose(
-            request.settings.method,
-            constrained=request.is_constrained,
-            limited=request.is_limited,
-        )
+        drafter, _ = self._drafters.choose(request.settings.method, request.kind)
         if isinstance(drafter, AutoController):
             drafter.limit_loss(request.settings.max_loss)
         return drafter
@@ -659,10 +656,11 @@ class ReplyDecoder:
         first_logits = self._target_cache.prepare(tokens, room, stats, progress)
         self._target.run_ahead(drafter is None)
         if drafter:
-            drafter.begin(tokens)
+            # Drafts depend only on the text, because no drafter can see images.
+            drafter.begin(text_tokens(tokens) if request.images else tokens)
             _count_draft_memory(stats, drafter)
             self.idle_drafters = drafters_with_idle_work(drafter)
-        chained = self._drafters.chain_model(request.settings.method, limited=request.is_limited)
+        chained = self._drafters.chain_model(request.settings.method, limited=request.kind.limited)
         self._target.pipeline_with(chained)
         return first_logits
 
@@ -683,7 +681,12 @@ class ReplyDecoder:
             self._target,
             drafter,
             Rejection(RandomDraws(settings.seed)) if is_rejection else Invariant(),
-            Sampler(settings.params, settings.seed, tokens, request.processors),
+            Sampler(
+                settings.params,
+                settings.seed,
+                text_tokens(tokens) if request.images else tokens,
+                request.processors,
+            ),
             tokens[-1],
             first_logits,
             vocab_size=facts.vocab_size,

@@ -32,6 +32,7 @@ class LoadRequest:
     options: LoadOptions
     plan: PlanRequest
     trust: bool
+    projector: str = "auto"
     machines: Machines | None = None
 
     @classmethod
@@ -67,7 +68,16 @@ class LoadRequest:
         )
         text = arguments["workers"]
         machines = None if text is None else parse_machines("workers", text)
-        return cls(target_name, draft_name, drafting, options, plan, arguments["trust"], machines)
+        return cls(
+            target_name,
+            draft_name,
+            drafting,
+            options,
+            plan,
+            arguments["trust"],
+            cast(str, arguments["mmproj"]),
+            machines,
+        )
 
 
 def _backend_options(drafting: DraftingOptions) -> LoadOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
@@ -12,7 +13,8 @@ from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draf
 from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
-from edgespec.model.memory_estimate import MemoryEstimator
+from edgespec.model.formats.projector import estimate_projector
+from edgespec.model.memory_estimate import GPU, MemoryEstimator
 from edgespec.options.methods import method as method_of_name
 from edgespec.options.methods import methods
 from edgespec.store.installed import find_installed, smaller_quantisations
@@ -160,11 +162,14 @@ class PairEstimator:
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
+        if options.projector:
+            on_gpu = options.gpu_layers != 0 and any(part.pool == GPU for part in target.parts)
+            items += create_items("projector", estimate_projector(Path(options.projector), on_gpu=on_gpu))
         if self._drafts and choice.draft:
             items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
-            copy_options = replace(options, adapters=(), context_tokens=tokens)
+            copy_options = replace(options, adapters=(), projector="", context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
         for option in pair.heads[: choice.heads]:
             assert option.head is not None

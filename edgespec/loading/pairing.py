@@ -14,6 +14,7 @@ from edgespec.loading.constants import DRAFT_ROWS
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.heads import FindHead, find_heads, without_heads
 from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.formats.projector import read_projector
 from edgespec.model.model_facts import Adapter
 from edgespec.model.registry import Backend, same_backend
 from edgespec.model.trial_load import TrialModel, check_loadable
@@ -21,6 +22,7 @@ from edgespec.options.methods import methods
 from edgespec.store.drafts import DraftChoice, choose_draft
 from edgespec.store.heads import HeadOption
 from edgespec.store.installed import model_info_or_none
+from edgespec.store.projectors import find_projector
 from edgespec.store.reference import Resolved, refused_head, resolve
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "options_in_pair",
     "try_pair",
     "with_own_adapters",
+    "with_projector",
     "with_working_draft",
 ]
 
@@ -210,6 +213,37 @@ def with_own_adapters(options: LoadOptions, target: Resolved) -> LoadOptions:
     """Prepend the adapters that are part of the target, as in some Ollama models, to the user's own."""
     own = (Adapter(str(path)) for path in target.adapters)
     return replace(options, adapters=(*own, *options.adapters))
+
+
+def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadOptions:
+    """Add the target's projector to its load options.
+
+    Args:
+        options: The load options.
+        target: The target.
+        choice: `auto`, `none` or the path of a projector.
+
+    Raises:
+        ModelFileError: The file is no projector.
+        OptionError: The target cannot use a projector.
+    """
+    if target.format != "gguf" or options.workers is not None:
+        if choice in ("auto", "none"):
+            return options
+        why = "its layers are on workers" if options.workers else "only whole GGUF models can"
+        raise OptionError(
+            f"{target.name} cannot use a projector, because {why}",
+            "omit --mmproj, or use the model's original GGUF file on this machine",
+            option="mmproj",
+            code="option_not_supported",
+        )
+    if choice == "auto":
+        found = find_projector(target)
+        return replace(options, projector=str(found) if found else "")
+    if choice != "none":
+        with about_option("mmproj", ModelFileError):
+            read_projector(Path(choice))
+    return replace(options, projector="" if choice == "none" else choice)
 
 
 def _check_is_model(found: Resolved) -> None:

@@ -106,10 +106,13 @@ class LoadPlan:
 
     @property
     def target_options(self) -> LoadOptions:
-        """The target's load options. Their memory limit excludes the draft model's weights and KV cache."""
-        kinds = ("weights", "cache")
-        draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
-        left = (self.options.memory_bytes or 0) - draft_bytes
+        """The target's load options.
+
+        Their memory limit excludes the weights and KV caches of the draft model and the projector.
+        """
+        kinds, others = ("weights", "cache"), ("draft", "projector")
+        other_bytes = sum(i.bytes for i in self.plan.items if i.role in others and i.kind in kinds)
+        left = (self.options.memory_bytes or 0) - other_bytes
         # Lower the memory limit to stop MLX from converting the weights to float32.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Unpack
 
 from edgespec.loading.load_request import LoadRequest
-from edgespec.loading.pairing import ModelPair, find_pair, try_pair, with_own_adapters, with_working_draft
+from edgespec.loading.pairing import (
+    ModelPair,
+    find_pair,
+    try_pair,
+    with_own_adapters,
+    with_projector,
+    with_working_draft,
+)
 from edgespec.loading.planning import LoadPlan, budget_for, plan_pair
 from edgespec.loading.speed_prediction import SpeedPrediction, predict_pair
 from edgespec.loading.worker_options import connect_workers
@@ -135,6 +142,7 @@ def _preview(pair: ModelPair, request: LoadRequest, progress: Progress | None) -
     budget = budget_for(pair.backends, request.drafting.arguments)
     with ExitStack() as undo:
         connected = connect_workers(request.machines, pair, load_options, undo, progress)
+        connected = with_projector(connected, pair.target, request.projector)
         planned = plan_pair(pair, request.drafting, connected, budget, request.plan)
         if connected.workers is None:
             return Preview(planned, predict_pair(planned.pair))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter as now
 
@@ -18,6 +18,7 @@ from edgespec.memory.prefix_cache import HeadState, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
+from edgespec.model.image_tokens import end_of_images, token_runs, whole_images
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["TargetCache", "read_prompt"]
@@ -101,10 +102,11 @@ class TargetCache:
     @property
     def has_reply_to_read(self) -> bool:
         """Whether the next prompt could reuse more tokens after `read_reply`."""
-        tokens = len(self._tokens)
-        return not self._reuse_is_exact and self._reusable(tokens) > self._reusable(
-            min(self._prefilled_tokens, tokens)
-        )
+        if self._reuse_is_exact:
+            return False
+        tokens = self._tokens
+        prefilled = min(self._prefilled_tokens, len(tokens))
+        return self._reusable(tokens, len(tokens)) > self._reusable(tokens, prefilled)
 
     def read_reply(self, should_continue: Callable[[], bool]) -> None:
         """Reprocess the last reply in the same passes that the next prompt would use for it.
@@ -119,7 +121,7 @@ class TargetCache:
         if not self.has_reply_to_read or not should_continue():
             return
         tokens = self._tokens
-        end = self._reusable(len(tokens))
+        end = self._reusable(tokens, len(tokens))
         self._truncate_to_reusable()
         step = max(IDLE_READ_TOKENS, self._target.facts.capabilities.reuse_block_tokens)
         with suppress(EdgespecError):
@@ -157,7 +159,7 @@ class TargetCache:
         """
         target, cache = self._target, self._cache
         self._truncate_to_reusable()
-        shared = self._reusable(min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
+        shared = self._reusable(tokens, min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
         if cache and shared < len(self._tokens):
             cache.add(self._tokens, shared)
         self._tokens = self._tokens[:shared]
@@ -166,12 +168,12 @@ class TargetCache:
         if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
             cache.restore(segment, tokens, target.length)
-        self._truncate_to_blocks()
+        self._truncate_to_blocks(tokens)
         cached = stats.cached_prompt_tokens = self._keep_for_heads(tokens)
         self._tokens = tokens
         self._prefilled_tokens = cached
         last, done = len(tokens) - 1, 0.0
-        if cache and (branch := self._reusable(cache.branch_point(tokens, cached))) > cached:
+        if cache and (branch := self._reusable(tokens, cache.branch_point(tokens, cached))) > cached:
             done = (branch - cached) / (last - cached)
             self._prefill(branch, progress and scaled_progress(progress, 0.0, done))
             cache.add_branch_point(tokens[:branch])
@@ -218,19 +220,19 @@ class TargetCache:
             target.truncate(0)
         return tuple(scores)
 
-    def _reusable(self, length: int) -> int:
-        return reusable_tokens(self._target.facts.capabilities, length)
+    def _reusable(self, tokens: Sequence[int], length: int) -> int:
+        return reusable_tokens(self._target.facts.capabilities, tokens, length)
 
     def _truncate_to_reusable(self) -> None:
         if not self._reuse_is_exact:
-            reusable = self._reusable(min(self._prefilled_tokens, len(self._tokens)))
+            reusable = self._reusable(self._tokens, min(self._prefilled_tokens, len(self._tokens)))
             self._tokens = self._tokens[:reusable]
             self._target.truncate(reusable)
             self.sync_length()
 
-    def _truncate_to_blocks(self) -> None:
+    def _truncate_to_blocks(self, tokens: Sequence[int]) -> None:
         length = self._target.length
-        if (whole := self._reusable(length)) < length:
+        if (whole := self._reusable(tokens, length)) < length:
             self._target.truncate(whole)
             # If a recurrent model has kept fewer tokens than `whole`, clear the KV cache.
             if self._target.length < whole:
@@ -246,7 +248,7 @@ class TargetCache:
         # models that cannot verify token trees.
         can_drop = self._reuse_is_exact and (capabilities.partial_truncate or capabilities.tree)
         if can_drop and any(head.needs_last_state(tokens[:length]) for head in self._heads):
-            self._target.truncate(length - 1)
+            self._target.truncate(whole_images(tokens, length - 1))
         return self._target.length
 
     def _prefill_prompt(self, tokens: Sequence[int], progress: Progress | None) -> Logits | None:
@@ -303,16 +305,29 @@ def read_prompt(
 
 def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | None) -> None:
     """Append the tokens that are not in the cache yet, split into passes only by their positions."""
-    block = target.facts.capabilities.reuse_block_tokens
     begin, end = target.length, len(tokens)
-    stops = [end]
-    if block > 1:
-        whole = end - end % block
-        stops = [*range(begin + READ_TOKENS, whole, READ_TOKENS), *([whole] if whole > begin else []), end]
-    for stop in dict.fromkeys(stops):
+    for stop in _pass_ends(tokens, begin, target.facts.capabilities.reuse_block_tokens):
         start = target.length
         if start < stop:
             part = progress and scaled_progress(
                 progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
             )
             target.prefill(tokens[start:stop], part)
+
+
+def _pass_ends(tokens: Sequence[int], begin: int, block: int) -> Iterator[int]:
+    """Yield where passes over the tokens from `begin` on end, given the block size of the model."""
+    if block > 1 and begin < len(tokens):
+        # Blocks are counted from the end of the last image, as in `reusable_tokens`.
+        block_start = end_of_images(tokens[:begin])
+        for start, stop, is_image in token_runs(tokens[begin:]):
+            start, stop = begin + start, begin + stop
+            if is_image:
+                block_start = stop
+            else:
+                whole = stop - (stop - block_start) % block
+                yield from range(start + READ_TOKENS, whole, READ_TOKENS)
+                if whole > start:
+                    yield whole
+            yield stop
+    yield len(tokens)

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage
 from edgespec.model.model_facts import Adapter, ModelFacts
 from edgespec.model.self_draft_methods import SelfDraft
 
@@ -68,6 +70,7 @@ class LoadOptions:
             the model is larger than memory.
         output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
             memory.
+        projector: Path of the projector (mmproj file) that encodes images. Empty if there is none.
     """
 
     context_tokens: int | None = None
@@ -94,6 +97,7 @@ class LoadOptions:
     split_tensors: bool = False
     output_on_worker: bool = False
     streamed_layers: int = 0
+    projector: str = ""
 
     def for_draft(self) -> LoadOptions:
         """Return these options without those that apply only to the target, for a draft model."""
@@ -106,6 +110,7 @@ class LoadOptions:
             own_head=False,
             workers=None,
             streamed_layers=0,
+            projector="",
         )
 
 
@@ -237,6 +242,18 @@ class LanguageModel(Protocol):
         Raises:
             ContextFullError: The tokens do not fit. The cache is unchanged.
             CancelledError: `interrupt` or `progress` stopped the prefill. See `prefill`.
+        """
+
+    def prepare_image(self, image: Image) -> PreparedImage:
+        """Return the tokens that stand for an image in prompts.
+
+        `prefill` and `prefill_prompt` accept them as long as the returned object exists. The last token of a
+        prompt must be text, and the cache must not be truncated within an image. Can be called from any
+        thread.
+
+        Raises:
+            AttachmentError: The model cannot use this image.
+            CapabilityError: The model cannot see images.
         """
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:

@@ -17,6 +17,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.model.hidden_state_log import HiddenStateLog, OpenLogs
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage
 from edgespec.model.memory_check import check_tokens_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import SelfDraft
@@ -130,6 +132,15 @@ class BaseModel(ABC):
     def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
         self._check(0)
         return False
+
+    # Why the model cannot see images, and what the user can do about it.
+    why_blind = ("only GGUF models can", "choose a GGUF model that comes with an mmproj file")
+
+    def prepare_image(self, image: Image) -> PreparedImage:  # noqa: ARG002
+        why, next_step = self.why_blind
+        raise CapabilityError(
+            f"{self.facts.name} cannot see images: {why}", next_step, code="images_not_supported"
+        )
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass
@@ -263,6 +274,12 @@ class SelfDraftView(ABC, Generic[M]):
         raise self._unsupported(
             f"{self.facts.name} uses the KV cache of the target and cannot embed texts",
             "call `embed` on the target",
+        )
+
+    def prepare_image(self, image: Image) -> PreparedImage:  # noqa: ARG002
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and prepares no images",
+            "call `prepare_image` on the target",
         )
 
     @abstractmethod

@@ -156,6 +156,7 @@ class ModelFacts:
         adapters: The adapters applied to the weights.
         exactness: Whether replies are identical to plain decoding. None for models that were not loaded as a
             target.
+        sees_images: Whether prompts can contain images.
     """
 
     name: str
@@ -179,6 +180,7 @@ class ModelFacts:
     cache_variant: str = ""
     adapters: tuple[Adapter, ...] = ()
     exactness: Exactness | None = None
+    sees_images: bool = False
 
     @property
     def max_context_tokens(self) -> int:

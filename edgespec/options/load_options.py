@@ -16,6 +16,7 @@ from edgespec.options.option_kinds import (
     MethodList,
     Number,
     PathName,
+    ProjectorName,
     Size,
     Text,
     WorkerList,
@@ -103,6 +104,10 @@ class LoadArguments(TypedDict, total=False):
         "LoRA adapters to apply to the model, each with an optional scale, such as `style.gguf=0.5`. GGUF"
         " models need .gguf files, MLX models a single folder in mlx-lm format (LoRA or DoRA).",
         default=(), default_text="none", per_run=True)]
+    mmproj: Annotated[str | PathLike[str] | None, Option(ProjectorName(), "model",
+        "Projector, with which a GGUF model sees images: an mmproj file. `auto` uses the one in the model's"
+        " folder or Ollama's store; `none` saves its memory.",
+        default="auto", per_run=True)]
     workers: Annotated[str | None, Option(WorkerList(), "workers",
         "Machines that hold the model's layers, each with an optional amount of memory, such as"
         " ssh://you@mac=16GiB,192.168.1.20:50052,local=8GiB. For ssh:// addresses, edgespec connects with"

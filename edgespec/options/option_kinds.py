@@ -45,6 +45,7 @@ __all__ = [
     "ModelName",
     "Number",
     "PathName",
+    "ProjectorName",
     "SamplingNumber",
     "Share",
     "Size",
@@ -123,6 +124,15 @@ class HeadName(Kind):
     """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
 
     metavar = "REF|auto|none"
+
+    def check(self, name: str, value: Any) -> str:
+        return "none" if value is None else check_path(name, value)
+
+
+class ProjectorName(Kind):
+    """The path of a projector, or `auto` or `none`."""
+
+    metavar = "PATH|auto|none"
 
     def check(self, name: str, value: Any) -> str:
         return "none" if value is None else check_path(name, value)

@@ -31,6 +31,7 @@ from edgespec.store.catalogue import load_catalogue
 from edgespec.store.hub_cache import cached_model, hub_cache_folder, repository_folder
 from edgespec.store.hub_files import (
     HubFile,
+    best_projector,
     choose_files,
     choose_head_files,
     choose_mlx_files,
@@ -134,7 +135,9 @@ def fetch(
 def _choose_model(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
     """Return the files of a model, preferring GGUF models to MLX models."""
     if any(map(is_gguf_model, files)):
-        return choose_files(repository, files, quantisation)
+        chosen = choose_files(repository, files, quantisation)
+        projector = best_projector([file.name for file in files], chosen[0].name)
+        return [*chosen, *(file for file in files if file.name == projector)]
     chosen = choose_mlx_files(repository, files)
     if quantisation is not None:
         raise ModelNotFoundError(

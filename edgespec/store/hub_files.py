@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 from edgespec.errors import ModelNotFoundError
 from edgespec.model.formats.mlx_files import (
@@ -19,6 +20,7 @@ from edgespec.model.heads.mtp_files import is_mtp_file
 
 __all__ = [
     "HubFile",
+    "best_projector",
     "choose_files",
     "choose_head_files",
     "choose_mlx_files",
@@ -34,6 +36,9 @@ _DEFAULT_QUANTISATION = "Q4_K_M"
 _MAX_LISTED = 20
 # Files of an MLX model: its weights, configuration, tokenizer and chat template.
 _MLX_FILES = (WEIGHTS, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+
+# Types of a projector's weights, best first. The types of 16 bits are as good as F32 in half the memory.
+_PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
@@ -146,7 +151,27 @@ def is_gguf_model(file: HubFile) -> bool:
     """Return whether a file is part of a GGUF language model, judging by its name."""
     name = file.name.rsplit("/", 1)[-1].lower()
     # Projectors and importance matrices are also GGUF files, but not language models.
-    return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
+    return name.endswith(".gguf") and "mmproj" not in name and "imatrix" not in name
+
+
+def best_projector(names: Iterable[str], model: str) -> str | None:
+    """Return the name of the file that encodes images best for the file `model`, or None.
+
+    The names of projectors contain `mmproj`. The best one has the name that fits the model's best, and then
+    the best type of weights.
+    """
+
+    def rank(name: str) -> tuple[int, int, str]:
+        bare = name.lower().rsplit("/", 1)[-1].replace("mmproj", "").strip("-_.")
+        pairs = zip(bare, model.lower().rsplit("/", 1)[-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kind = HubFile(name).quantisation.replace("FP", "F")
+        known = kind in _PROJECTOR_TYPES
+        return -shared, _PROJECTOR_TYPES.index(kind) if known else len(_PROJECTOR_TYPES), name
+
+    files = (name for name in names if name.lower().endswith(".gguf"))
+    projectors = [name for name in files if "mmproj" in name.lower().rsplit("/", 1)[-1]]
+    return min(projectors, key=rank, default=None)
 
 
 def group_gguf_files(files: Iterable[HubFile]) -> list[list[HubFile]]:

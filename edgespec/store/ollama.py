@@ -19,6 +19,7 @@ __all__ = ["ollama_model", "ollama_models"]
 
 _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
+_PROJECTOR = "application/vnd.ollama.image.projector"
 _PARAMETERS = "application/vnd.ollama.image.params"
 # Kinds of files that edgespec does not use, with user-facing names. The templates are Go templates.
 _UNUSED = {
@@ -95,6 +96,7 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
             adapters=adapters,
             unused=_unused(layers, parameters),
             sampling=stated_sampling(parameters),
+            projector=_projector(folder, layers),
         )
     except ModelFileError as error:
         return StoredModel("ollama", names, None, problem=error.what)
@@ -138,6 +140,15 @@ def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any
             )
             return values if isinstance(values, dict) else {}
     return {}
+
+
+def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
+    """Return the file that encodes images for a model, or None. A damaged one does not matter for text."""
+    with suppress(ModelFileError):
+        for kind, digest in parts:
+            if kind == _PROJECTOR:
+                return _gguf_file(folder, digest, "the model's projector")
+    return None
 
 
 def _unused(parts: Sequence[tuple[str, str]], parameters: Mapping[str, Any]) -> tuple[str, ...]:

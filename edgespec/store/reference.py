@@ -84,6 +84,7 @@ class Resolved:
         adapters: Adapters that are part of the model, as in some Ollama models.
         unused: Names of the model's parts that edgespec does not use, such as Ollama's `template`.
         sampling: The sampling settings that another program stores with the model, by edgespec's names.
+        projector: The projector (mmproj file) that Ollama stores with the model, or None.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Resolved:
     adapters: tuple[Path, ...] = ()
     unused: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
+    projector: Path | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -299,6 +301,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
         stored.adapters,
         stored.unused,
         stored.sampling,
+        stored.projector,
     )
 
 

@@ -43,6 +43,7 @@ class StoredModel:
         format: Name of the model's file format.
         problem: Why the model is unusable. Empty if it is usable.
         adapters: Adapters that are part of the model.
+        projector: The projector (mmproj file) that is part of the model, or None.
         unused: Names of the model's parts that edgespec does not use, such as `system prompt`.
         sampling: The sampling settings that the program stores with the model, by edgespec's names.
     """
@@ -53,6 +54,7 @@ class StoredModel:
     format: ModelFormat = "gguf"
     problem: str = ""
     adapters: tuple[Path, ...] = ()
+    projector: Path | None = None
     unused: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
 

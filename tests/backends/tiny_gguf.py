@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = ("▁", "▁the", "▁file", "▁list", "s", "▁of", "é", "🙂", "<|im_start|>", "<|im_end|>")
-_CONTROL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
+_CONTROL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_start|>": 3, "<|im_end|>": 3} | dict.fromkeys(
+    ("<start_of_image>", "<end_of_image>", "<|vision_start|>", "<|vision_end|>"), 3
+)
 _NORMAL, _BYTE = 1, 6
 
 # Sizes of the embedding, an attention head and the feed-forward block.

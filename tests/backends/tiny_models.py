@@ -40,6 +40,7 @@ __all__ = [
     "write_llama",
     "write_mamba",
     "write_moe",
+    "write_qwen2vl",
 ]
 
 # Sizes of a recurrent state and of its time step.
@@ -160,13 +161,42 @@ def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, wi
     return _write_gemma(path, "gemma2", template, seed, window, layers=2)
 
 
-def write_gemma3(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
+def write_gemma3(
+    path: Path,
+    *,
+    template: str | None = CHATML,
+    seed: int = 0,
+    window: int = 16,
+    words: tuple[str, ...] = WORDS,
+) -> Path:
     """Write a transformer of eight layers, all but the sixth with a sliding window."""
-    return _write_gemma(path, "gemma3", template, seed, window, layers=8)
+    return _write_gemma(path, "gemma3", template, seed, window, layers=8, words=words)
+
+
+def write_qwen2vl(path: Path, *, seed: int, words: tuple[str, ...], layers: int) -> Path:
+    """Write a transformer whose tokens have a position for time, row and column each (M-RoPE)."""
+    random = np.random.default_rng(seed)
+    writer = open_writer(path, "qwen2vl", layers=layers, context=1024)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_sections([2, 3, 3, 0])
+    tensors = ends(random, add_vocabulary(writer, words, CHATML))
+    for layer in range(layers):
+        tensors |= attention(random, layer, heads_kv=2) | norms_and_feed_forward(random, layer)
+        sizes = {"q": 2 * HEAD, "k": 2 * HEAD, "v": 2 * HEAD}
+        tensors |= {f"blk.{layer}.attn_{part}.bias": 0 * ones(size) for part, size in sizes.items()}
+    finish(writer, tensors)
+    return path
 
 
 def _write_gemma(
-    path: Path, architecture: str, template: str | None, seed: int, window: int, layers: int
+    path: Path,
+    architecture: str,
+    template: str | None,
+    seed: int,
+    window: int,
+    layers: int,
+    words: tuple[str, ...] = WORDS,
 ) -> Path:
     random = np.random.default_rng(seed)
     writer = open_writer(path, architecture, layers=layers)
@@ -177,7 +207,7 @@ def _write_gemma(
     writer.add_sliding_window(window)
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)
-    vocab = add_vocabulary(writer, WORDS, template)
+    vocab = add_vocabulary(writer, words, template)
     # The embedding is tied to the output. Without a large norm the model would only repeat its input token.
     loud = 20 * ones(SIZE)
     tensors = {"token_embd.weight": random_weights(random, vocab, SIZE) * 4, "output_norm.weight": ones(SIZE)}

@@ -94,6 +94,26 @@ class Batch:
         self._lib.llama_batch_free(self.native)
 
 
+class ImageBatch:
+    """A llama_batch for part of an image. See `LlamaContext.append_image`."""
+
+    def __init__(self, rows: NDArray[np.float32], positions: NDArray[np.int32], sequence: int) -> None:
+        count, lib = len(rows), library()
+        # The batch points into these arrays.
+        self._rows, self._positions = np.ascontiguousarray(rows), np.ascontiguousarray(positions)
+        self._sequence = (lib.llama_seq_id * 1)(sequence)
+        self._sequences = (ctypes.POINTER(lib.llama_seq_id) * count)(*[self._sequence] * count)
+        self._counts, self._logits = np.ones(count, np.int32), np.zeros(count, np.int8)
+        self.native: Any = lib.llama_batch(
+            n_tokens=count,
+            embd=self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(lib.llama_pos)),
+            n_seq_id=self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._sequences,
+            logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+
 class ThreadCount:
     """The number of CPU threads that one context uses. It is lowered while other programs use the CPU.
 
@@ -353,7 +373,7 @@ class LlamaContext(KvSequences):
 
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
-        count = len(inputs)
+        count, position = len(inputs), self.position(position)
         positions, sequences = range(position, position + count), [(0,)] * count
         if self._taps.needs_all_rows:
             self.run_to_hook(inputs, positions, sequences)
@@ -361,6 +381,31 @@ class LlamaContext(KvSequences):
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=False)
         self._decode(batch)
+
+    def append_image(
+        self,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        sequence: int = 0,
+        *,
+        is_causal: bool = True,
+    ) -> None:
+        """Append part of an image to a llama.cpp sequence, without computing logits.
+
+        Args:
+            rows: What the model reads in place of token embeddings, as float32 [tokens, size].
+            positions: The position of each token, as int32 [components, tokens].
+            sequence: The llama.cpp id of the sequence.
+            is_causal: Whether tokens attend only to those before them, rather than to all of `rows`. If not,
+                there may be at most `batch_tokens`.
+        """
+        if not is_causal:
+            self._lib.llama_set_causal_attn(self._context, False)
+        try:
+            self._decode(ImageBatch(rows, positions, sequence))
+        finally:
+            if not is_causal:
+                self._lib.llama_set_causal_attn(self._context, True)
 
     def run(
         self,
@@ -373,7 +418,7 @@ class LlamaContext(KvSequences):
 
         Args:
             inputs: Tokens or hidden states.
-            positions: The position of each input in its sequence.
+            positions: The index of each input in its sequence.
             sequences: For each input, the ids of the llama.cpp sequences that it belongs to.
             needs_logits: The inputs whose logits to compute. None means all inputs.
 
@@ -388,6 +433,8 @@ class LlamaContext(KvSequences):
             BackendError: llama.cpp failed for any other reason.
         """
         batch = self._batch_for(inputs)
+        if self.has_wide_images:
+            positions = [self.position(index) for index in positions]
         batch.put(inputs, positions, sequences, logits=True if needs_logits is None else needs_logits)
         self._decode(batch)
         return self._last_logits(len(inputs) if needs_logits is None else sum(needs_logits))
@@ -447,7 +494,7 @@ class LlamaContext(KvSequences):
         assert self._hidden is not None
         return self._hidden
 
-    def _decode(self, batch: Batch, *, encode: bool = False) -> None:
+    def _decode(self, batch: Batch | ImageBatch, *, encode: bool = False) -> None:
         if self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")
         self._check_allocated()

@@ -49,6 +49,7 @@ class KvCells:
     @length.setter
     def length(self, length: int) -> None:
         self._length = length
+        self.context.forget_images(length)
         for prefix in self._tracked:
             prefix.tokens = min(prefix.tokens, length)
 

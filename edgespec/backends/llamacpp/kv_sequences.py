@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,28 @@ __all__ = ["KvSequences", "export_text", "first_part", "import_text", "sized_par
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _SIZE = struct.Struct("<Q")
+# The start, tokens and positions of a `WideImage`.
+_IMAGE = struct.Struct("<III")
+
+
+class WideImage(NamedTuple):
+    """An image that takes up fewer llama.cpp positions than tokens.
+
+    Attributes:
+        start: The index of its first token.
+        tokens: Its number of tokens.
+        position: The position of its tokens.
+        positions: The number of positions that it takes up.
+    """
+
+    start: int
+    tokens: int
+    position: int
+    positions: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
 
 
 class KvSequences:
@@ -50,6 +72,32 @@ class KvSequences:
         # The ids of all llama.cpp sequences other than 0 that may contain KV cells.
         self._others: set[int] = set()
         self.window = window
+        # Whether images take up fewer positions than tokens (M-RoPE).
+        self.has_wide_images = False
+        # The images in sequence 0 that do.
+        self._images: list[WideImage] = []
+
+    def add_image(self, start: int, tokens: int, positions: int) -> None:
+        """Note that the `tokens` from `start` on take up only `positions` positions."""
+        self._images.append(WideImage(start, tokens, self.position(start), positions))
+
+    def forget_images(self, length: int) -> None:
+        """Forget the images after the first `length` tokens."""
+        while self._images and self._images[-1].end > length:
+            self._images.pop()
+
+    def position(self, index: int) -> int:
+        """Return the llama.cpp position of the token with this index in sequence 0.
+
+        They are the same, unless images before the token take up fewer positions than tokens. All tokens of
+        such an image have the same position.
+        """
+        for image in reversed(self._images):
+            if index >= image.end:
+                return index - image.end + image.position + image.positions
+            if index >= image.start:
+                return image.position
+        return index
 
     def _attach(self, context: Any) -> None:
         """Attach a new llama_context with empty sequences."""
@@ -92,7 +140,11 @@ class KvSequences:
         self._others.add(sequence)
         with self._lock:
             self._lib.llama_memory_seq_cp(
-                self._memory, self._first + source, self._first + sequence, start, end
+                self._memory,
+                self._first + source,
+                self._first + sequence,
+                self.position(start),
+                self.position(end),
             )
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
@@ -103,7 +155,11 @@ class KvSequences:
             state.
         """
         with self._lock:
-            dropped = bool(self._lib.llama_memory_seq_rm(self._memory, self._first + sequence, start, end))
+            dropped = bool(
+                self._lib.llama_memory_seq_rm(
+                    self._memory, self._first + sequence, self.position(start), self.position(end)
+                )
+            )
         if (start, end) == (0, -1):
             self._others.discard(sequence)
         return dropped
@@ -194,6 +250,25 @@ class KvSequences:
             self.drop(self._scratch, 0)
         return True
 
+    def export_images(self, start: int, end: int) -> list[bytes]:
+        """Return a part that describes the images at [start, end), if such parts are needed at all."""
+        if not self.has_wide_images:
+            return []
+        images = [image for image in self._images if start <= image.start < end]
+        return [b"".join(_IMAGE.pack(each.start, each.tokens, each.positions) for each in images)]
+
+    def import_images(self, parts: list[memoryview], start: int, end: int) -> list[memoryview]:
+        """Add the images that `export_images` described, and return the parts without its own."""
+        if not self.has_wide_images or not parts:
+            return parts
+        images, *parts = parts
+        if len(images) % _IMAGE.size:
+            return []
+        for first, tokens, positions in _IMAGE.iter_unpack(images):
+            if start <= first <= first + tokens <= end and 0 < positions <= tokens:
+                self.add_image(first, tokens, positions)
+        return parts
+
     def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
         """Split positions [start, end) at multiples of the sliding attention window."""
         window = self.window or max(1, end)
@@ -261,7 +336,7 @@ class KvSequences:
 def export_text(context: KvSequences, start: int, end: int, *, recurrent: bool = False) -> bytes:
     """Return a copy of sequence 0 at positions [start, end), or of the whole sequence if it is recurrent."""
     parts = [context.export_sequence()] if recurrent else context.export_cells(0, start, end)
-    return b"".join(sized_parts(parts))
+    return b"".join(sized_parts([*context.export_images(start, end), *parts]))
 
 
 def import_text(
@@ -272,6 +347,7 @@ def import_text(
     while data:
         part, data = first_part(data)
         parts.append(part)
+    parts = context.import_images(parts, start, end)
     if recurrent:
         return len(parts) == 1 and context.import_sequence(parts[0])
     return context.import_cells(parts, start, end)

@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
+from edgespec.backends.llamacpp.image_encoder import NO_PROJECTOR, ImageEncoder, ImagePart, open_encoder
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, free_weights, load_all, threads_for, with_more_memory
@@ -31,7 +32,9 @@ from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
-from edgespec.model.base_model import SelfDraftView, check_progress, split_last_batch
+from edgespec.model.base_model import SelfDraftView, check_progress, scaled_progress, split_last_batch
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, contains_image, end_of_images, token_runs
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import Head, LowBit
 
@@ -71,6 +74,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
     instead of branches.
     """
 
+    why_blind = NO_PROJECTOR
+
     def __init__(
         self, weights: Any, path: str, name: str, options: LoadOptions, stream: WeightStream | None = None
     ) -> None:
@@ -86,7 +91,10 @@ class LlamaCppModel(GgufModel, HeadTarget):
         context = LlamaContext(
             *(weights, options, plan, threads_for(weights, options)), adapters=self._adapters, stream=stream
         )
+        self._encoder: ImageEncoder | None = None
         try:
+            self._encoder = open_encoder(weights, options)
+            context.has_wide_images = self._encoder is not None and self._encoder.has_wide_positions
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
             super().__init__([weights], [context], [cells], max_plan, options)
@@ -101,9 +109,12 @@ class LlamaCppModel(GgufModel, HeadTarget):
                 kv_bytes=plan.kv_bytes,
                 cache_variant=cache_variant(weights, max_plan),
                 adapters=options.adapters,
+                sees_images=self._encoder is not None,
             )
         except BaseException:
             context.close()
+            if self._encoder:
+                self._encoder.close()
             raise
         self._checkpoints = open_checkpoints(context)
         self._heads, self._tree_states = SharedHeads(), []
@@ -121,7 +132,47 @@ class LlamaCppModel(GgufModel, HeadTarget):
         if self.logs.states:
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
+    def prepare_image(self, image: Image) -> PreparedImage:
+        self._check(0)
+        return self._encoder.prepare(image) if self._encoder else super().prepare_image(image)
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        if self._encoder is None or not contains_image(tokens):
+            super().prefill(tokens, progress)
+            return
+        self._check(len(tokens))
+        self._end_round()
+        for start, end, is_image in token_runs(tokens):
+            begin, share = start / len(tokens), (end - start) / len(tokens)
+            part_progress = progress and scaled_progress(progress, begin, share)
+            if is_image:
+                self._append_image(self._encoder.part(tokens[start:end]), self._encoder)
+                check_progress(part_progress)
+            else:
+                super().prefill(tokens[start:end], part_progress)
+
+    def _append_image(self, part: ImagePart, encoder: ImageEncoder) -> None:
+        self._rollback_pending = False
+        rows, size, start = encoder.encode(part), self._context.batch_tokens, self.length
+        positions = part.positions_from(self._context.position(start))
+        try:
+            for at in range(0, len(rows), size):
+                self._context.append_image(
+                    rows[at : at + size], positions[:, at : at + size], is_causal=part.is_causal
+                )
+        except (BackendError, ContextFullError, CancelledError):
+            self._cut(start)
+            raise
+        if encoder.has_wide_positions:
+            self._context.add_image(start, len(rows), part.position_count)
+        self.cells.length += len(rows)
+
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        if text_start := end_of_images(tokens):
+            share = text_start / len(tokens)
+            self.prefill(tokens[:text_start], progress and scaled_progress(progress, 0.0, share))
+            tokens = tokens[text_start:]
+            progress = progress and scaled_progress(progress, share, 1.0 - share)
         # Verify the last token in a separate pass if a head needs the final hidden states of all tokens, or
         # if a recurrent model needs a checkpoint before it.
         if self._context.needs_all_rows or self._recurrent:
@@ -199,6 +250,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
     def close(self) -> None:
         if self._stream:
             self._stream.close()
+        if self._encoder and not self._closed:
+            self._encoder.close()
         super().close()
 
     def _tap_states(self) -> None:

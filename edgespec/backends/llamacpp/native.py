@@ -68,6 +68,21 @@ def library() -> ModuleType:
     return llama_cpp
 
 
+@cache
+def mtmd() -> ModuleType:
+    """Import and return llama_cpp's bindings of libmtmd, which encodes images. Raises BackendMissingError."""
+    library()
+    try:
+        from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BackendMissingError(
+            f"llama-cpp-python was installed without libmtmd, which reads images: {error}",
+            f"install it with `{setup_command()}`, which needs a C++ compiler",
+        ) from error
+    mtmd_cpp.mtmd_helper_log_set(_callbacks[0], ctypes.c_void_p(0))
+    return mtmd_cpp
+
+
 def use_threads() -> None:
     """Prepare for multi-threaded passes. Raises BackendError if such passes ran before a fork.
 

@@ -15,11 +15,12 @@ from edgespec.errors import BackendError, CancelledError, ClosedError
 
 __all__ = ["PassKind", "PassPart", "PassScheduler"]
 
-PassKind: TypeAlias = Literal["logits", "embeddings", "prefill", "draft", "encode"]
+PassKind: TypeAlias = Literal["logits", "embeddings", "image", "prefill", "draft", "encode"]
 """What a pass computes.
 
 - logits: a target's or a draft model's logits, and the keys and values of prompts.
 - embeddings: the hidden states after the last layer.
+- image: the keys and values of an image, whose tokens may attend to each other.
 - encode, prefill, draft: see `HeadPass`.
 """
 
@@ -53,8 +54,11 @@ class PassPart:
         positions: The position of each token in its sequence.
         sequences: For each token, the ids of the llama.cpp sequences that it belongs to.
         outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
-        kind: What the pass computes. Only parts of the same kind share a pass. Embeddings never do.
-        inputs: The hidden states that a head reads, float32 [tokens, values]. Empty for other models.
+        kind: What the pass computes. Only parts of the same kind share a pass. Embeddings and images never
+            do.
+        inputs: What the model reads in place of token embeddings: the hidden states that a head reads, or an
+            image, float32 [tokens, values]. Empty otherwise.
+        is_causal: Whether tokens attend only to those before them.
         rows: The resulting logits as float32 [outputs, vocabulary size], or the embeddings.
         states: Hidden states of all tokens: for a target, those that its heads read; for a head, its own.
         error: Why the pass failed, or None.
@@ -69,6 +73,7 @@ class PassPart:
     outputs: int
     kind: PassKind = "logits"
     inputs: NDArray[np.float32] = field(default_factory=_no_rows)
+    is_causal: bool = True
     rows: NDArray[np.float32] = field(default_factory=_no_rows)
     states: NDArray[np.float32] = field(default_factory=_no_rows)
     error: Exception | None = None
@@ -308,7 +313,7 @@ class PassScheduler:
             tokens += len(part.tokens)
             rows += part.outputs
             is_full = tokens > self.max_tokens or rows > self._max_rows
-            if taken and (is_full or part.kind != taken[0].kind or part.kind == "embeddings"):
+            if taken and (is_full or part.kind != taken[0].kind or part.kind in ("embeddings", "image")):
                 break
             self._waiting.remove(part)
             taken.append(part)

@@ -66,6 +66,7 @@ def load_on_workers(
         max_branches=1,
         own_head=False,
         workers=None,
+        projector="",
     )
 
     def load() -> LlamaCppModel:

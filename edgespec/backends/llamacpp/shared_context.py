@@ -127,6 +127,16 @@ class SharedContext:
         if parts[0].kind == "embeddings":
             parts[0].rows = self._context.run_states(*joined)
             return
+        if parts[0].kind == "image":
+            (part,) = parts
+            self._context.append_image(
+                part.inputs,
+                np.array([part.positions], np.int32),
+                part.sequences[0][0],
+                is_causal=part.is_causal,
+            )
+            self.slots[part.slot].protect(part.positions[0], part.positions[-1] + 1)
+            return
         # If heads read hidden states that llama.cpp computes only along with logits, compute all logits.
         every = self._context.needs_all_rows
         needs_logits = [
@@ -254,6 +264,17 @@ class ContextSlot(KvSequences):
         count = len(tokens)
         return self._run(tokens, range(position, position + count), [(0,)] * count, outputs)
 
+    def append_image(
+        self, tokens: Sequence[int], rows: NDArray[np.float32], position: int, *, is_causal: bool
+    ) -> None:
+        """Append part of an image to the slot's sequence, given what the model reads in place of its tokens.
+
+        See `LlamaContext.append_image`, and `run` for the errors.
+        """
+        count = len(tokens)
+        positions, sequences = range(position, position + count), [(0,)] * count
+        self._run(tokens, positions, sequences, 0, "image", rows, is_causal=is_causal)
+
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> PassPart:
@@ -281,9 +302,11 @@ class ContextSlot(KvSequences):
         outputs: int,
         kind: PassKind = "logits",
         inputs: NDArray[np.float32] | None = None,
+        *,
+        is_causal: bool = True,
     ) -> PassPart:
         ids = [[self._first + sequence for sequence in each] for each in sequences]
-        part = PassPart(self.index, tokens, positions, ids, outputs, kind)
+        part = PassPart(self.index, tokens, positions, ids, outputs, kind, is_causal=is_causal)
         if inputs is not None:
             part.inputs = inputs
         return self.shared.scheduler.run(part)

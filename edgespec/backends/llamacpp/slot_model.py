@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
+from edgespec.backends.llamacpp.image_encoder import NO_PROJECTOR, ImageEncoder, ImagePart, open_encoder
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
@@ -44,7 +44,9 @@ from edgespec.errors import (
     ModelFileError,
 )
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
-from edgespec.model.base_model import check_progress, split_last_batch
+from edgespec.model.base_model import check_progress, scaled_progress, split_last_batch
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, contains_image, end_of_images, token_runs
 from edgespec.model.memory_check import check_draft_width
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import Head, LowBit, SelfDraft
@@ -70,6 +72,7 @@ def load_slots(
         parse_kv_types(options.kv_type)
     weights, stream = load_all(path, name, options, progress)
     context: LlamaContext | None = None
+    encoder: ImageEncoder | None = None
     try:
         if not vocabulary_size(weights):
             raise ModelFileError(
@@ -87,6 +90,7 @@ def load_slots(
         context = LlamaContext(
             *(weights, options, plan, threads_for(weights, options)), adapters=adapters, stream=stream
         )
+        encoder = open_encoder(weights, options)
         result = probe(context, weights, options)
         max_width = min(result.capabilities.max_width, max_pass_tokens(context))
         heads = result.capabilities.self_draft_methods - {LowBit.method}
@@ -103,16 +107,25 @@ def load_slots(
             + adapter_bytes(options.adapters),
             cache_variant=cache_variant(weights, plan.share),
             adapters=options.adapters,
+            sees_images=encoder is not None,
         )
-        shared = SharedContext(context, partial(free_weights, weights, stream))
+
+        def free() -> None:
+            if encoder:
+                encoder.close()
+            free_weights(weights, stream)
+
+        shared = SharedContext(context, free)
     except BaseException:
         if context:
             context.close()
+        if encoder:
+            encoder.close()
         free_weights(weights, stream)
         raise
     loaded_heads = SharedHeads()
     return [
-        SlotModel(facts, slot, vocabulary, weights, options, loaded_heads)
+        SlotModel(facts, slot, vocabulary, weights, options, loaded_heads, encoder)
         for slot, vocabulary in zip(shared.slots, vocabularies, strict=True)
     ]
 
@@ -130,7 +143,10 @@ class SlotModel(HeadTarget):
         weights: The llama_model handle.
         options: The options that the model was loaded with.
         heads: The heads that are loaded for the model.
+        encoder: The model's projector, or None if it has none.
     """
+
+    why_blind = NO_PROJECTOR
 
     def __init__(
         self,
@@ -140,6 +156,7 @@ class SlotModel(HeadTarget):
         weights: Any,
         options: LoadOptions,
         heads: SharedHeads,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.facts, self.options, self.weights = facts, options, [weights]
         self.vocabulary = self._vocabulary = vocabulary
@@ -147,6 +164,7 @@ class SlotModel(HeadTarget):
         self.slot, self.max_plan = slot.index, slot.plan
         self._cells = KvCells(slot, options.max_branches)
         self._heads, self._tree_states = heads, []
+        self._encoder = encoder
 
     @property
     def length(self) -> int:
@@ -166,9 +184,44 @@ class SlotModel(HeadTarget):
     def set_max_threads(self, threads: int) -> None:
         self._slot.shared.set_max_threads(threads)
 
+    def prepare_image(self, image: Image) -> PreparedImage:
+        self._check(0)
+        if self._encoder and self._encoder.has_wide_positions:
+            raise CapabilityError(
+                f"{self.facts.name} cannot see images while several replies share its passes, because each"
+                " token of an image has a row and a column",
+                "load it with --parallel 1",
+                code="images_not_supported",
+            )
+        return self._encoder.prepare(image) if self._encoder else super().prepare_image(image)
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._cells.end_round()
+        if self._encoder is None or not contains_image(tokens):
+            self._append_text(tokens, progress)
+            return
+        for start, end, is_image in token_runs(tokens):
+            begin, share = start / len(tokens), (end - start) / len(tokens)
+            part_progress = progress and scaled_progress(progress, begin, share)
+            if is_image:
+                self._append_image(self._encoder.part(tokens[start:end]), self._encoder)
+                check_progress(part_progress)
+            else:
+                self._append_text(tokens[start:end], part_progress)
+
+    def _append_image(self, part: ImagePart, encoder: ImageEncoder) -> None:
+        rows, size, start = encoder.encode(part), self._slot.whole.batch_tokens, self.length
+        try:
+            for at in range(0, len(rows), size):
+                tokens = part.tokens[at : at + size]
+                self._slot.append_image(tokens, rows[at : at + size], start + at, is_causal=part.is_causal)
+        except (BackendError, ContextFullError, CancelledError):
+            self._cut(start)
+            raise
+        self._cells.length += len(rows)
+
+    def _append_text(self, tokens: Sequence[int], progress: Progress | None) -> None:
         done = 0
         while done < len(tokens):
             batch = tokens[done : done + self._slot.batch_tokens]
@@ -185,6 +238,11 @@ class SlotModel(HeadTarget):
                 raise CancelledError("prompt processing was cancelled")
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> HostLogits:
+        if text_start := end_of_images(tokens):
+            share = text_start / len(tokens)
+            self.prefill(tokens[:text_start], progress and scaled_progress(progress, 0.0, share))
+            tokens = tokens[text_start:]
+            progress = progress and scaled_progress(progress, share, 1.0 - share)
         self._check(len(tokens))
         before, batch, part_progress = split_last_batch(tokens, self._slot.batch_tokens, progress)
         self.prefill(before, part_progress)

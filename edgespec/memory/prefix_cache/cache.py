@@ -24,6 +24,7 @@ from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.model.base import LanguageModel
+from edgespec.model.image_tokens import whole_images
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 
@@ -122,7 +123,9 @@ class PrefixCache:
         with self.store.lock:
             if self._is_off or self._was_deleted(sequence):
                 return
-            sequence = sequence[: self._max_tokens()]
+            longest = self._max_tokens()
+            if longest is not None:
+                sequence = sequence[: whole_images(sequence, longest)]
             base, stored = self.store.tree.longest_match(sequence, whole=True)
             if base:
                 self.store.touch(base)
@@ -203,9 +206,12 @@ class PrefixCache:
         """
         start = parent.end if parent else 0
         count = self._segments_for(len(sequence) - start)
-        ends = [start + (len(sequence) - start) * i // count for i in range(1, count + 1)]
+        even = (start + (len(sequence) - start) * i // count for i in range(1, count + 1))
+        ends = dict.fromkeys(whole_images(sequence, end) for end in even)
         last = parent
         for end in ends:
+            if end == start:
+                continue
             self.store.enforce_limits()
             if last and last not in self.store.tree:
                 return None
@@ -276,7 +282,7 @@ class PrefixCache:
                 segment = segment.parent
             if segment is None:
                 return None
-            shared = self._reusable(min(shared, segment.end))
+            shared = self._reusable(segment.sequence(), min(shared, segment.end))
             # The estimate in `saves_time` covers both storing and restoring a KV state. Halve the size to
             # count only the time to restore it.
             size_bytes = sum(part.size_bytes for part in segment.chain()) / 2
@@ -296,7 +302,8 @@ class PrefixCache:
         sequence = np.array(prompt[:-1], np.int32)
         with self.store.lock:
             chain = segment.chain()
-            common = self._reusable(shared_tokens(segment.sequence(), sequence))
+            stored = segment.sequence()
+            common = self._reusable(stored, shared_tokens(stored, sequence))
             # Ends of the segments that are still in the model's KV cache.
             ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
             length = max(ends, default=0)
@@ -310,7 +317,7 @@ class PrefixCache:
                     break
             if self._can_truncate and self._model.length == segment.end and segment in self.store.tree:
                 self._split(segment, common)
-            self._model.truncate(min(common, self._model.length))
+            self._model.truncate(whole_images(stored, min(common, self._model.length)))
             restored = self._model.length
             if restored > cached:
                 self.store.hits += 1
@@ -318,8 +325,8 @@ class PrefixCache:
             self.store.enforce_limits()
             return restored
 
-    def _reusable(self, length: int) -> int:
-        return reusable_tokens(self._model.facts.capabilities, length)
+    def _reusable(self, tokens: Tokens, length: int) -> int:
+        return reusable_tokens(self._model.facts.capabilities, tokens, length)
 
     def _restore_segment(self, segment: Segment) -> bool:
         """Append a cached segment to the model's KV cache, or delete the segment if that fails."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.memory.constants import (
     COPY_BYTES_PER_SECOND,
     MIN_CACHED_TOKENS,
@@ -9,19 +14,26 @@ from edgespec.memory.constants import (
     NEW_REUSE_WEIGHT,
     PREFILL_SPEEDUP,
 )
+from edgespec.model.image_tokens import end_of_images, whole_images
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ReuseCosts", "reusable_tokens"]
 
 
-def reusable_tokens(capabilities: Capabilities, length: int) -> int:
+def reusable_tokens(
+    capabilities: Capabilities, tokens: Sequence[int] | NDArray[np.int32], length: int
+) -> int:
     """Return how many of the first `length` cached tokens can be reused without changing the logits.
 
-    For some models, the result is a multiple of `capabilities.reuse_block_tokens`, or 0.
+    Images are reused as a whole. For some models, the number of tokens after the last of them must be a
+    multiple of `capabilities.reuse_block_tokens`, or nothing can be reused.
     """
+    length = whole_images(tokens, length)
     if capabilities.prefix_reuse_exact:
         return length
-    return length - length % capabilities.reuse_block_tokens if capabilities.partial_truncate else 0
+    if not capabilities.partial_truncate:
+        return 0
+    return length - (length - end_of_images(tokens[:length])) % capabilities.reuse_block_tokens
 
 
 class ReuseCosts:

@@ -1,0 +1,256 @@
+"""Encode images with a model's projector (its mmproj file), through llama.cpp's libmtmd."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.llamacpp.loading import default_threads
+from edgespec.backends.llamacpp.native import library, mtmd, recent_errors
+from edgespec.errors import AttachmentError, BackendError, ModelFileError
+from edgespec.model.base import LoadOptions
+from edgespec.model.formats.projector import read_projector
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, image_token_ids
+from edgespec.system.files import file_state
+
+__all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
+
+# Why a GGUF model without an mmproj file cannot see images, and what to do.
+NO_PROJECTOR = (
+    "there is no mmproj file in its folder",
+    "download the mmproj file that was published with the model, or name it with --mmproj",
+)
+
+_MARKER = b"<__media__>"
+_TEXT, _IMAGE = 0, 1
+# Formats that libmtmd decodes itself. Using its decoder gives the same pixels as in llama.cpp's own programs.
+_DECODED_BY_LIBMTMD = ("PNG", "JPEG", "GIF")
+# Number of position components of each token with multimodal rotary positions (M-RoPE).
+_MROPE_COMPONENTS = 4
+
+
+@dataclass(eq=False)
+class ImagePart:
+    """A part of an image, or a whole image, that the model runs in one go.
+
+    Attributes:
+        tokens: The image tokens that stand for the part.
+        index: The number of the part in its image.
+        image: The image.
+        positions: The positions of the tokens, relative to that of the first, as int32 [components, tokens].
+        position_count: Number of positions that the part takes up, after which the next token continues.
+        is_causal: Whether tokens attend only to those before them, rather than to all of the part.
+        chunk: The preprocessed pixels, until they are encoded.
+    """
+
+    tokens: tuple[int, ...]
+    index: int
+    image: Image
+    positions: NDArray[np.int32]
+    position_count: int
+    is_causal: bool
+    chunk: _Chunk | None = field(default=None, repr=False)
+
+    def positions_from(self, first: int) -> NDArray[np.int32]:
+        """Return the positions of the tokens if the part starts at position `first`."""
+        positions = self.positions + np.int32(first)
+        # The last of several components is unused.
+        positions[_MROPE_COMPONENTS - 1 :] = self.positions[_MROPE_COMPONENTS - 1 :]
+        return positions
+
+
+class _Chunk:
+    """A copy of one of libmtmd's chunks, which is freed with this object."""
+
+    def __init__(self, chunk: Any) -> None:
+        lib = mtmd()
+        self.native = lib.mtmd_input_chunk_copy(chunk)
+        weakref.finalize(self, lib.mtmd_input_chunk_free, self.native)
+
+
+def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
+    """Load the projector of a model, or return None if it has none. See `ImageEncoder` for the errors."""
+    if not options.projector:
+        return None
+    threads = options.threads or default_threads()
+    # A pass over all of an image is possible only up to the size of a batch.
+    return ImageEncoder(options.projector, model, threads, options.batch_tokens, gpu=options.gpu_layers != 0)
+
+
+class ImageEncoder:
+    """The projector of a loaded model. All methods can be called from any thread.
+
+    Args:
+        path: The mmproj file.
+        model: The llama_model handle of the language model.
+        threads: Number of CPU threads.
+        max_tokens: Maximum number of tokens of a part that must be run in one pass.
+        gpu: Whether the projector runs on the GPU, if there is one.
+
+    Attributes:
+        has_wide_positions: Whether images take up fewer positions than tokens (M-RoPE).
+
+    Raises:
+        ModelFileError: The file is no projector, is damaged, or belongs to another model.
+    """
+
+    def __init__(self, path: str, model: Any, threads: int, max_tokens: int, *, gpu: bool) -> None:
+        self._mtmd = lib = mtmd()
+        self._max_tokens = max_tokens
+        read_projector(Path(path))
+        self._row_size: int = library().llama_model_n_embd_inp(model)
+        # A projector that was replaced gives other values for the same image.
+        self._identity = file_state(Path(path)).encode()
+        params = lib.mtmd_context_params_default()
+        params.use_gpu, params.n_threads = gpu, threads
+        params.print_timings = params.warmup = False
+        params.media_marker = _MARKER
+        recent_errors(clear=True)
+        self._context = lib.mtmd_init_from_file(path.encode(), model, params)
+        if not self._context:
+            detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
+            raise ModelFileError(
+                f"the projector {path} cannot be loaded: {detail}",
+                "use the mmproj file that was published with this model, or --mmproj none",
+                code="model_file_not_supported",
+            )
+        self._lock = threading.Lock()
+        self.has_wide_positions: bool = lib.mtmd_decode_use_mrope(self._context)
+        # Parts of the images that prompts still use, by their tokens.
+        self._parts: weakref.WeakValueDictionary[tuple[int, ...], ImagePart] = weakref.WeakValueDictionary()
+
+    def prepare(self, image: Image) -> PreparedImage:
+        """Preprocess an image, and return its tokens. Raises AttachmentError if the model cannot use it."""
+        tokens: list[int] = []
+        parts: list[ImagePart] = []
+        for chunk in self._chunks(image):
+            kind = self._mtmd.mtmd_input_chunk_get_type(chunk.native)
+            if kind == _TEXT:
+                count = ctypes.c_size_t()
+                text = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk.native, ctypes.byref(count))
+                tokens += text[: count.value]
+            else:
+                parts.append(self._part(image, len(parts), chunk))
+                tokens += parts[-1].tokens
+        for number, part in enumerate(parts):
+            # Another prompt may use the same image at the same time.
+            parts[number] = self._parts.setdefault(part.tokens, part)
+        return PreparedImage(tuple(tokens), tuple(parts))
+
+    def _part(self, image: Image, index: int, chunk: _Chunk) -> ImagePart:
+        lib, native = self._mtmd, chunk.native
+        count = lib.mtmd_input_chunk_get_n_tokens(native)
+        shape = lib.mtmd_input_chunk_get_tokens_image(native)
+        offsets = [lib.mtmd_image_tokens_get_decoder_pos(shape, 0, at) for at in range(count)]
+        # The order of the components is that of llama.cpp's `set_position_mrope_2d`.
+        positions = np.array([[each.t, each.y, each.x, each.z] for each in offsets], np.int32).T
+        is_causal = not lib.mtmd_decode_use_non_causal(self._context, native)
+        if not is_causal and count > self._max_tokens:
+            raise AttachmentError(
+                f"{image.name} has {count:,} tokens, which the model must process at once, but a pass has at"
+                f" most {self._max_tokens:,}",
+                "use a smaller image",
+                code="attachment_too_large",
+            )
+        content = b"\0".join([self._identity, image.digest, str(index).encode()])
+        return ImagePart(
+            tuple(image_token_ids(content, count)),
+            index,
+            image,
+            np.ascontiguousarray(positions[: _MROPE_COMPONENTS if self.has_wide_positions else 1]),
+            lib.mtmd_input_chunk_get_n_pos(native),
+            is_causal,
+            chunk,
+        )
+
+    def _chunks(self, image: Image) -> list[_Chunk]:
+        """Divide an image into the chunks of text and pixels that stand for it in a prompt."""
+        lib = self._mtmd
+        bitmap, chunks = self._bitmap(image), lib.mtmd_input_chunks_init()
+        try:
+            text = lib.mtmd_input_text(_MARKER, len(_MARKER), False, True)
+            recent_errors(clear=True)
+            status = lib.mtmd_tokenize(
+                self._context, chunks, ctypes.byref(text), (ctypes.c_void_p * 1)(bitmap), 1
+            )
+            if status:
+                detail = (recent_errors() or [f"llama.cpp returned {status}"])[-1]
+                raise AttachmentError(
+                    f"{image.name} ({image.width} x {image.height} pixels) cannot be used: {detail}",
+                    "choose another image",
+                )
+            count = lib.mtmd_input_chunks_size(chunks)
+            return [_Chunk(lib.mtmd_input_chunks_get(chunks, index)) for index in range(count)]
+        finally:
+            lib.mtmd_bitmap_free(bitmap)
+            lib.mtmd_input_chunks_free(chunks)
+
+    def _bitmap(self, image: Image) -> Any:
+        lib = self._mtmd
+        if image.format in _DECODED_BY_LIBMTMD:
+            data = (ctypes.c_uint8 * len(image.data)).from_buffer_copy(image.data)
+            bitmap = lib.mtmd_helper_bitmap_init_from_buf(self._context, data, len(image.data), False)
+            if bitmap and image.orientation == 1:
+                return bitmap
+            if bitmap:
+                shape = lib.mtmd_bitmap_get_ny(bitmap), lib.mtmd_bitmap_get_nx(bitmap), 3
+                stored = np.ctypeslib.as_array(lib.mtmd_bitmap_get_data(bitmap), (int(np.prod(shape)),))
+                pixels = image.upright(stored.reshape(shape))
+                lib.mtmd_bitmap_free(bitmap)
+                return self._bitmap_of(pixels)
+        return self._bitmap_of(image.pixels())
+
+    def _bitmap_of(self, pixels: NDArray[np.uint8]) -> Any:
+        height, width, _ = pixels.shape
+        pointer = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return self._mtmd.mtmd_bitmap_init(width, height, pointer)
+
+    def part(self, tokens: Sequence[int]) -> ImagePart:
+        """Return the part of an image that these tokens stand for.
+
+        Raises:
+            BackendError: No prompt uses the image any more.
+        """
+        part = self._parts.get(tuple(tokens))
+        if part is None:
+            raise BackendError("an image in the prompt is no longer in memory", "send the message again")
+        return part
+
+    def encode(self, part: ImagePart) -> NDArray[np.float32]:
+        """Return what the model reads in place of token embeddings, float32 [tokens, size].
+
+        Raises:
+            BackendError: libmtmd failed.
+        """
+        chunk, part.chunk = part.chunk, None
+        if chunk is None:
+            # The pixels are freed once they are encoded, because most images are encoded only once.
+            chunk = [
+                each
+                for each in self._chunks(part.image)
+                if self._mtmd.mtmd_input_chunk_get_type(each.native) == _IMAGE
+            ][part.index]
+        with self._lock:
+            recent_errors(clear=True)
+            if self._mtmd.mtmd_encode_chunk(self._context, chunk.native):
+                detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
+                raise BackendError(
+                    f"{part.image.name} cannot be encoded: {detail}",
+                    "close other programs, or choose a smaller image",
+                )
+            rows = self._mtmd.mtmd_get_output_embd(self._context)
+            count = len(part.tokens)
+            return np.ctypeslib.as_array(rows, (count * self._row_size,)).reshape(count, -1).copy()
+
+    def close(self) -> None:
+        """Free the projector."""
+        self._mtmd.mtmd_free(self._context)

@@ -1,0 +1,82 @@
+"""Read the metadata of projectors (mmproj files), which turn images into what a language model reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from edgespec.errors import ModelFileError
+from edgespec.model.formats.gguf_header import GgufHeader, read_header
+from edgespec.model.formats.gguf_metadata import tensor_bytes
+from edgespec.model.memory_estimate import GPU, MEMORY, MemoryEstimate, MemoryPart
+
+__all__ = ["Projector", "estimate_projector", "read_projector"]
+
+# Projectors whose image tokens depend on what precedes the image in the prompt.
+_POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
+_MAX_IMAGE_SIZE = 1 << 13
+_F32_BYTES = 4
+
+
+class Projector(NamedTuple):
+    """A projector.
+
+    Attributes:
+        hidden_size: The hidden size of the language models that the projector was made for.
+        weight_bytes: The size of its weights.
+        compute_bytes: The size of the buffers for one image, roughly.
+    """
+
+    hidden_size: int
+    weight_bytes: int
+    compute_bytes: int
+
+
+def read_projector(path: Path) -> Projector:
+    """Read a projector's metadata.
+
+    Raises:
+        ModelFileError: The file is no projector for images, is damaged, or is of an unsupported kind.
+    """
+    header = read_header(path)
+    if header.architecture != "clip" or not header.metadata.get("clip.has_vision_encoder"):
+        raise ModelFileError(
+            f"{path} is no projector for images",
+            "choose the mmproj file that was published with the model",
+            code="model_file_not_supported",
+        )
+    kind = header.metadata.get("clip.projector_type") or header.metadata.get("clip.vision.projector_type")
+    if kind in _POSITION_DEPENDENT:
+        raise ModelFileError(
+            f"{path} is a projector of the kind {kind}, which edgespec does not support",
+            "choose another model, or --mmproj none",
+            code="model_file_not_supported",
+        )
+    image, patch, width = (_number(header, key) for key in ("image_size", "patch_size", "embedding_length"))
+    heads, layers = _number(header, "attention.head_count"), _number(header, "block_count")
+    if not (patch and width and heads and layers and patch <= image <= _MAX_IMAGE_SIZE and not width % heads):
+        raise ModelFileError(f"{path} has invalid sizes in its header", "download it again")
+    sizes = tensor_bytes(path, header)
+    inner = max(_number(header, "feed_forward_length"), 3 * width)
+    patches = (image // patch) ** 2
+    # The buffers hold the values of one layer, and the patches that the first layer reads.
+    compute_bytes = _F32_BYTES * patches * (2 * inner + 4 * width + 3 * patch * patch)
+    return Projector(
+        _number(header, "projection_dim"), sum(size_bytes for _, size_bytes in sizes), compute_bytes
+    )
+
+
+def estimate_projector(path: Path, *, on_gpu: bool) -> MemoryEstimate:
+    """Estimate the memory of a projector. Raises ModelFileError."""
+    projector = read_projector(path)
+    pool = GPU if on_gpu else MEMORY
+    parts = (
+        MemoryPart("weights", projector.weight_bytes, pool),
+        MemoryPart("compute", projector.compute_bytes, pool),
+    )
+    return MemoryEstimate(0, "", parts)
+
+
+def _number(header: GgufHeader, key: str) -> int:
+    value = header.metadata.get(f"clip.vision.{key}")
+    return value if isinstance(value, int) and value > 0 else 0

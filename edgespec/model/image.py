@@ -1,0 +1,166 @@
+"""Images that users send to models, and how they are checked and decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import AttachmentError
+from edgespec.system.files import format_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
+__all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
+
+# Names of the supported formats, by the name that Pillow gives them.
+FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
+# Maximum size of an image file. Photos of 40 megapixels have about 20 MB.
+MAX_IMAGE_BYTES = 32 << 20
+# Maximum number of pixels. Decoding an image takes up to 6 bytes per pixel at once, so 240 MB.
+_MAX_PIXELS = 40_000_000
+# EXIF's tag for the orientation of a photo, and the value for one that is stored upright.
+_ORIENTATION, _UPRIGHT = 0x0112, 1
+
+
+def looks_like_image(data: bytes) -> bool:
+    """Return whether a file starts like an image in a common format, supported or not."""
+    return data.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")) or (
+        data.startswith(b"RIFF") and data[8:12] == b"WEBP"
+    )
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image file that was checked and can be decoded. Create it with `read`.
+
+    Attributes:
+        name: The name to show, such as the file's path.
+        data: The file's contents.
+        width, height: The size in pixels, after the rotation that the file asks for.
+        format: One of the values of `FORMATS`.
+        orientation: EXIF's number for the rotation that the file asks for. 1 if there is none.
+    """
+
+    name: str
+    data: bytes = field(repr=False)
+    width: int = field(compare=False)
+    height: int = field(compare=False)
+    format: str = field(compare=False)
+    orientation: int = field(compare=False)
+
+    @classmethod
+    def read(cls, data: bytes, name: str = "the image") -> Image:
+        """Check an image file. Of an animation, models see the first frame.
+
+        Raises:
+            AttachmentError: The file is no image in a supported format, is damaged, or is too large.
+        """
+        _check_size(name, len(data), MAX_IMAGE_BYTES)
+        image = _opened(name, data)
+        if image.width * image.height > _MAX_PIXELS:
+            raise AttachmentError(
+                f"{name} has {image.width:,} x {image.height:,} pixels, but edgespec reads at most"
+                f" {_MAX_PIXELS // 10**6} megapixels",
+                "reduce its size with an image editor",
+                code="attachment_too_large",
+            )
+        orientation = image.getexif().get(_ORIENTATION, _UPRIGHT)
+        orientation = orientation if orientation in range(1, 9) else _UPRIGHT
+        _load(name, image)
+        width, height = image.size[::-1] if orientation >= 5 else image.size
+        return cls(name, data, width, height, FORMATS[str(image.format)], orientation)
+
+    @classmethod
+    def from_base64(cls, text: str, name: str = "the image") -> Image:
+        """Check an image in base64 or in a `data:` URL. Raises AttachmentError."""
+        if text.startswith("data:"):
+            header, comma, text = text.partition(",")
+            if not comma or not header.endswith(";base64"):
+                raise AttachmentError(
+                    f"the data: URL of {name} is not in base64",
+                    "use data:image/png;base64, followed by the file in base64",
+                    code="attachment_unreadable",
+                )
+        _check_size(name, len(text) * 3 // 4, MAX_IMAGE_BYTES)
+        try:
+            return cls.read(base64.b64decode(text, validate=True), name)
+        except (binascii.Error, ValueError) as error:
+            raise AttachmentError(
+                f"{name} is not valid base64", "encode the file in base64", code="attachment_unreadable"
+            ) from error
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A hash of the file's contents."""
+        return sha256(self.data).digest()
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """Return the upright image as uint8 [height, width, 3], without transparency."""
+        image = _opened(self.name, self.data)
+        _load(self.name, image)
+        return self.upright(np.asarray(image.convert("RGB")))
+
+    def upright(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Rotate and mirror the pixels [height, width, 3] of the stored image as the file asks for."""
+        if self.orientation >= 5:
+            pixels = pixels.swapaxes(0, 1)
+        # EXIF stores which side of the stored image is the top of the upright one.
+        flips_rows, flips_columns = self.orientation in (3, 4, 7, 8), self.orientation in (2, 3, 6, 7)
+        return np.ascontiguousarray(pixels[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1])
+
+
+def _check_size(name: str, size_bytes: int, limit_bytes: int) -> None:
+    if size_bytes > limit_bytes:
+        raise AttachmentError(
+            f"{name} is {format_bytes(size_bytes)} in size, which exceeds the limit of"
+            f" {format_bytes(limit_bytes)} for images",
+            "reduce its size with an image editor",
+            code="attachment_too_large",
+        )
+
+
+def _opened(name: str, data: bytes) -> PillowImage:
+    """Open an image file without decoding it. Raises AttachmentError."""
+    import PIL.Image
+
+    # edgespec has its own, lower limit on the number of pixels.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+        try:
+            return PIL.Image.open(BytesIO(data), formats=tuple(FORMATS))
+        except PIL.Image.DecompressionBombError:
+            size = "more pixels than any photo"
+        except Exception:
+            size = ""
+    if size:
+        raise AttachmentError(
+            f"{name} has {size}", "reduce its size with an image editor", code="attachment_too_large"
+        )
+    raise AttachmentError(
+        f"{name} is no image that edgespec can read, or is damaged",
+        "convert it to PNG, JPEG or WebP",
+        code="attachment_unreadable",
+    )
+
+
+def _load(name: str, image: PillowImage) -> None:
+    """Decode an opened image. Raises AttachmentError if it is damaged."""
+    try:
+        image.load()
+    except Exception as error:
+        # Pillow's decoders raise many kinds of errors.
+        raise AttachmentError(
+            f"{name} is damaged: {error}",
+            "open it in an image editor and save it again",
+            code="attachment_unreadable",
+        ) from error
