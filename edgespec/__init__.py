@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgespec.api.stream import ReplyStream
     from edgespec.attachments import attach
     from edgespec.chat.attached_file import AttachedFile
-    from edgespec.chat.message import Message
+    from edgespec.chat.message import Message, PlacedImage
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs
     from edgespec.engine.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
     from edgespec.memory.use import MemoryUse
+    from edgespec.model.image import Image
     from edgespec.model.model_facts import Capabilities, Exactness, ModelFacts
     from edgespec.options.load_options import LoadArguments
     from edgespec.options.reply_options import ReplyArguments
@@ -50,12 +51,14 @@ __all__ = [
     "EdgespecError",
     "Embedding",
     "Exactness",
+    "Image",
     "LoadArguments",
     "MemoryPlan",
     "MemoryUse",
     "Message",
     "MethodReport",
     "ModelFacts",
+    "PlacedImage",
     "PrefixCacheUsage",
     "Preview",
     "QueuedEmbeddings",
@@ -95,9 +98,10 @@ _HOMES = {
     ),
     "edgespec.loading.preview": ("Preview", "plan"),
     "edgespec.attachments": ("attach",),
+    "edgespec.model.image": ("Image",),
     "edgespec.model.model_facts": ("Capabilities", "Exactness", "ModelFacts"),
     "edgespec.chat.attached_file": ("AttachedFile",),
-    "edgespec.chat.message": ("Message",),
+    "edgespec.chat.message": ("Message", "PlacedImage"),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.api.conversation": ("Chat",),
     "edgespec.api.embedding": ("Embedding",),

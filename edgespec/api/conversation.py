@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from edgespec.api.stream import ReplyStream
-from edgespec.chat.message import Message, Role, reply_message
+from edgespec.attachments.images import ImageSource, as_image
+from edgespec.chat.message import Message, PlacedImage, Role, reply_message
 from edgespec.chat.prompt import ContextFull
 from edgespec.chat.reply_start import text_to_continue
 from edgespec.decode.reply import Reply
@@ -63,7 +64,7 @@ class Chat:
                 return self._runtime.count_tokens(self._with_system(self.messages))
         return self._used_tokens or 0
 
-    def stream(self, text: str, **options: Any) -> ReplyStream:
+    def stream(self, text: str, images: Sequence[ImageSource] = (), **options: Any) -> ReplyStream:
         """Send a message and stream the reply.
 
         The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far.
@@ -71,15 +72,18 @@ class Chat:
 
         Args:
             text: The user's message.
+            images: Images that precede the message. See `Runtime.stream`.
             **options: See `edgespec.ReplyArguments`. `progress` and `processors` work as in
                 `Runtime.stream_tokens`.
 
         Raises:
+            AttachmentError, CapabilityError: The model cannot use an image.
             ContextFullError: The message does not fit in the context.
             OptionError: An option is unknown or has an invalid value.
             TemplateError: The chat template rejects the conversation.
         """
-        return self._answer([*self.messages, Message("user", text)], options)
+        placed = tuple(PlacedImage(as_image(image)) for image in images)
+        return self._answer([*self.messages, Message("user", text, images=placed)], options)
 
     def ask(self, text: str, **options: Any) -> Reply:
         """Send a message and return the finished reply. Takes the same arguments as `stream`."""

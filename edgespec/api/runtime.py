@@ -46,6 +46,7 @@ from edgespec.methods.context import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
+from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, text_tokens
 from edgespec.model.mapped_files import MappedFiles
 from edgespec.model.model_facts import Exactness, ModelFacts
@@ -395,6 +396,15 @@ class Runtime(Replies[ReplyStream]):
             REPLY_OPTIONS["thinking"].check("thinking", thinking),
         )
         return self._prompts.count_tokens(checked, self.context_tokens, settings)
+
+    def image_tokens(self, image: Image) -> int:
+        """Return the number of prompt tokens that an image takes up.
+
+        Raises:
+            AttachmentError: The target cannot use this image.
+            CapabilityError: The target cannot see images.
+        """
+        return len(self._session.target.prepare_image(image).tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"

@@ -1,13 +1,15 @@
-"""Read files to attach to a message: text, code and PDF files."""
+"""Read files to attach to a message: text, code, PDF files and images."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from edgespec.attachments.images import ImageSource, as_image
 from edgespec.attachments.reading import ReadFiles, read_files
 from edgespec.chat.attached_file import with_files
+from edgespec.errors import AttachmentError
 
-__all__ = ["ReadFiles", "attach", "read_files"]
+__all__ = ["ImageSource", "ReadFiles", "as_image", "attach", "read_files"]
 
 
 def attach(prompt: str, *paths: str | Path) -> str:
@@ -21,4 +23,12 @@ def attach(prompt: str, *paths: str | Path) -> str:
     Raises:
         AttachmentError: A file is missing, unreadable or too large, or contains no text.
     """
-    return with_files(prompt, [file for path in paths for file in read_files(str(path)).files])
+    files = [file for path in paths for file in read_files(str(path)).files]
+    for file in files:
+        if file.image:
+            raise AttachmentError(
+                f"{file.name} is an image, which is no part of the text of a prompt",
+                "pass it as `images` to `generate` or `stream`",
+                code="attachment_not_text",
+            )
+    return with_files(prompt, files)

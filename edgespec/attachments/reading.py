@@ -1,4 +1,4 @@
-"""Read attached files as text, and reject binary files."""
+"""Read attached files as text or as images, and reject other binary files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from edgespec.attachments.finding import find_files, shown_path
 from edgespec.attachments.pdf import pdf_text
 from edgespec.chat.attached_file import AttachedFile
 from edgespec.errors import AttachmentError
+from edgespec.model.image import MAX_IMAGE_BYTES, Image, looks_like_image
 from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
 
 __all__ = ["ReadFiles", "read_files"]
@@ -21,7 +22,6 @@ _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
 # Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files can take this long.
 _MAX_SECONDS = 60.0
-_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 # Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -47,11 +47,11 @@ class ReadFiles(NamedTuple):
 def read_files(path: str) -> ReadFiles:
     """Read a file, all files in a folder, or all files that match a pattern such as `src/**/*.py`.
 
-    In a folder or with a pattern, files that cannot be attached are skipped.
+    In a folder or with a pattern, images and files that cannot be attached are skipped.
 
     Raises:
-        AttachmentError: The file is missing, unreadable, too large, or contains no text; or none of several
-            files can be attached, or reading them takes too long.
+        AttachmentError: The file is missing, unreadable, too large, or contains neither text nor an image; or
+            none of several files can be attached, or reading them takes too long.
     """
     paths = find_files(path)
     if len(paths) == 1:
@@ -66,7 +66,12 @@ def read_files(path: str) -> ReadFiles:
                 code="attachment_too_large",
             )
         try:
-            files.append(_read(each, left_seconds))
+            file = _read(each, left_seconds)
+            if file.image:
+                raise AttachmentError(
+                    f"{file.name} is an image", "attach images one by one", code="attachment_not_text"
+                )
+            files.append(file)
         except AttachmentError as error:
             problem = error
             continue
@@ -90,7 +95,8 @@ def _read(path: Path, max_seconds: float) -> AttachedFile:
         size_bytes = regular_file_bytes(path)
         with path.open("rb") as file:
             start = file.read(1024)
-            limit_bytes = _MAX_PDF_BYTES if b"%PDF-" in start else _MAX_BYTES
+            is_image = looks_like_image(start)
+            limit_bytes = MAX_IMAGE_BYTES if is_image else _MAX_PDF_BYTES if b"%PDF-" in start else _MAX_BYTES
             data = start + file.read(limit_bytes + 1 - len(start)) if size_bytes <= limit_bytes else b""
     except (OSError, ValueError) as error:
         raise AttachmentError(
@@ -105,17 +111,13 @@ def _read(path: Path, max_seconds: float) -> AttachedFile:
             "copy the part you need to a smaller file",
             code="attachment_too_large",
         )
+    if is_image:
+        return AttachedFile(name, "", image=Image.read(data, name))
     is_pdf = b"%PDF-" in start
     return AttachedFile(name, pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
 
 
 def _decoded(name: str, data: bytes) -> str:
-    if data.startswith(_IMAGES) or (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
-        raise AttachmentError(
-            f"{name} is an image, but edgespec can only attach text",
-            "describe the image in words",
-            code="attachment_not_text",
-        )
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
         text = data.decode(encoding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -28,7 +28,7 @@ from edgespec.cli.stdin import read_piped_text, read_stdin
 from edgespec.errors import EdgespecError, OptionError
 
 if TYPE_CHECKING:
-    from edgespec import AttachedFile, Reply, ReplyStream
+    from edgespec import AttachedFile, Image, Reply, ReplyStream
 
 __all__ = ["command"]
 
@@ -42,6 +42,7 @@ __all__ = ["command"]
         'edgespec generate "How do I list files by size?"',
         'cat notes.txt | edgespec generate "Summarise this text"',
         'edgespec generate --file notes.pdf --file "src/**/*.py" "What is missing?"',
+        'edgespec generate --image photo.jpg "What is in this picture?"',
         'git diff | edgespec generate --system "Write a commit message" -',
         'edgespec generate --target 8b-q4 --temperature 0 -n 200 "What does tar do?"',
         "git diff | edgespec generate --preset reviewer -",
@@ -51,12 +52,24 @@ __all__ = ["command"]
 @click.argument("words", type=PromptText(), metavar="[PROMPT] [-]", nargs=-1)
 @click.option(
     "--file", "paths", metavar="PATH", multiple=True,
-    help="Attach a text or PDF file, a folder, or a pattern such as 'src/**/*.py'. Can be repeated.",
+    help="Attach a text or PDF file, an image, a folder, or a pattern such as 'src/**/*.py'. Can be"
+    " repeated.",
+)  # fmt: skip
+@click.option(
+    "--image", "images", metavar="PATH", multiple=True,
+    help="Show a PNG, JPEG, WebP or GIF image to the model, before the prompt. Can be repeated.",
 )  # fmt: skip
 @click.option("--raw", is_flag=True, help="Send the prompt as is, without the model's chat template.")
 @preset_option
 @json_option
-def command(words: tuple[str, ...], paths: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
+def command(
+    words: tuple[str, ...],
+    paths: tuple[str, ...],
+    images: tuple[str, ...],
+    as_json: bool,
+    raw: bool,
+    **options: Any,
+) -> int:
     """Answer one prompt.
 
     The reply is streamed to stdout. Reasoning is printed to stderr, if that is a terminal. Press Ctrl-C to
@@ -72,9 +85,9 @@ def command(words: tuple[str, ...], paths: tuple[str, ...], as_json: bool, raw: 
         )
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json", click.get_current_context())
-    text = _with_files(_prompt_text(words), paths)
+    prompt = _with_files(_prompt_text(words), paths, images)
     given = drop_sampling_defaults(options)
-    reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, given))
+    reply = interruptible(lambda stop: _answer(stop, prompt, raw, as_json, given))
     if as_json:
         print_json(reply.to_json())
     return INTERRUPTED if reply.finish_reason == "cancelled" else DONE
@@ -94,9 +107,16 @@ def _prompt_text(words: tuple[str, ...]) -> str:
     return prompt
 
 
-def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
-    """Return the prompt preceded by the text of the files, and print the number of files in each folder."""
-    from edgespec.attachments import read_files
+class _Prompt(NamedTuple):
+    """The text of a prompt, and the images that precede it."""
+
+    text: str
+    images: tuple[Image, ...]
+
+
+def _with_files(prompt: str, paths: tuple[str, ...], images: tuple[str, ...]) -> _Prompt:
+    """Add files and images to the prompt, and print the number of files in each folder."""
+    from edgespec.attachments import as_image, read_files
     from edgespec.chat.attached_file import with_files
 
     files: list[AttachedFile] = []
@@ -106,10 +126,11 @@ def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
         if read.skipped or len(read.files) > 1:
             left_out = f", {read.skipped} skipped (no text)" if read.skipped else ""
             note(f"{path}: {len(read.files)} files{left_out}")
-    return with_files(prompt, files)
+    attached = (file.image for file in files if file.image)
+    return _Prompt(with_files(prompt, files), (*map(as_image, images), *attached))
 
 
-def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
+def _answer(stop: Stop, prompt: _Prompt, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime:
         if runtime.why_no_template and not raw:
@@ -117,7 +138,8 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
         progress = ProgressLine(stop, in_pipe=False)
         with progress:
             settings = pick(options, ("system", *REPLY_NAMES))
-            stream = runtime.stream(prompt, raw=raw, progress=progress, **settings)
+            text, images = prompt
+            stream = runtime.stream(text, raw=raw, images=images, progress=progress, **settings)
         stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)

@@ -27,10 +27,10 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["PathEndpoint", "error_response"]
 
-# Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB.
-MAX_BODY_BYTES = 8 * 2**20
+# Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB, and a photo as much.
+MAX_BODY_BYTES = 48 * 2**20
 # Maximum total size in bytes of the request bodies being received, so that clients cannot exhaust memory.
-MAX_BUFFERED_BYTES = 16 * MAX_BODY_BYTES
+MAX_BUFFERED_BYTES = 4 * MAX_BODY_BYTES
 # Time limit in seconds for a client to send the whole body.
 BODY_SECONDS = 60.0
 

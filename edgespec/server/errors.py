@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from edgespec.errors import (
+    AttachmentError,
     BusyError,
     CancelledError,
     CapabilityError,
@@ -66,10 +67,10 @@ def invalid_request(message: str, *, param: str | None = None, code: str = "inva
 
 
 def unsupported_content(kind: str, *, param: str) -> ApiError:
-    """Return the error for a non-text message part, such as an image."""
+    """Return the error for a message part that is not text, such as audio."""
     return invalid_request(
-        f"{param} has type {kind[:40]!r}, but edgespec's models read only text;"
-        " remove it, or describe it in words",
+        f"{param} has type {kind[:40]!r}, but edgespec's models read only text and, in messages of the user,"
+        " images; remove it, or describe it in words",
         param=param,
         code="unsupported_content",
     )
@@ -92,7 +93,7 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
             return ApiError(404, str(error), code=error.code, param="model")
         case MemoryBudgetError():
             return ApiError(400, str(error), code=error.code, param="model")
-        case OptionError() | TemplateError() | CapabilityError():
+        case AttachmentError() | OptionError() | TemplateError() | CapabilityError():
             return invalid_request(_shortened(str(error)), param=error.option or None, code=error.code)
         case BusyError():
             return ApiError(429, str(error), "rate_limit_error", error.code, headers=retry)

@@ -16,6 +16,7 @@ from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.chat.tool_calls.tool_spellings import read_choice
 from edgespec.decode.reply import TokenLogprobs
 from edgespec.errors import CancelledError, OptionError
+from edgespec.model.image import Image
 from edgespec.server.models import LoadedModel
 
 __all__ = ["ChatPrompt", "Generation", "ReplyPart", "ReplyRequest", "TextPrompt", "TokenPrompt"]
@@ -92,13 +93,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to continue verbatim, without the chat template."""
+    """Text to continue verbatim, without the chat template, and images that precede it."""
 
     text: str
+    images: tuple[Image, ...] = ()
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
         """Queue the request for a reply."""
-        return queue.stream(self.text, raw=True, **options)
+        return queue.stream(self.text, raw=True, images=self.images, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,11 @@ class LayerSkipModel(GgufModel):
     computed while drafting, so the lower layers run only for tokens that were not drafted.
     """
 
+    why_blind = (
+        "it was prepared for early exit",
+        "use another --method, which loads the original model file",
+    )
+
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
         lib = library()
         self.exit_layer: int = lib.llama_model_n_layer(lower)

@@ -123,6 +123,8 @@ class RemoteModel(BaseModel):
     interrupted pass.
     """
 
+    why_blind = ("its layers are on workers", "load it without --workers")
+
     def __init__(self, model: LlamaCppModel, workers: ConnectedWorkers, placement: LayerPlacement) -> None:
         self._model, self._workers = model, workers
         self.vocabulary = model.vocabulary

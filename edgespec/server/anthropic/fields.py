@@ -32,6 +32,7 @@ class ContentBlock(ItemFields):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
+    source: dict[str, Any] | None = None
     content: str | _Blocks | None = None
 
 

@@ -23,7 +23,7 @@ from edgespec.server.errors import ApiError, unsupported_content
 from edgespec.server.fields import reply_options, require_fields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.leniency.constraints import answer_constraint, constraints_in
-from edgespec.server.leniency.content import is_text, part_text, result_text, text_of
+from edgespec.server.leniency.content import content_of, is_text, part_text, result_text, text_of
 from edgespec.server.leniency.tools import checked_choice, offered_tools
 from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.protocol import Call
@@ -225,7 +225,7 @@ def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
     """Convert a request's conversation and tools.
 
     Raises:
-        ApiError: A message contains something other than text, such as an image, or a block is incomplete.
+        ApiError: A message contains something other than text and images, or a block is incomplete.
     """
     system = _BILLING_HEADER.sub("", text_of("system", fields.system))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -242,13 +242,14 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         calls = list(message.tool_calls or ())
         return [{"role": role, "content": message.content, "tool_calls": calls}]
-    texts, reasoning, calls, results = [], "", list(message.tool_calls or ()), []
+    parts: list[tuple[str, ContentBlock]] = []
+    reasoning, calls, results = "", list(message.tool_calls or ()), []
     for number, block in enumerate(message.content):
         at = f"{place}.{number}"
         if is_skipped(message, block):
             continue
-        if is_text(block):
-            texts.append(part_text(at, block))
+        if is_text(block) or (block.type == "image" and message.role == "user"):
+            parts.append((at, block))
             continue
         _check(at, block)
         match block.type:
@@ -260,12 +261,15 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
             case "tool_result":
                 content = result_text(f"{at}.content", block.content)
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    if results and not (texts or reasoning or calls):
+    if results and not (parts or reasoning or calls):
         return results
     # The text blocks of a reply are the parts of one text, split by tool calls. Other blocks are separate
     # texts.
-    content = ("" if message.role == "assistant" else "\n").join(texts)
-    converted = {"role": role, "content": content, "reasoning": reasoning, "tool_calls": calls}
+    is_reply = message.role == "assistant"
+    whole: dict[str, Any] = (
+        {"content": "".join(part_text(*part) for part in parts)} if is_reply else content_of(parts)
+    )
+    converted = {"role": role, **whole, "reasoning": reasoning, "tool_calls": calls}
     return [*results, converted]
 
 

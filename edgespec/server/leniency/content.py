@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from edgespec.chat.message import PlacedImage
+from edgespec.errors import AttachmentError
+from edgespec.model.image import Image
 from edgespec.server.errors import invalid_request, unsupported_content
 
 __all__ = [
     "SystemPrompt",
+    "content_of",
+    "image_of",
     "is_text",
     "omitted_parts",
     "part_text",
     "plain_message",
+    "read_image",
     "reasoning_of",
     "result_text",
     "system_messages",
@@ -42,6 +48,8 @@ _MEDIA = frozenset(
     {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
     | {"file", "input_file", "document"}
 )
+# The field that holds an image, keyed by part type.
+_IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
 # OpenAI's equivalents of the role names of LangChain, Gemini and ShareGPT.
 _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "gpt": "assistant"}
 
@@ -85,6 +93,59 @@ def text_of(place: str, content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part_text(f"{place}.{at}", part) for at, part in enumerate(content))
+
+
+def content_of(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the text and the images of parts with their locations, as fields of a message.
+
+    Texts are joined with newlines, but not next to images, as in llama.cpp's server.
+
+    Raises:
+        ApiError: A part is neither text nor an image, or cannot be read.
+    """
+    text, images, separator = "", [], ""
+    for place, part in parts:
+        image = image_of(place, part)
+        if image is None:
+            text, separator = text + separator + part_text(place, part), "\n"
+        else:
+            images.append(PlacedImage(image, len(text)))
+            separator = ""
+    return {"content": text, "images": images}
+
+
+def image_of(place: str, part: Any) -> Image | None:
+    """Return the image of a part in any of the supported APIs' formats, or None for other parts.
+
+    Raises:
+        ApiError: The image is not in the request, or cannot be read.
+    """
+    kind = _kind(part)
+    if kind not in _IMAGES or isinstance(part, str):
+        return None
+    source = _field(part, _IMAGES[kind])
+    if kind == "image":
+        # Anthropic's blocks name the encoding of their data.
+        data = _field(source, "data") if _field(source, "type") == "base64" else None
+    else:
+        url = _field(source, "url") if isinstance(source, Mapping) else source
+        data = url if isinstance(url, str) and url.startswith("data:") else None
+    if not isinstance(data, str):
+        raise invalid_request(
+            f"{place} refers to an image elsewhere, which the server does not fetch; send the image itself in"
+            " base64, as a data: URL",
+            param=place,
+            code="unsupported_content",
+        )
+    return read_image(place, data)
+
+
+def read_image(place: str, data: str) -> Image:
+    """Return an image in base64. Raises ApiError if it cannot be read."""
+    try:
+        return Image.from_base64(data, place)
+    except AttachmentError as error:
+        raise invalid_request(str(error), param=place, code=error.code) from error
 
 
 def result_text(place: str, content: Any) -> str:

@@ -21,7 +21,7 @@ from edgespec.server.leniency.content import (
     text_of,
 )
 from edgespec.server.leniency.tools import checked_choice, offered_tools, skipped_tools
-from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
+from edgespec.server.ollama.fields import OllamaFields, options_of, read_images
 from edgespec.server.ollama.replying import OllamaPart, OllamaReply, load_model, respond
 from edgespec.server.protocol import Call
 
@@ -102,17 +102,18 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
 
 
 def _converted(index: int, message: OllamaMessage) -> dict[str, Any]:
-    place = f"messages.{index}.content"
+    place, images = f"messages.{index}.content", []
     if message.role == "tool":
         # An agent cannot take back a tool result, so images in it must not end the conversation.
         notes = ["[image omitted: text only]"] * len(message.images or ())
         content = "\n".join(filter(None, [result_text(place, message.content), *notes]))
     else:
-        refuse_images(message.images, f"messages.{index}.images")
         content = text_of(place, message.content)
+        images = read_images(message.images, f"messages.{index}.images")
     return {
         "role": "system" if message.role == "developer" else message.role,
         "content": content,
+        "images": images,
         "reasoning": message.thinking or "",
         "tool_calls": message.tool_calls or (),
         "tool_call_id": message.tool_call_id or "",

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from edgespec.server.errors import invalid_request
+from edgespec.chat.message import PlacedImage
 from edgespec.server.fields import Ignored, Off, One, ReplyFields, reply_options
 from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
+from edgespec.server.leniency.content import read_image
 from edgespec.server.openai.logprobs import wanted_logprobs
 
-__all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
+__all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "read_images"]
 
 # Maps Ollama's option names to edgespec's where they differ.
 _RENAMED = {
@@ -145,12 +146,6 @@ def options_of(fields: OllamaFields) -> dict[str, Any]:
     return options
 
 
-def refuse_images(images: list[str] | None, place: str) -> None:
-    """Raise ApiError if there are images."""
-    if images:
-        raise invalid_request(
-            f"{place} has {len(images)} images, but edgespec's models read only text; remove them, or"
-            " describe them in words",
-            param=place,
-            code="unsupported_content",
-        )
+def read_images(images: list[str] | None, place: str) -> list[PlacedImage]:
+    """Return the images of a message, which precede its text. Raises ApiError if one cannot be read."""
+    return [PlacedImage(read_image(f"{place}.{at}", data)) for at, data in enumerate(images or ())]

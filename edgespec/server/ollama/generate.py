@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from edgespec.server.errors import invalid_request
 from edgespec.server.generation import ChatPrompt, ReplyRequest, TextPrompt
-from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
+from edgespec.server.ollama.fields import OllamaFields, options_of, read_images
 from edgespec.server.ollama.replying import OllamaPart, OllamaReply, load_model, respond
 from edgespec.server.protocol import Call
 
@@ -36,7 +36,7 @@ class OllamaGenerateRequest(OllamaFields):
     prompt: str | None = Field(default=None, description="The question, or with raw the text to continue.")
     system: str | None = Field(default=None, description="The system prompt.")
     raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
-    images: list[str] | None = Field(default=None, description="Must be empty.")
+    images: list[str] | None = Field(default=None, description="Images before the prompt, in base64.")
     # Ollama's client always sends these two fields, usually empty.
     suffix: str | None = Field(default=None, description="Must be empty.")
     template: str | None = Field(default=None, description="Must be empty.")
@@ -53,7 +53,6 @@ class OllamaGeneration(OllamaReply):
 async def generate(call: Call[OllamaGenerateRequest]) -> Response:
     """Reply to a prompt, or continue it."""
     body = call.body
-    refuse_images(body.images, "images")
     for name, message in _UNSUPPORTED.items():
         if getattr(body, name):
             raise invalid_request(message, param=name)
@@ -69,10 +68,11 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
 
 
 def _prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
+    images = read_images(body.images, "images")
     if body.raw:
-        return TextPrompt(prompt)
+        return TextPrompt(prompt, tuple(each.image for each in images))
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return ChatPrompt([*system, {"role": "user", "content": prompt}])
+    return ChatPrompt([*system, {"role": "user", "content": prompt, "images": images}])
 
 
 def _formatted(part: OllamaPart) -> dict[str, Any]:

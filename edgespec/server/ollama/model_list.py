@@ -166,7 +166,11 @@ def _shown(known: KnownModel) -> ShownModel:
             f"{architecture}.context_length": context,
         },
         # edgespec describes tools in the system prompt if the chat template does not.
-        "capabilities": ["completion", *(["tools"] if info and info.chat_template else [])],
+        "capabilities": [
+            "completion",
+            *(["tools"] if info and info.chat_template else []),
+            *(["vision"] if known.loaded and known.loaded.runtime.target.sees_images else []),
+        ],
     }
 
 

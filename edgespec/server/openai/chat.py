@@ -22,6 +22,7 @@ from edgespec.server.fields import Ignored, ItemFields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.leniency.content import (
     SystemPrompt,
+    content_of,
     omitted_parts,
     part_text,
     reasoning_of,
@@ -54,11 +55,14 @@ _READ_FIELDS = {
     "tool_result": ("tool_use_id", "content"),
     "thinking": ("thinking",),
     "reasoning": ("reasoning",),
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("source",),
 }
 
 
 class ContentPart(ItemFields):
-    """A part of a message's content. Only text is supported."""
+    """A part of a message's content: text, or an image in a message of the user."""
 
     type: str
     text: str | None = None
@@ -343,7 +347,7 @@ def chat_prompt(
     """Convert the messages of a request.
 
     Raises:
-        ApiError: A message contains something other than text, such as an image.
+        ApiError: A message contains something other than text and images.
     """
     converted = [each for index, message in enumerate(messages) for each in _converted(index, message)]
     return ChatPrompt.from_messages([*system_messages(system), *converted], tools, tool_choice)
@@ -357,7 +361,7 @@ def _converted(index: int, message: ChatMessage) -> list[dict[str, Any]]:
     reasoning = "".join(reasoning_of(part) or "" for part in _reasoning_parts(message))
     converted = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(place, message),
+        **_content(place, message),
         "reasoning": message.reasoning_content or message.reasoning or reasoning,
         **({"tool_calls": [*(message.tool_calls or ()), *calls]} if message.tool_calls or calls else {}),
         **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
@@ -382,15 +386,19 @@ def _anthropic_calls(
     return calls, results
 
 
-def _text(place: str, message: ChatMessage) -> str:
+def _content(place: str, message: ChatMessage) -> dict[str, Any]:
+    """Return the text and the images of a message."""
     if message.role == "tool" or not isinstance(message.content, list):
-        return result_text(place, message.content)
+        return {"content": result_text(place, message.content)}
     skipped = _reasoning_parts(message)
-    return "\n".join(
-        part_text(f"{place}.{at}", each)
+    parts = [
+        (f"{place}.{at}", each)
         for at, each in enumerate(message.content)
         if each.type not in _BLOCKS and each not in skipped
-    )
+    ]
+    if message.role == "user":
+        return content_of(parts)
+    return {"content": "\n".join(part_text(at, each) for at, each in parts)}
 
 
 def _reasoning_parts(message: ChatMessage) -> list[ContentPart]:

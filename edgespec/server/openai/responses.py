@@ -17,7 +17,14 @@ from edgespec.decode.reply import TokenLogprobs
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ItemFields, require_fields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
-from edgespec.server.leniency.content import omitted_parts, part_text, plain_message, result_text, text_of
+from edgespec.server.leniency.content import (
+    content_of,
+    omitted_parts,
+    part_text,
+    plain_message,
+    result_text,
+    text_of,
+)
 from edgespec.server.leniency.tools import OfferedTools, checked_choice, offered_tools, skipped_tools
 from edgespec.server.openai.fields import OpenAIFields, ReasoningFields, openai_options
 from edgespec.server.openai.logprobs import chat_logprobs
@@ -415,8 +422,8 @@ def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: Sto
         stored_items: Items of recent responses that the conversation can refer to.
 
     Raises:
-        ApiError: An item contains something other than text, such as an image, is incomplete, or refers to an
-            item that is not stored.
+        ApiError: An item contains something other than text and images, is incomplete, or refers to an item
+            that is not stored.
     """
     messages: list[dict[str, Any]] = []
     if body.instructions:
@@ -455,12 +462,17 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem, offered: O
     match item.form:
         case "message":
             require_fields(place, item, ("role", "content"))
-            role, text = _ROLES.get(item.role or ""), text_of(f"{place}.content", item.content)
+            role = _ROLES.get(item.role or "")
             if role is None:
                 roles = ", ".join(_ROLES)
                 raise invalid_request(
                     f"{place}.role: must be one of {roles}, not {item.role!r}", param=f"{place}.role"
                 )
+            if role == "user" and isinstance(item.content, list):
+                parts = ((f"{place}.content.{at}", part) for at, part in enumerate(item.content))
+                messages.append({"role": role, **content_of(parts)})
+                return
+            text = text_of(f"{place}.content", item.content)
             if role == "assistant":
                 _reply(messages)["content"] += text
             else:
@@ -477,13 +489,14 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem, offered: O
 def _add_part(messages: list[dict[str, Any]], place: str, item: InputItem, *, goes_on: bool) -> None:
     """Add a part that is outside of a message. Consecutive parts form one message."""
     role = "assistant" if item.type == "output_text" else "user"
-    text = part_text(place, item)
     if role == "assistant":
-        _reply(messages)["content"] += text
-    elif goes_on and messages[-1]["role"] == role:
-        messages[-1]["content"] += f"\n{text}"
-    else:
-        messages.append({"role": role, "content": text})
+        _reply(messages)["content"] += part_text(place, item)
+        return
+    if not (goes_on and messages[-1]["role"] == role):
+        messages.append({"role": role, "content": "", "images": [], "parts": []})
+    message = messages[-1]
+    message["parts"].append((place, item))
+    message |= content_of(message["parts"])
 
 
 def _reply(messages: list[dict[str, Any]]) -> dict[str, Any]:

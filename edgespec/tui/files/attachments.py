@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from edgespec.attachments.finding import NoSuchFileError, find_files
 from edgespec.attachments.reading import ReadFiles, read_files
-from edgespec.errors import AttachmentError
+from edgespec.errors import AttachmentError, CapabilityError
 from edgespec.system.files import error_reason, file_state
 from edgespec.tui.files.references import without_punctuation
 
 if TYPE_CHECKING:
     from edgespec import AttachedFile, Runtime
+    from edgespec.model.image import Image
 
 __all__ = ["Attachment", "AttachmentReader"]
 
@@ -91,12 +92,23 @@ class AttachmentReader:
         least = sum(vocabulary.min_tokens(file.text) for file in read.files)
         if least > limit_tokens:
             raise self._too_large(f"{path} has at least {least:,} tokens")
-        counts = [self.count_tokens(file.block) for file in read.files]
+        counts = [
+            self._image_tokens(path, file.image) if file.image else self.count_tokens(file.block)
+            for file in read.files
+        ]
         if sum(counts) > limit_tokens:
             raise self._too_large(f"{path} has {sum(counts):,} tokens")
         return tuple(
             replace(file, token_count=number) for file, number in zip(read.files, counts, strict=True)
         )
+
+    def _image_tokens(self, path: str, image: Image) -> int:
+        try:
+            return self._runtime.image_tokens(image)
+        except CapabilityError as error:
+            raise AttachmentError(
+                f"{path} is an image, but {error.what}", error.next_step, code=error.code
+            ) from error
 
     def _too_large(self, size: str) -> AttachmentError:
         return AttachmentError(
