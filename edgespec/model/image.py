@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
 
 # Names of the supported formats, by the name that Pillow gives them.
-FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
+FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
+# What Pillow calls a JPEG file with several images, such as some cameras write.
+_SEVERAL_JPEGS = "MPO"
 # Maximum size of an image file. Photos of 40 megapixels have about 20 MB.
 MAX_IMAGE_BYTES = 32 << 20
 # Maximum number of pixels. Decoding an image takes up to 6 bytes per pixel at once, so 240 MB.
@@ -74,11 +76,11 @@ class Image:
                 "reduce its size with an image editor",
                 code="attachment_too_large",
             )
-        orientation = image.getexif().get(_ORIENTATION, _UPRIGHT)
-        orientation = orientation if orientation in range(1, 9) else _UPRIGHT
+        form = FORMATS["JPEG" if image.format == _SEVERAL_JPEGS else str(image.format)]
         _load(name, image)
+        orientation = _orientation(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
-        return cls(name, data, width, height, FORMATS[str(image.format)], orientation)
+        return cls(name, data, width, height, form, orientation)
 
     @classmethod
     def from_base64(cls, text: str, name: str = "the image") -> Image:
@@ -151,6 +153,16 @@ def _opened(name: str, data: bytes) -> PillowImage:
         "convert it to PNG, JPEG or WebP",
         code="attachment_unreadable",
     )
+
+
+def _orientation(image: PillowImage) -> int:
+    """Return EXIF's number for the rotation that an image asks for."""
+    try:
+        value = image.getexif().get(_ORIENTATION)
+    except Exception:
+        # The metadata is damaged, but the image is not.
+        return _UPRIGHT
+    return value if isinstance(value, int) and 1 <= value <= 8 else _UPRIGHT
 
 
 def _load(name: str, image: PillowImage) -> None:

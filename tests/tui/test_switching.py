@@ -20,7 +20,7 @@ from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, facts, loading
 
 ASK = "How do I list files by size?"
-SAMPLED: dict[str, Setting] = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
+SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
 
 
 def load_here(reference: str) -> Load:
