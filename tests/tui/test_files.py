@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from textual import events
 
+import edgespec
+from edgespec.chat.message import as_message
 from edgespec.tui.files.path_search import PathSearch
 from edgespec.tui.files.references import (
     dropped_paths,
@@ -21,6 +23,7 @@ from edgespec.tui.files.references import (
 )
 from edgespec.tui.widgets.messages import UserMessage
 from edgespec.tui.worker import Load
+from tests.backends.tiny_vision import picture, png_bytes, write_vision_model
 from tests.tui.driving import Driver, driving, until
 
 CODE = "def area(width, height):\n    return width * height\n"
@@ -223,11 +226,13 @@ async def test_dropped_files_become_references(tmp_path: Path, demo: Load) -> No
 
 async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) -> None:
     os.mkfifo("pipe")
+    Path("picture.png").write_bytes(png_bytes(picture()))
     Path("loop").symlink_to("loop")
     with Path("huge.bin").open("wb") as file:
         file.truncate(1 << 30)
     problems = {
-        "photo.png": "photo.png is an image",
+        "photo.png": "photo.png is no image",
+        "picture.png": "picture.png is an image, but demo cannot see images",
         "big.txt": "big.txt has at least ",
         "pipe": "pipe cannot be read: the path is not a regular file",
         "loop": "loop cannot be read: too many levels of symbolic links",
@@ -242,6 +247,25 @@ async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) ->
             await d.said(f"The message was not sent: {problem}")
             await until(d.pilot, lambda text=text: d.chat.prompt.text == text, "the text")  # type: ignore[misc]
         assert not d.chat.current_chat.entries
+
+
+async def test_an_image_is_sent_with_a_message_and_saved_with_the_chat(tmp_path: Path) -> None:
+    files = write_vision_model(tmp_path / "models", "llava")
+    Path("picture.png").write_bytes(png_bytes(picture()))
+
+    def load(_progress: object) -> edgespec.Runtime:
+        return edgespec.load(files.model, "none", threads=1, context=512, measure_costs=False, gpu_layers=0)
+
+    async with driving(load, tmp_path) as d:
+        await d.write("@picture.png what is this?")
+        await shows_chip(d, "picture.png")
+        await d.press("enter")
+        await d.settled()
+        message = d.chat.current_chat.messages[0]
+        assert message.files[0].image == edgespec.Image.read(Path("picture.png").read_bytes(), "picture.png")
+        assert message.files[0].token_count == 9
+        saved = json.loads(json.dumps([file.to_json() for file in message.files]))
+        assert as_message(1, {"role": "user", "content": message.content, "files": saved}) == message
 
 
 async def test_files_that_do_not_fit_together_are_refused_with_both_sizes(tmp_path: Path, demo: Load) -> None:
