@@ -27,7 +27,11 @@ def load(files: VisionModel, **options: Any) -> Runtime:
     )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# All kinds take the same way above the backend. Qwen2.5-VL differs most from text.
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind == "qwen2.5vl" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS],
+)
 def kind(request: pytest.FixtureRequest) -> VisionKind:
     found: VisionKind = request.param
     return found
