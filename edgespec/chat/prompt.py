@@ -205,8 +205,7 @@ class PromptBuilder:
 
     def _prepared(self, image: Image) -> PreparedImage:
         """Return an image's tokens, which are kept for the next prompts of the conversation."""
-        if self._prepare_image is None:
-            raise OptionError("the prompt contains an image", "remove it", code="images_not_supported")
+        assert self._prepare_image is not None
         name = image.digest.hex()
         prepared = self._images.pop(name, None) or self._prepare_image(image)
         self._images[name] = prepared

@@ -21,13 +21,11 @@ METHODS = ("ngram", "suffix", "lookahead", "model", "model+suffix")
 
 
 def load(files: VisionModel, **options: Any) -> Runtime:
-    values = {"draft": "none", "method": "none", "gpu_layers": 0, "threads": 1, "memory": "2GiB"} | options
-    return edgespec.load(
-        files.model, context=1024, exactness="bits", measure_costs=False, trust=True, **values
-    )
+    values: dict[str, Any] = {"draft": "none", "method": "none", "gpu_layers": 0, "threads": 1}
+    values |= {"memory": "2GiB", "context": 1024, "exactness": "bits", "measure_costs": False, "trust": True}
+    return edgespec.load(files.model, **(values | options))
 
 
-# All kinds take the same way above the backend. Qwen2.5-VL differs most from text.
 @pytest.fixture(
     scope="module",
     params=[kind if kind == "qwen2.5vl" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS],

@@ -13,12 +13,14 @@ import pytest
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.native import library, mtmd
 from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, EdgespecError, ModelFileError
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import contains_image
+from tests.backends.tiny_models import write_lfm2
 from tests.backends.tiny_vision import KINDS, VisionKind, VisionModel, picture, png_bytes, write_vision_model
 from tests.raising import raises
 
@@ -253,3 +255,28 @@ def test_a_projector_of_another_model_is_refused(files: VisionModel, tmp_path: P
     damaged.write_bytes(files.projector.read_bytes()[:-1000])
     with raises(ModelFileError, str(damaged)):
         load(str(files.model), "tiny", LoadOptions(context_tokens=256, gpu_layers=0, projector=str(damaged)))
+
+
+def test_recurrent_models_see_images(tmp_path: Path, image: Image) -> None:
+    projector = write_vision_model(tmp_path, "llava").projector
+    path = write_lfm2(tmp_path / "recurrent.gguf")
+    model = load(str(path), "recurrent", options(VisionModel(path, projector)))
+    try:
+        assert isinstance(model, ReplayModel)
+        tokens, _kept = prompt(model, image, image)
+        reply = greedy(model, tokens)
+        assert len(set(reply)) > 1
+        model.truncate(0)
+        last_logits(model, tokens)
+        model.commit(())
+        # Reject the last two of four drafted tokens.
+        wrong = [reply[1], reply[2], 7 if reply[3] != 7 else 8, 9]
+        logits = model.verify(TokenTree.chain(reply[0], wrong))
+        assert [logits.best(row, 1)[0][0] for row in range(3)] == reply[1:4]
+        model.commit((1, 2))
+        assert model.verify(TokenTree.chain(reply[3])).best(0, 1)[0][0] == reply[4]
+        # Roll back to before the images, and read them again.
+        model.truncate(3)
+        assert greedy(model, tokens[model.length :]) == reply
+    finally:
+        model.close()

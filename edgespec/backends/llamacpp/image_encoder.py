@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.loading import default_threads
-from edgespec.backends.llamacpp.native import library, mtmd, recent_errors
+from edgespec.backends.llamacpp.loading import check_file, default_threads
+from edgespec.backends.llamacpp.native import library, mtmd, recent_errors, use_threads
 from edgespec.errors import AttachmentError, BackendError, ModelFileError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import read_projector
@@ -81,7 +81,9 @@ def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
     """Load the projector of a model, or return None if it has none. See `ImageEncoder` for the errors."""
     if not options.projector:
         return None
-    threads = options.threads or default_threads()
+    threads = options.threads or default_threads(check_file(options.projector))
+    if threads > 1:
+        use_threads()
     # A pass over all of an image is possible only up to the size of a batch.
     return ImageEncoder(options.projector, model, threads, options.batch_tokens, gpu=options.gpu_layers != 0)
 
