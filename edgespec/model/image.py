@@ -11,13 +11,12 @@ from hashlib import sha256
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.errors import AttachmentError
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image as PillowImage
 
 __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
@@ -108,6 +107,8 @@ class Image:
 
     def pixels(self) -> NDArray[np.uint8]:
         """Return the upright image as uint8 [height, width, 3], without transparency."""
+        import numpy as np  # Imported lazily, because the first screen of the chat needs no NumPy.
+
         image = _opened(self.name, self.data)
         _load(self.name, image)
         return self.upright(np.asarray(image.convert("RGB")))
@@ -118,7 +119,7 @@ class Image:
             pixels = pixels.swapaxes(0, 1)
         # EXIF stores which side of the stored image is the top of the upright one.
         flips_rows, flips_columns = self.orientation in (3, 4, 7, 8), self.orientation in (2, 3, 6, 7)
-        return np.ascontiguousarray(pixels[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1])
+        return pixels[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1].copy()
 
 
 def _check_size(name: str, size_bytes: int, limit_bytes: int) -> None:
