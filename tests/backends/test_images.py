@@ -35,7 +35,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def options(files: VisionModel, **more: Any) -> LoadOptions:
-    values = {"context_tokens": 512, "gpu_layers": 0, "threads": 1, "kv_type": "f16"} | more
+    values: dict[str, Any] = {"context_tokens": 512, "gpu_layers": 0, "threads": 1, "kv_type": "f16"} | more
     return LoadOptions(projector=str(files.projector), **values)
 
 
