@@ -15,7 +15,11 @@ __all__ = ["Projector", "estimate_projector", "read_projector"]
 # Projectors whose image tokens depend on what precedes the image in the prompt.
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13
-_F32_BYTES = 4
+_F16_BYTES, _F32_BYTES = 2, 4
+# Projectors that take images of any size, and the number of patches for which their buffers are planned: that
+# of an image of about a megapixel.
+_ANY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "lfm2", "kimivl", "glm4v")
+_PLANNED_PATCHES = 4096
 
 
 class Projector(NamedTuple):
@@ -24,7 +28,8 @@ class Projector(NamedTuple):
     Attributes:
         hidden_size: The hidden size of the language models that the projector was made for.
         weight_bytes: The size of its weights.
-        compute_bytes: The size of the buffers for one image, roughly.
+        compute_bytes: The size of the buffers for one image, roughly. Of projectors that take images of any
+            size, for an image of about a megapixel.
     """
 
     hidden_size: int
@@ -59,8 +64,13 @@ def read_projector(path: Path) -> Projector:
     sizes = tensor_bytes(path, header)
     inner = max(_number(header, "feed_forward_length"), 3 * width)
     patches = (image // patch) ** 2
-    # The buffers hold the values of one layer, and the patches that the first layer reads.
-    compute_bytes = _F32_BYTES * patches * (2 * inner + 4 * width + 3 * patch * patch)
+    if kind in _ANY_SIZE:
+        patches = max(patches, _PLANNED_PATCHES)
+    # The buffers hold the values of one feed-forward block (measured with libmtmd's log), and for attention
+    # in windows a mask in two types.
+    compute_bytes = _F32_BYTES * patches * (inner + 3 * width)
+    if _number(header, "n_wa_pattern"):
+        compute_bytes += (_F32_BYTES + _F16_BYTES) * patches**2
     return Projector(
         _number(header, "projection_dim"), sum(size_bytes for _, size_bytes in sizes), compute_bytes
     )
