@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, cast
 
@@ -66,6 +66,7 @@ class LoadRequest:
             0 if arguments["prefix_cache"] == "none" else as_bytes(arguments["prefix_cache_memory"]),
             as_bytes(arguments["headroom"]),
         )
+        plan = replace(plan, may_drop_projector=arguments["mmproj"] == "auto")
         text = arguments["workers"]
         machines = None if text is None else parse_machines("workers", text)
         return cls(

@@ -45,12 +45,14 @@ class PlanRequest:
         prefer: Whether to keep a long context or the draft model if only one of them fits.
         prefix_cache_bytes: Size limit of the prefix cache in memory, or None for the default.
         headroom_bytes: Additional memory to reserve, or None for the default.
+        may_drop_projector: Whether the planner may load the target without its projector.
     """
 
     fixed: frozenset[PlanOption] = frozenset()
     prefer: Preference = "speed"
     prefix_cache_bytes: int | None = 0
     headroom_bytes: int | None = None
+    may_drop_projector: bool = False
 
     @classmethod
     def from_options(
@@ -90,6 +92,7 @@ class LoadPlan:
         why_in_turns: Why replies run one at a time although the user asked for concurrent ones. Empty
             otherwise.
         context_is_fixed: Whether the user chose the context length.
+        dropped_projector: The projector that is not loaded, to save memory. Empty if there is none.
     """
 
     pair: ModelPair
@@ -103,6 +106,7 @@ class LoadPlan:
     draft_window: AttentionWindow | None = None
     why_in_turns: str = ""
     context_is_fixed: bool = False
+    dropped_projector: str = ""
 
     @property
     def target_options(self) -> LoadOptions:
@@ -134,7 +138,12 @@ class LoadPlan:
         fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         streaming = f"larger than memory: {self.plan.streaming.text}" if self.plan.streaming else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
-        return " · ".join(filter(None, (streaming, fitted, in_turns)))
+        blind = (
+            f"images are off to save memory: --mmproj {self.dropped_projector} turns them on"
+            if self.dropped_projector
+            else ""
+        )
+        return " · ".join(filter(None, (streaming, fitted, in_turns, blind)))
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
@@ -161,13 +170,28 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    If the user did not set a context length, the plan may choose one longer than the default.
+    If the user did not set a context length, the plan may choose one longer than the default. Without a
+    projector that the user did not name, nothing else has to shrink for it.
 
     Raises:
         ModelFileError, BackendMissingError: A model cannot be opened.
         OptionError: The models cannot be loaded with these options.
     """
     request = request or PlanRequest()
+    planned = _plan_pair(pair, drafting, options, budget, request)
+    is_whole = planned.plan.fits_without_streaming and not planned.plan.decisions
+    if is_whole or not (options.projector and request.may_drop_projector):
+        return planned
+    blind = _plan_pair(pair, drafting, replace(options, projector=""), budget, request)
+    if (blind.plan.fits, blind.plan.decisions) == (planned.plan.fits, planned.plan.decisions):
+        return planned
+    return replace(blind, dropped_projector=options.projector)
+
+
+def _plan_pair(
+    pair: ModelPair, drafting: DraftingOptions, options: LoadOptions, budget: Budget, request: PlanRequest
+) -> LoadPlan:
+    """See `plan_pair`."""
     fixed = _fixed_options(request, drafting)
     with ExitStack() as undo:
         estimator = PairEstimator(pair, drafting, options, undo, budget, request.headroom_bytes)

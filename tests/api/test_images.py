@@ -12,6 +12,7 @@ import pytest
 import edgespec
 from edgespec import Image, Message, PlacedImage, Runtime
 from edgespec.errors import AttachmentError, CapabilityError, OptionError
+from tests.backends.tiny_heads import write_eagle
 from tests.backends.tiny_models import write_llama
 from tests.backends.tiny_vision import KINDS, VisionKind, VisionModel, picture, png_bytes, write_vision_model
 from tests.raising import raises
@@ -173,3 +174,38 @@ def test_without_its_projector_a_model_refuses_images(files: VisionModel, photo:
 def test_a_missing_image_is_reported(runtime: Runtime, tmp_path: Path) -> None:
     with raises(AttachmentError, "no.png", code="attachment_unreadable"):
         runtime.generate(QUESTION, images=[tmp_path / "no.png"])
+
+
+def test_a_projector_is_dropped_before_anything_else_shrinks(files: VisionModel) -> None:
+    options: Any = {"draft": "none", "method": "none", "gpu_layers": 0, "context": 512, "mmproj": "auto"}
+
+    def needs(**more: Any) -> int:
+        items = edgespec.plan(files.model, **(options | more)).plan.items
+        return sum(item.bytes for item in items)
+
+    without, whole = needs(mmproj="none"), needs()
+    tight = edgespec.plan(files.model, **options, memory=(without + whole) // 2)
+    assert tight.plan.fits
+    assert not tight.plan.decisions
+    assert not any(item.role == "projector" for item in tight.plan.items)
+    named = edgespec.plan(files.model, **options | {"mmproj": files.projector}, memory=(without + whole) // 2)
+    assert any(item.role == "projector" for item in named.plan.items)
+
+
+def test_heads_do_not_draft_with_images(tmp_path: Path, photo: bytes) -> None:
+    files = write_vision_model(tmp_path, "llava", layers=3)
+    head = write_eagle(tmp_path / "eagle3-tiny.gguf", layers=(0, 1, 2))
+    options: Any = {"max_tokens": 12, "temperature": 0}
+    with load(files) as runtime:
+        seen = runtime.generate(QUESTION, images=[photo], **options)
+        read = runtime.generate(QUESTION, **options)
+    with load(files, head=str(head), method="eagle", methods=["eagle+suffix"]) as runtime:
+        for _ in range(2):
+            reply = runtime.generate(QUESTION, images=[photo], **options)
+            assert (reply.tokens, reply.method.effective) == (seen.tokens, "none")
+            assert "eagle" in reply.method.reason
+            reply = runtime.generate(QUESTION, images=[photo], method="eagle+suffix", **options)
+            assert (reply.tokens, reply.method.effective) == (seen.tokens, "suffix")
+            reply = runtime.generate(QUESTION, **options)
+            assert (reply.tokens, reply.method.effective) == (read.tokens, "eagle")
+            assert reply.stats.drafted_tokens > 0

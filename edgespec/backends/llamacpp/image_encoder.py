@@ -26,8 +26,8 @@ __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
 
 # Why a GGUF model without an mmproj file cannot see images, and what to do.
 NO_PROJECTOR = (
-    "there is no mmproj file in its folder",
-    "download the mmproj file that was published with the model, or name it with --mmproj",
+    "it was loaded without an mmproj file",
+    "put the mmproj file that was published with the model into its folder, or name it with --mmproj",
 )
 
 _MARKER = b"<__media__>"
