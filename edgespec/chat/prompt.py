@@ -90,7 +90,7 @@ _REPLY_TOKENS = 512
 # Upper limit on the size of a control token's text, in bytes.
 _MAX_CONTROL_TOKEN_BYTES = 512
 _REMEMBERED_CONVERSATIONS = 8
-_REMEMBERED_IMAGES = 64
+_REMEMBERED_IMAGES = 16
 
 
 def check_context_full(context_full: str) -> None:
@@ -185,6 +185,8 @@ class PromptBuilder:
             lambda offered: self.template.render(escaped, progress, replace(settings, tools=offered)), tools
         )
         prompt = self._tokenized(text, escaping, progress)
+        while len(self._images) > max(_REMEMBERED_IMAGES, len(images)):
+            del self._images[next(iter(self._images))]
         return replace(prompt, images=tuple(images)) if images else prompt
 
     def _tokenized(
@@ -209,8 +211,6 @@ class PromptBuilder:
         name = image.digest.hex()
         prepared = self._images.pop(name, None) or self._prepare_image(image)
         self._images[name] = prepared
-        while len(self._images) > _REMEMBERED_IMAGES:
-            del self._images[next(iter(self._images))]
         return prepared
 
     def count_tokens(

@@ -137,6 +137,12 @@ def test_old_images_leave_a_full_context_with_their_messages(runtime: Runtime, p
     assert stream.dropped_messages > 0
 
 
+def test_a_prompt_can_have_many_images(runtime: Runtime) -> None:
+    images = [png_bytes(picture(28, 28, seed=seed)) for seed in range(20)]
+    reply = runtime.generate(QUESTION, images=images, max_tokens=2, temperature=0)
+    assert reply.stats.prompt_tokens > sum(runtime.image_tokens(Image.read(each)) for each in images)
+
+
 def test_a_prompt_must_not_end_with_an_image(runtime: Runtime, kind: VisionKind, photo: bytes) -> None:
     if kind != "llava":
         pytest.skip("a control token follows the images of this model")
