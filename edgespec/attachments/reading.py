@@ -55,7 +55,7 @@ def read_files(path: str) -> ReadFiles:
     """
     paths = find_files(path)
     if len(paths) == 1:
-        return ReadFiles((_read(paths[0], _MAX_SECONDS),))
+        return ReadFiles((_read(paths[0], _MAX_SECONDS, takes_images=True),))
     files, total_bytes, problem = [], 0, None
     deadline = monotonic() + _MAX_SECONDS
     for each in paths:
@@ -66,12 +66,7 @@ def read_files(path: str) -> ReadFiles:
                 code="attachment_too_large",
             )
         try:
-            file = _read(each, left_seconds)
-            if file.image:
-                raise AttachmentError(
-                    f"{file.name} is an image", "attach images one by one", code="attachment_not_text"
-                )
-            files.append(file)
+            files.append(_read(each, left_seconds, takes_images=False))
         except AttachmentError as error:
             problem = error
             continue
@@ -89,7 +84,7 @@ def read_files(path: str) -> ReadFiles:
     return ReadFiles(tuple(files), len(paths) - len(files))
 
 
-def _read(path: Path, max_seconds: float) -> AttachedFile:
+def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile:
     name = shown_path(path)
     try:
         size_bytes = regular_file_bytes(path)
@@ -111,6 +106,8 @@ def _read(path: Path, max_seconds: float) -> AttachedFile:
             "copy the part you need to a smaller file",
             code="attachment_too_large",
         )
+    if is_image and not takes_images:
+        raise AttachmentError(f"{name} is an image", "attach images one by one", code="attachment_not_text")
     if is_image:
         return AttachedFile(name, "", image=Image.read(data, name))
     is_pdf = b"%PDF-" in start

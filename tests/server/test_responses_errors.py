@@ -23,7 +23,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo=
         ({"input": []}, "input", "invalid_request"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "invalid_request"),
         ({"input": [{"role": "user"}]}, "input.0.content", "missing_field"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0", "unsupported_content"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0", "attachment_unreadable"),
         ({"input": [{"type": "item_reference"}]}, "input.0.id", "missing_field"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "invalid_request"),
         ({"background": True}, "background", "invalid_request"),
