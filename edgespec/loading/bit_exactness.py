@@ -109,8 +109,8 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
     all other passes are padded.
 
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
-    short and a long context. It runs about 60 single-token passes and up to 90 wider ones. The result is valid
-    only for this model with these options, on this machine and build. The cache is empty afterwards.
+    short and a long context. It runs about 60 single-token passes and up to 90 wider ones. The result is
+    valid only for this model with these options, on this machine and build. The cache is empty afterwards.
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
