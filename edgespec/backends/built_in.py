@@ -260,6 +260,7 @@ _GGUF = FileFormat(
     one_file_per_quantisation=True,
     mapped=True,
     preparations=frozenset({EarlyExit.method, LowBit.method}),
+    projectors=True,
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,

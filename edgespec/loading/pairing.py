@@ -227,7 +227,7 @@ def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadO
         ModelFileError: The file is no projector.
         OptionError: The target cannot use a projector.
     """
-    if target.format != "gguf" or options.workers is not None:
+    if not target.file_format.projectors or options.workers is not None:
         if choice in ("auto", "none"):
             return options
         why = "its layers are on workers" if options.workers else "only whole GGUF models can"

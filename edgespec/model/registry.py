@@ -179,6 +179,7 @@ class FileFormat:
         worker_library: Returns the library that runs the model, whose version must be the same on all
             workers. None if the format does not support `LoadOptions.workers`.
         splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
+        projectors: Whether models in this format can see images with a projector (an mmproj file).
     """
 
     name: str
@@ -210,6 +211,7 @@ class FileFormat:
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
     worker_library: Callable[[], Library] | None = None
     splits_tensors: bool = False
+    projectors: bool = False
 
     @property
     def heads(self) -> dict[str, HeadSupport]:

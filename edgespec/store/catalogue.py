@@ -154,9 +154,10 @@ class HeadEntry:
     def fits_format(self, form: ModelFormat) -> bool:
         """Return whether the head's files can be used with models in a format.
 
-        Other published heads can be used with both formats, because edgespec converts them for GGUF models.
+        Published heads that are folders can be used with all formats, because edgespec converts them for GGUF
+        models. A single file is for the format whose models are single files.
         """
-        return form == "gguf" or not self.gguf_file
+        return not self.gguf_file or format_of(form).one_file_per_quantisation
 
     @property
     def embedded_path(self) -> Path | None:

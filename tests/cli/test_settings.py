@@ -297,7 +297,7 @@ def test_help_and_other_commands_work_beside_a_broken_file(run: Run, file: Path)
 def test_the_options_of_load_and_of_sampling_can_be_set() -> None:
     """All but those that belong to one model."""
     settings = every_setting()
-    per_run = {"adapter", "exit_layer"}
+    per_run = {"adapter", "exit_layer", "mmproj"}
     assert {*MODEL_NAMES, *SAMPLING_NAMES, "method", "seed"} - settings.keys() == per_run
     for name in COMMANDS:
         assert settings_of(name).keys() <= settings.keys()
