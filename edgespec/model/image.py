@@ -144,6 +144,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
         except PIL.Image.DecompressionBombError:
             size = "more pixels than any photo"
         except Exception:
+            # Pillow's parsers raise many kinds of errors.
             size = ""
     if size:
         raise AttachmentError(
