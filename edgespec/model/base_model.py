@@ -18,7 +18,7 @@ from edgespec.errors import CancelledError, CapabilityError, ClosedError, Contex
 from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.model.hidden_state_log import HiddenStateLog, OpenLogs
 from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage
+from edgespec.model.image_tokens import PreparedImage, end_of_images
 from edgespec.model.memory_check import check_tokens_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import SelfDraft
@@ -56,12 +56,13 @@ def in_batches(
 def split_last_batch(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> tuple[Sequence[int], Sequence[int], Progress | None]:
-    """Split a prompt before its last batch.
+    """Split a prompt before its last batch, which contains no image.
 
     Returns:
         The tokens before the last batch, the last batch, and a progress callback for the first part.
     """
-    start = (len(tokens) - 1) // batch_tokens * batch_tokens
+    text_start = end_of_images(tokens)
+    start = text_start + (len(tokens) - text_start - 1) // batch_tokens * batch_tokens
     return tokens[:start], tokens[start:], progress and scaled_progress(progress, 0.0, start / len(tokens))
 
 

