@@ -59,9 +59,17 @@ class EdgespecError(Exception):
         self.next_step = " ".join(next_step.split())
         super().__init__(f"{self.what}; {self.next_step}" if self.next_step else self.what)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let other processes raise the error, whatever arguments its class takes."""
+        return _restored, (type(self), self.args), self.__dict__
+
     def __repr__(self) -> str:
         """Return the class, message and code."""
         return f"{type(self).__name__}({str(self)!r}, code={self.code!r})"
+
+
+def _restored(kind: type[EdgespecError], args: tuple[object, ...]) -> EdgespecError:
+    return kind.__new__(kind, *args)
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
+
+from typing_extensions import TypeVar
 
 from edgespec.api.stream import ReplyStream
 from edgespec.attachments.images import ImageSource, as_image
@@ -18,16 +20,30 @@ from edgespec.errors import OptionError, TemplateError
 __all__ = ["Chat"]
 
 
-class _MessageRuntime(Protocol):
+class _Stream(Protocol):
+    """What `Chat` reads of a reply's stream."""
+
+    prompt_tokens: int
+    dropped_messages: int
+    reply_start: str
+
+    def wait(self) -> Reply: ...
+
+
+_StreamT = TypeVar("_StreamT", bound=_Stream, default=ReplyStream)
+_StreamT_co = TypeVar("_StreamT_co", bound=_Stream, default=ReplyStream, covariant=True)
+
+
+class _MessageRuntime(Protocol[_StreamT_co]):
     """The methods of `Runtime` that `Chat` uses."""
 
     def count_tokens(self, messages: Sequence[Message]) -> int: ...
 
     @property
-    def stream_messages(self) -> Callable[..., ReplyStream]: ...
+    def stream_messages(self) -> Callable[..., _StreamT_co]: ...
 
 
-class Chat:
+class Chat(Generic[_StreamT]):
     """A conversation with a loaded model. Created by `Runtime.chat`.
 
     Attributes:
@@ -39,7 +55,7 @@ class Chat:
 
     def __init__(
         self,
-        runtime: _MessageRuntime,
+        runtime: _MessageRuntime[_StreamT],
         system: str | None = None,
         messages: Sequence[Message] = (),
         context_full: ContextFull = "slide",
@@ -64,7 +80,7 @@ class Chat:
                 return self._runtime.count_tokens(self._with_system(self.messages))
         return self._used_tokens or 0
 
-    def stream(self, text: str, images: Sequence[ImageSource] = (), **options: Any) -> ReplyStream:
+    def stream(self, text: str, images: Sequence[ImageSource] = (), **options: Any) -> _StreamT:
         """Send a message and stream the reply.
 
         The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far.
@@ -89,15 +105,15 @@ class Chat:
         """Send a message and return the finished reply. Takes the same arguments as `stream`."""
         return self.stream(text, **options).wait()
 
-    def regenerate(self, **options: Any) -> ReplyStream:
+    def regenerate(self, **options: Any) -> _StreamT:
         """Generate a new reply to the last user message. Raises OptionError if there is no user message."""
         return self._answer(self.messages[: self._last_index("user") + 1], options)
 
-    def edit_last(self, text: str, **options: Any) -> ReplyStream:
+    def edit_last(self, text: str, **options: Any) -> _StreamT:
         """Replace the last user message and generate a reply to it. Raises OptionError if there is none."""
         return self._answer([*self.messages[: self._last_index("user")], Message("user", text)], options)
 
-    def continue_reply(self, **options: Any) -> ReplyStream:
+    def continue_reply(self, **options: Any) -> _StreamT:
         """Continue the last reply where it stopped, or answer the last message if it has no reply yet.
 
         The stream yields only the new text, which is appended to the last message when it ends. Use this for
@@ -130,7 +146,7 @@ class Chat:
             "there is no user message to answer", "send a message first", code="messages_invalid"
         )
 
-    def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> ReplyStream:
+    def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> _StreamT:
         before = self.messages, self.dropped_messages, self._used_tokens
 
         def on_end(reply: Reply | None) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
@@ -24,7 +25,9 @@ from edgespec.system.checks import check_integer, check_process
 __all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
 
 
-_Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings")
+_Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings", "_Turn")
+# Seconds between the calls that ask whether the holder of a turn still waits for it.
+_WAIT_SECONDS = 0.1
 
 
 class RequestQueue(Replies["QueuedReply"]):
@@ -45,8 +48,8 @@ class RequestQueue(Replies["QueuedReply"]):
         self._process_id = os.getpid()
         self._runtime = runtime
         self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
-        self._waiting: deque[QueuedReply | QueuedEmbeddings] = deque()
-        self._running: set[QueuedReply | QueuedEmbeddings] = set()
+        self._waiting: deque[QueuedReply | QueuedEmbeddings | _Turn] = deque()
+        self._running: set[QueuedReply | QueuedEmbeddings | _Turn] = set()
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -85,6 +88,31 @@ class RequestQueue(Replies["QueuedReply"]):
 
         return self._enqueue(QueuedEmbeddings(work, self._remove))
 
+    @contextmanager
+    def turn(self, cancel: Callable[[], None], wait: Callable[[], bool]) -> Iterator[None]:
+        """Return a context manager that waits for a turn, in which the caller may use the runtime directly.
+
+        Args:
+            cancel: Called if the queue is closed during the turn. Must end it soon.
+            wait: Called again and again while other requests run. Returning False gives up.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            CancelledError: `wait` returned False.
+            ClosedError: The queue was closed.
+        """
+        turn = self._enqueue(_Turn(cancel))
+        try:
+            while not turn.begun.wait(_WAIT_SECONDS):
+                if not wait():
+                    raise CancelledError("the request was cancelled before it started")
+            if turn.error:
+                raise turn.error
+            yield
+        finally:
+            self._remove(turn)
+            turn.over.set()
+
     def _enqueue(self, queued: _Queued) -> _Queued:
         # A forked child process has a copy of the queue, but not its threads.
         check_process(self._process_id)
@@ -99,7 +127,7 @@ class RequestQueue(Replies["QueuedReply"]):
             self._changed.notify_all()
             return queued
 
-    def _remove(self, queued: QueuedReply | QueuedEmbeddings) -> bool:
+    def _remove(self, queued: QueuedReply | QueuedEmbeddings | _Turn) -> bool:
         """Remove a waiting request. Return False if it has already started."""
         with self._changed:
             if queued not in self._waiting:
@@ -143,6 +171,23 @@ class RequestQueue(Replies["QueuedReply"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Turn:
+    """A turn in the queue whose holder uses the runtime itself."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel
+        self.begun, self.over = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def _run(self) -> None:
+        self.begun.set()
+        self.over.wait()
+
+    def _end(self, error: Exception | None) -> None:
+        self.error = error
+        self.begun.set()
 
 
 class QueuedReply:

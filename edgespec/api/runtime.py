@@ -209,6 +209,14 @@ class Runtime(Replies[ReplyStream]):
         """
         self.check_constraint(self.checked_request(TokensPrompt((), ""), options))
 
+    def has_thinking_switch(self) -> bool:
+        """Return whether the chat template has an option that turns reasoning on or off.
+
+        Raises:
+            TemplateError: The template is broken.
+        """
+        return self.template is not None and self.template.has_thinking_switch()
+
     def check_constraint(self, request: ReplyRequest) -> None:
         """Compile the constraint of a reply. Raises OptionError if it is invalid or no text satisfies it."""
         if request.settings.constraint:

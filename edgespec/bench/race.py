@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from edgespec.api.stream import ReplyStream
 from edgespec.bench.constants import (
     CHECK_TOKENS,
     EQUAL_SPEEDS,
@@ -19,6 +18,7 @@ from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
 from edgespec.options.wording import CHAT, TERMS, Wording
+from edgespec.sharing.base import ChatReply
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 
@@ -26,7 +26,7 @@ __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "ch
 DEFAULT_RACE_TOKENS = 200
 
 
-StartReply = Callable[..., ReplyStream]
+StartReply = Callable[..., ChatReply]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ from edgespec.options.default_model import default_model
 from edgespec.options.reply_options import REPLY_OPTIONS
 
 if TYPE_CHECKING:
-    from edgespec import Preview, Runtime
+    from edgespec import Preview
     from edgespec.chat.saved_chat import ModelReferences
+    from edgespec.sharing.base import ChatModel
     from edgespec.store.download import Progress
     from edgespec.tui.worker import Load
 
@@ -95,22 +96,23 @@ def command(
     is_plain = plain or not _has_screen()
 
     from edgespec.chat.saved_chat import ModelReferences
-    from edgespec.errors import CancelledError
+    from edgespec.errors import CancelledError, EdgespecError
     from edgespec.options.settings import load_arguments_for_another_model
+    from edgespec.sharing.chat_sharing import ChatSharing
     from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
     from edgespec.tui.plain_run import run_plain_chat
 
-    def load(progress: Progress) -> Runtime:
-        import edgespec
+    sharing = ChatSharing()
 
+    def load(progress: Progress) -> ChatModel:
         try:
-            return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
-        except edgespec.EdgespecError as error:
+            return sharing.load(pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress)
+        except EdgespecError as error:
             if not are_remembered or isinstance(error, CancelledError):
                 raise
             advice = " or ".join(filter(None, (error.next_step, "open another model: edgespec chat MODEL")))
-            raise edgespec.EdgespecError(error.what, advice, code=error.code) from error
+            raise EdgespecError(error.what, advice, code=error.code) from error
 
     models = ModelReferences(_lasting(options["target"]), _lasting(options["draft"]))
 
@@ -121,12 +123,7 @@ def command(
             arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
         arguments |= {"target": reference, **(changed or {})}
 
-        def load(progress: Progress) -> Runtime:
-            import edgespec
-
-            return edgespec.load(**arguments, progress=progress)
-
-        return load
+        return lambda progress: sharing.load(arguments, progress)
 
     def plan_other(reference: str, memory_bytes: int | None) -> Preview:
         import edgespec
@@ -146,6 +143,7 @@ def command(
         "resume": resume,
         "load_other": load_other,
         "tools": tools,
+        "sharing": sharing,
     }
     if is_plain:
         ended = run_plain_chat(load, **asked)

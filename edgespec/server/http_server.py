@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.server.app import create_app
+from edgespec.server.models import FoundModel, ModelPool
 from edgespec.server.service import Service
 from edgespec.server.settings import ServerSettings
+from edgespec.sharing.base import Identity
+from edgespec.sharing.host import Lent, ModelHost
 from edgespec.system.files import error_reason
 
 __all__ = ["HttpServer"]
+
+_T = TypeVar("_T")
 
 # Time limit in seconds for receiving a request's headers.
 _HEADER_SECONDS = 20.0
@@ -89,10 +96,14 @@ class HttpServer:
         service = Service(self._settings)
         server = uvicorn.Server(_configuration(create_app(service)))
         unloading = asyncio.create_task(service.models.unload_idle())
+        host = None
         try:
             await self._load(service)
+            host = ModelHost("edgespec serve", partial(_lend, service.models, self._loop))
             await self._serve(server, service, on_ready)
         finally:
+            if host is not None:
+                host.close()
             await service.models.close()
             unloading.cancel()
             self._socket.close()
@@ -128,6 +139,32 @@ class HttpServer:
             loading.exception()
             raise CancelledError("the server was stopped before its model was loaded")
         loading.result()
+
+
+def _lend(
+    models: ModelPool, loop: asyncio.AbstractEventLoop, wanted: Identity
+) -> AbstractContextManager[Lent] | None:
+    """Lend a model to a chat on this machine, or return None. Called in the threads of a `ModelHost`."""
+    found = models.find_shared(wanted)
+    return None if found is None else _borrowed(models, loop, found)
+
+
+@contextmanager
+def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundModel) -> Iterator[Lent]:
+    borrowing = AsyncExitStack()
+
+    def run(work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    loaded = run(borrowing.enter_async_context(models.borrow(found)))
+    try:
+        yield Lent(loaded.runtime, loaded.queue)
+    except BaseException:
+        # The pool must know that a model has lost a worker.
+        run(borrowing.__aexit__(*sys.exc_info()))
+        raise
+    else:
+        run(borrowing.aclose())
 
 
 class _TimedProtocol(H11Protocol):

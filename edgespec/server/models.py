@@ -28,6 +28,7 @@ from edgespec.errors import (
 from edgespec.model.model_info import ModelInfo
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
+from edgespec.sharing.base import Identity
 from edgespec.store.catalogue import load_catalogue, user_aliases
 from edgespec.store.installed import find_installed, model_info_or_none
 from edgespec.store.reference import Resolved, resolve
@@ -127,13 +128,15 @@ class _Entry:
     """The pool's record of a model, from the first request for it until it is selected for unloading.
 
     Attributes:
+        found: The model.
         users: Number of requests that are waiting for the model or using it.
         unused: Set while there are no users.
         ready: The task that loads the model.
         last_used: Time of the last use in seconds (`time.monotonic`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, found: FoundModel) -> None:
+        self.found = found
         self.users = 0
         self.unused = asyncio.Event()
         self.ready: asyncio.Task[LoadedModel]
@@ -216,7 +219,7 @@ class ModelPool:
             raise ClosedError("the server is stopping", "start it again")
         entry = self._entries.get(files)
         if entry is None:
-            entry = self._entries[files] = _Entry()
+            entry = self._entries[files] = _Entry(found)
             entry.ready = asyncio.create_task(self._load(found, entry))
             # Retrieve the exception even if no request is waiting, because asyncio would otherwise log it.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -242,6 +245,23 @@ class ModelPool:
             ModelNotFoundError: There is no such model on this machine. The message lists the models.
         """
         return await asyncio.to_thread(self._find, name)
+
+    def find_shared(self, wanted: Identity) -> FoundModel | None:
+        """Return the model that a chat on this machine wants to share, or None. Can be called in any thread.
+
+        The server's own model is shared even if it must be loaded again.
+        """
+        own = self._found(self.own_name)
+        models = {own.resolved.files: (own, "none")}
+        for entry in list(self._entries.values()):
+            if loaded := entry.loaded:
+                draft = loaded.runtime.draft
+                models[entry.found.resolved.files] = entry.found, draft.path if draft else "none"
+        for found, draft_path in models.values():
+            identity = Identity.of(self._options_for(found))
+            if identity is not None and identity.fits(wanted, draft_path):
+                return found
+        return None
 
     async def known(self) -> list[KnownModel]:
         """Return the models on this machine that requests can name, starting with the server's own.

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import events, work
 from textual.app import App
@@ -46,6 +46,9 @@ from edgespec.tui.worker import (
     references_after,
 )
 
+if TYPE_CHECKING:
+    from edgespec.sharing.chat_sharing import ChatSharing
+
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
 
 _T = TypeVar("_T")
@@ -74,6 +77,7 @@ class ChatApp(App[None]):
         light: Whether to use the light theme. Defaults to the theme used last.
         tools: Whether to start the MCP servers at once.
         remember: Whether to save the history of prompts.
+        sharing: Shares the model with other programs. None shares nothing.
 
     Attributes:
         load_error: The error if loading failed, or None.
@@ -108,10 +112,11 @@ class ChatApp(App[None]):
         light: bool | None = None,
         tools: bool = False,
         remember: bool = True,
+        sharing: ChatSharing | None = None,
     ) -> None:
         super().__init__()
         self.load_error: Exception | None = None
-        self.model_thread = ModelThread(load)
+        self.model_thread = ModelThread(load, sharing)
         self._load_other, self._plan_other = load_other, plan_other
         self.store = store if store is not None else ChatStore()
         self.archive = Archive(self.store)

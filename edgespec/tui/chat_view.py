@@ -43,7 +43,8 @@ from edgespec.tui.widgets.waiting import WaitingMessages
 from edgespec.tui.worker import ChatState, ModelThread, PlanModel
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Runtime, Stats
+    from edgespec import MethodReport, Stats
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["ChatView"]
 
@@ -86,7 +87,7 @@ class ChatView(Screen[None]):
     def __init__(
         self,
         thread: ModelThread,
-        runtime: Runtime,
+        runtime: ChatModel,
         archive: Archive,
         preferences: Preferences,
         history: History,

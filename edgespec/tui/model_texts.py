@@ -11,8 +11,9 @@ from textual.content import Content
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, MemoryPlan, Runtime
+    from edgespec import AvailableModel, MemoryPlan
     from edgespec.loading.speed_prediction import SpeedPrediction
+    from edgespec.sharing.base import ChatModel
     from edgespec.tui.downloads import Download
 
 __all__ = ["details_text", "is_match", "is_open", "row_text", "speed_text"]
@@ -175,7 +176,7 @@ def _action(model: AvailableModel, is_downloading: bool) -> str:
     return f"Enter downloads{size}{draft} in the background.{terms}"
 
 
-def is_open(path: Path | None, runtime: Runtime) -> bool:
+def is_open(path: Path | None, runtime: ChatModel) -> bool:
     """Return whether the chat uses the model at a path."""
     return path is not None and path.absolute() == Path(runtime.target.path).absolute()
 

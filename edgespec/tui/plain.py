@@ -22,13 +22,14 @@ from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.plain_tools import PlainTools
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import error_text, sentences, speed_up_short
+from edgespec.tui.texts import error_text, sentences, speed_up_short, takeover_note
 from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Runtime, Stats, TextChunk
+    from edgespec import MethodReport, Stats, TextChunk
     from edgespec.chat.store import StoredChat
     from edgespec.chat.tool_calls.calls import ToolCall
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["PlainChat"]
 
@@ -64,7 +65,7 @@ class PlainChat:
     def __init__(
         self,
         thread: ModelThread,
-        runtime: Runtime,
+        runtime: ChatModel,
         archive: Archive,
         *,
         load_other: LoadOther,
@@ -146,7 +147,7 @@ class PlainChat:
         elif last is not None and last.message.ended_early == "cancelled":
             self.console.note("This reply was stopped. Type /continue to finish it.")
 
-    def use_runtime(self, runtime: Runtime) -> None:
+    def use_runtime(self, runtime: ChatModel) -> None:
         """Continue the chat with another model. Remove settings that the model does not support."""
         self.runtime, self._reader = runtime, AttachmentReader(runtime)
         self.stats, self.method = None, runtime.method
@@ -201,7 +202,9 @@ class PlainChat:
             state = None
             self.console.note("\n".join(error_text(error)))
         if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
-            # The model was loaded again after it lost a worker.
+            # The model was loaded again after it lost a worker, or the program that had loaded it.
+            if note := takeover_note(self.runtime):
+                self.console.note(note)
             self.runtime, self._reader = runtime, AttachmentReader(runtime)
         reply = state.reply if state is not None else None
         entry = chat.finish_turn(

@@ -19,11 +19,12 @@ from edgespec.tui.commands import table
 from edgespec.tui.ending import ChatEnd, EndWatch, resume_value
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.plain_console import write
-from edgespec.tui.texts import facts_line, notices, rounding_warning, sentences
+from edgespec.tui.texts import facts_line, notices, rounding_warning, sentences, sharing_note
 from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec.sharing.base import ChatModel
+    from edgespec.sharing.chat_sharing import ChatSharing
 
 __all__ = ["run_plain_chat"]
 
@@ -40,6 +41,7 @@ def run_plain_chat(
     resume: str | None = None,
     store: ChatStore | None = None,
     tools: bool = False,
+    sharing: ChatSharing | None = None,
 ) -> ChatEnd:
     """Run the plain chat until the user quits or the input ends. See `ChatApp` for the arguments.
 
@@ -49,7 +51,7 @@ def run_plain_chat(
         EdgespecError: Loading failed.
     """
     store = store if store is not None else ChatStore()
-    thread, archive = ModelThread(load), Archive(store)
+    thread, archive = ModelThread(load, sharing), Archive(store)
     chat: PlainChat | None = None
 
     def save() -> None:
@@ -96,7 +98,7 @@ def run_plain_chat(
     return ChatEnd(watch.signalled, resume_value(chat.current_chat, store))
 
 
-def _loaded(thread: ModelThread) -> Runtime:
+def _loaded(thread: ModelThread) -> ChatModel:
     """Load the model. Ctrl-C and other signals cancel loading."""
     signal.signal(signal.SIGINT, lambda _number, _frame: thread.cancel_load())
     return thread.start().result()
@@ -115,8 +117,9 @@ def _converse(chat: PlainChat, resume: str | None, *, tools: bool) -> None:
     if console.is_interactive:
         for notice in notices(runtime, "Type /model"):
             console.note(notice)
-    elif warning := rounding_warning(runtime):
-        console.note(warning)
+    else:
+        for note in filter(None, (sharing_note(runtime), rounding_warning(runtime))):
+            console.note(note)
     if resume is not None:
         chat.resume(resume)
     if tools:

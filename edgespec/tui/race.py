@@ -12,7 +12,7 @@ from edgespec.chat.message import Message
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
-    from edgespec import ReplyStream, Runtime
+    from edgespec.sharing.base import ChatModel, ChatReply
     from edgespec.tui.open_chat import OpenChat
     from edgespec.tui.worker import ModelThread
 
@@ -35,7 +35,7 @@ class StartedRace(NamedTuple):
     progress: RaceProgress
 
 
-def race_method(runtime: Runtime, chat: OpenChat) -> str:
+def race_method(runtime: ChatModel, chat: OpenChat) -> str:
     """Return the method to race against plain decoding: the chat's method, or `auto` if it is `none`."""
     method = str(chat.settings.get("method") or runtime.method.requested)
     return "auto" if method == "none" else method
@@ -78,11 +78,11 @@ def _work(
     method: str,
     options: dict[str, Any],
     progress: RaceProgress,
-) -> Callable[[Runtime, Callable[[], bool]], Race]:
+) -> Callable[[ChatModel, Callable[[], bool]], Race]:
     """Return the function that runs `/race` in the model thread."""
 
-    def work(runtime: Runtime, is_cancelled: Callable[[], bool]) -> Race:
-        def start(**each: Any) -> ReplyStream:
+    def work(runtime: ChatModel, is_cancelled: Callable[[], bool]) -> Race:
+        def start(**each: Any) -> ChatReply:
             return runtime.chat(system, messages).continue_reply(**each)
 
         def report(description: str, fraction: float) -> bool:

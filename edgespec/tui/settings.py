@@ -16,7 +16,7 @@ from edgespec.options.settings import MODEL_OPTIONS
 from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec.sharing.base import ChatModel
 
 __all__ = [
     "LOAD_SETTINGS",
@@ -100,7 +100,7 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
     return valid, problems
 
 
-def check_settings(settings: Mapping[str, Setting], runtime: Runtime) -> None:
+def check_settings(settings: Mapping[str, Setting], runtime: ChatModel) -> None:
     """Raise OptionError if the loaded models cannot generate replies with these settings."""
     if "method" in settings:
         runtime.method_for(str(settings["method"]))
@@ -155,20 +155,20 @@ def shown(value: Setting) -> str:
     return ", ".join(map(_escaped, value)) if isinstance(value, list) else str(value)
 
 
-def default_sampling(name: str, runtime: Runtime) -> float:
+def default_sampling(name: str, runtime: ChatModel) -> float:
     """Return the default value of a sampling setting, which can depend on the model."""
     defaults: Mapping[str, Any] = runtime.reply_defaults()
     value: float = defaults.get(name, REPLY_OPTIONS[name].default)
     return value
 
 
-def default_source(name: str, runtime: Runtime) -> str:
+def default_source(name: str, runtime: ChatModel) -> str:
     """Return where the default value of a setting comes from, such as `default, from Ollama`."""
     recommended = runtime.recommended_sampling.get(name)
     return f"default, from {recommended.source}" if recommended else "default"
 
 
-def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -> str:
+def default_text(name: str, runtime: ChatModel, settings: Mapping[str, Setting]) -> str:
     """Return the default value of a setting as text. It can depend on the model and on other settings."""
     if REPLY_OPTIONS[name].group == "sampling":
         return f"{default_sampling(name, runtime):g}"

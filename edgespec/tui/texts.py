@@ -14,8 +14,9 @@ from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import SCHEMA, SETTINGS, default_source, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Runtime, Stats
+    from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
     from edgespec.chat.saved_chat import Setting
+    from edgespec.sharing.base import ChatModel
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
@@ -31,9 +32,11 @@ __all__ = [
     "reason_text",
     "rounding_warning",
     "sentences",
+    "sharing_note",
     "show_rows",
     "speed_up_short",
     "speed_up_text",
+    "takeover_note",
     "welcome_rows",
     "worst_case",
 ]
@@ -63,12 +66,12 @@ def facts_line(facts: ModelFacts) -> str:
     )
 
 
-def drafter_names(runtime: Runtime) -> list[tuple[str, str]]:
+def drafter_names(runtime: ChatModel) -> list[tuple[str, str]]:
     """Return the label and name of the loaded draft model, if there is one, and of each loaded head."""
     return labelled_drafters(runtime.draft.name if runtime.draft is not None else None, _head_names(runtime))
 
 
-def _head_names(runtime: Runtime) -> list[str]:
+def _head_names(runtime: ChatModel) -> list[str]:
     # A path is too long for the screen, so show only the name of the file or folder.
     return [Path(head.path).name if head.name == head.path else head.name for head in runtime.heads]
 
@@ -106,7 +109,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     return f"speed-up {'about ' if is_rough else ''}{factor:.1f}x"
 
 
-def exactness_for(runtime: Runtime, settings: Mapping[str, Setting]) -> Exactness | None:
+def exactness_for(runtime: ChatModel, settings: Mapping[str, Setting]) -> Exactness | None:
     """Return whether the replies in a chat with these settings are identical to plain decoding."""
     acceptance, temperature = settings.get("acceptance"), settings.get("temperature")
     return runtime.exactness_for(
@@ -134,7 +137,7 @@ def exactness_text(exactness: Exactness) -> str:
     return f"identical to plain decoding; --exactness off {gain}, but can change replies"
 
 
-def rounding_warning(runtime: Runtime) -> str:
+def rounding_warning(runtime: ChatModel) -> str:
     """Return a warning if replies can differ from plain decoding, unless the user chose that."""
     exactness = runtime.target.exactness
     if exactness is None or exactness.bits or exactness.requested == "off":
@@ -148,7 +151,7 @@ def limits_speed(exactness: Exactness) -> bool:
     return exactness.bits and (is_slower or exactness.widths == (1,))
 
 
-def welcome_rows(runtime: Runtime, *, explains: bool = True) -> list[tuple[str, str]]:
+def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str, str]]:
     """Return the labels and texts of the welcome box: the models, the speed-up and how drafting works.
 
     Args:
@@ -197,20 +200,37 @@ def was_cpu_busy(stats: Stats) -> bool:
     return stats.busy_passes > stats.target_passes / 2
 
 
-def notices(runtime: Runtime, open_list: str = "Press F9") -> list[str]:
+def notices(runtime: ChatModel, open_list: str = "Press F9") -> list[str]:
     """Return notices about the loaded models or, for a tiny model, a suggestion of larger ones that fit.
 
     Args:
         runtime: The loaded models.
         open_list: How the user opens the list of models.
     """
+    shared = list(filter(None, [sharing_note(runtime)]))
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
     if larger := _larger_models(runtime, open_list):
-        return [*larger, *filter(None, [rounding_warning(runtime)])]
-    return list(dict.fromkeys(texts))
+        return [*shared, *larger, *filter(None, [rounding_warning(runtime)])]
+    return [*shared, *dict.fromkeys(texts)]
 
 
-def _larger_models(runtime: Runtime, open_list: str) -> list[str]:
+def sharing_note(runtime: ChatModel) -> str:
+    """Return a note that says which program has loaded the model, or an empty string if the chat has."""
+    from edgespec.sharing.client import host_of
+
+    host = host_of(runtime)
+    return f"This chat shares the model that {host} has loaded." if host else ""
+
+
+def takeover_note(before: ChatModel) -> str:
+    """Return a note for a chat that has loaded its model again, or an empty string if it needs none."""
+    from edgespec.sharing.client import host_of
+
+    host = host_of(before)
+    return f"{host[:1].upper()}{host[1:]} has ended, so this chat now has its own model." if host else ""
+
+
+def _larger_models(runtime: ChatModel, open_list: str) -> list[str]:
     """Return a notice that suggests larger models to users of a default model."""
     from edgespec.loading.speed_prediction import predict_entry
     from edgespec.store.catalogue import load_catalogue
@@ -240,7 +260,7 @@ def _larger_models(runtime: Runtime, open_list: str) -> list[str]:
 
 
 def show_rows(
-    runtime: Runtime, chat: OpenChat, method: MethodReport, stats: Stats | None
+    runtime: ChatModel, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
     """Return the rows that /show displays, most useful first: models, speed-up, context and settings.
 
@@ -250,7 +270,11 @@ def show_rows(
         method: The drafting method of the current or last reply.
         stats: Stats of that reply, if there was one.
     """
+    from edgespec.sharing.client import host_of
+
     rows = [("model", facts_line(runtime.target)), ("speed-up", speed_up_text(method))]
+    if host := host_of(runtime):
+        rows.append(("loaded by", host))
     if method.effective != "none":
         rows.append(("reason", reason_text(method)))
     if runtime.draft is not None:
@@ -300,7 +324,7 @@ def _context(max_tokens: int, current_tokens: int) -> str:
     return f"{count(max_tokens)} tokens{allocated}"
 
 
-def _memory(runtime: Runtime) -> str:
+def _memory(runtime: ChatModel) -> str:
     """Return the memory in use and, if it was planned, the most that the models can need."""
     used = f"{format_bytes(runtime.memory_bytes())} in use"
     return used if runtime.plan is None else f"{used}, {format_bytes(runtime.plan.total_bytes)} planned"

@@ -15,13 +15,14 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.speed_history import SpeedHistory
-from edgespec.tui.texts import notices, sentences, was_cpu_busy
+from edgespec.tui.texts import notices, sentences, takeover_note, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
 
 if TYPE_CHECKING:
-    from edgespec import Reply, Runtime
+    from edgespec import Reply
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["TurnScreen"]
 
@@ -71,7 +72,7 @@ class TurnScreen(ChatView):
             # The messages were written for the other chat, so let the user decide.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
-    async def use_runtime(self, runtime: Runtime) -> None:
+    async def use_runtime(self, runtime: ChatModel) -> None:
         """Continue the current chat with another model. Remove settings that the model does not support."""
         self.runtime = runtime
         self._notices = notices(runtime)
@@ -263,9 +264,11 @@ class TurnScreen(ChatView):
         except Exception as error:
             failure = error
         if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
-            # The model was loaded again after it lost a worker.
-            self.runtime = runtime
+            # The model was loaded again after it lost a worker, or the program that had loaded it.
+            note, self.runtime = takeover_note(self.runtime), runtime
             self.chips.use_runtime(runtime)
+            if note:
+                await self.transcript.note(note)
         if reply is not None and (turn := self.current_chat.turn) is not None:
             await self._end_turn(None if failure else self._state, turn, reply)
         self.transcript.set_dropped(self._state.dropped_messages)

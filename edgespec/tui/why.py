@@ -24,8 +24,9 @@ from edgespec.tui.texts import (
 )
 
 if TYPE_CHECKING:
-    from edgespec import Exactness, MethodReport, Runtime, Stats
+    from edgespec import Exactness, MethodReport, Stats
     from edgespec.chat.saved_chat import Setting
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["why", "why_text"]
 
@@ -40,7 +41,7 @@ _MIN_SPEEDUP = 1.05
 
 
 def why_text(
-    runtime: Runtime, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
+    runtime: ChatModel, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
 ) -> str:
     """Return the sentences of `/why` about the last reply in a chat with these settings."""
     if stats is None:
@@ -59,7 +60,7 @@ def why_text(
     return "\n".join([*lines, *_exactness(exactness_for(runtime, settings))])
 
 
-def _available_draft(runtime: Runtime) -> str:
+def _available_draft(runtime: ChatModel) -> str:
     """Return the best draft model for the target from the catalogue or this machine, or an empty string."""
     from edgespec.store.drafts import draft_options
     from edgespec.store.installed import find_installed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -14,7 +15,9 @@ from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
-    from edgespec import Chat, Message, Preview, Reply, ReplyStream, Runtime, TextChunk
+    from edgespec import Message, Preview, Reply, TextChunk
+    from edgespec.sharing.base import ChatModel, ChatReply, Conversation
+    from edgespec.sharing.chat_sharing import ChatSharing
     from edgespec.store.download import Progress
 
 __all__ = [
@@ -30,7 +33,7 @@ __all__ = [
     "references_after",
 ]
 
-Load = Callable[["Progress"], "Runtime"]
+Load = Callable[["Progress"], "ChatModel"]
 # Given a reference to a model and, optionally, the load options that the user has changed in the chat.
 LoadOther = Callable[..., Load]
 PlanModel = Callable[[str, "int | None"], "Preview"]
@@ -55,7 +58,7 @@ def references_after(
 def load_named(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
     """Return a function that loads a model with the default options, except for those in `changed`."""
 
-    def load(progress: Progress) -> Runtime:
+    def load(progress: Progress) -> ChatModel:
         import edgespec
 
         return edgespec.load(reference, **(changed or {}), progress=progress)
@@ -99,7 +102,7 @@ class ChatState(NamedTuple):
 class Switched(NamedTuple):
     """The loaded model after switching, and the error if the requested model could not be loaded."""
 
-    runtime: Runtime
+    runtime: ChatModel
     failure: Exception | None = None
 
 
@@ -109,6 +112,10 @@ class ModelThread:
     The thread is a daemon, so that the program can exit even if a native call hangs. An exception in a job
     becomes the exception of its future, and the thread continues with the next job.
 
+    Args:
+        load: Loads the model.
+        sharing: Shares the model with other programs. None shares nothing.
+
     Attributes:
         chunks: Text of the running reply.
         stream: The running reply, or None.
@@ -117,27 +124,27 @@ class ModelThread:
             loading the model again, and the completed fraction.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, sharing: ChatSharing | None = None) -> None:
         self.chunks: SimpleQueue[TextChunk] = SimpleQueue()
-        self.stream: ReplyStream | None = None
+        self.stream: ChatReply | None = None
         self.loading = ("Starting", 0.0)
         self.preparing = ("", 0.0)
-        self._load = load
+        self._load, self._sharing = load, sharing
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closing = threading.Event()
         self._load_cancelled = threading.Event()
         self._cancelled = threading.Event()
-        self._runtime: Runtime | None = None
+        self._runtime: ChatModel | None = None
         # Whether the model lost a worker. The next job then loads it again.
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
 
     @property
-    def runtime(self) -> Runtime | None:
+    def runtime(self) -> ChatModel | None:
         """The loaded model. None before it is loaded. Replaced if it is reloaded after losing a worker."""
         return self._runtime
 
-    def start(self) -> Future[Runtime]:
+    def start(self) -> Future[ChatModel]:
         """Start the model thread and load the model in it."""
         limit_malloc_arenas()
         loaded = self._submit(lambda: self._load_model(self._load))
@@ -159,13 +166,19 @@ class ModelThread:
         self._cancelled.clear()
         return self._submit(lambda: self._turn(ask))
 
-    def submit(self, work: Callable[[Runtime, Callable[[], bool]], _T]) -> Future[_T]:
+    def submit(self, work: Callable[[ChatModel, Callable[[], bool]], _T]) -> Future[_T]:
         """Run `work(runtime, is_cancelled)` in the model thread.
 
         After a call to `cancel`, `is_cancelled()` returns True.
         """
         self._cancelled.clear()
-        return self._submit(lambda: work(self._loaded(), self._cancelled.is_set))
+
+        def job() -> _T:
+            runtime = self._loaded()
+            with self._turn_of(lambda: not self._cancelled.is_set()):
+                return work(runtime, self._cancelled.is_set)
+
+        return self._submit(job)
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -209,9 +222,18 @@ class ModelThread:
         while (job := self._jobs.get()) is not None:
             job()
         if self._runtime is not None:
-            self._runtime.close()
+            self._close(self._runtime)
 
-    def _load_model(self, load: Load, *, can_cancel: bool = False) -> Runtime:
+    def _close(self, runtime: ChatModel) -> None:
+        if self._sharing is not None:
+            self._sharing.withdraw()
+        runtime.close()
+
+    def _turn_of(self, wait: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Return a context manager that waits until no other program generates with this chat's model."""
+        return nullcontext() if self._sharing is None else self._sharing.turn(self.cancel, wait)
+
+    def _load_model(self, load: Load, *, can_cancel: bool = False) -> ChatModel:
         """Load a model. If `can_cancel` is set, `cancel` cancels it too."""
 
         def is_cancelled() -> bool:
@@ -225,7 +247,7 @@ class ModelThread:
         self.loading = ("Starting", 0.0)
         runtime = load(progress)
         if is_cancelled():
-            runtime.close()
+            self._close(runtime)
             raise CancelledError("loading the model was cancelled")
         self._runtime, self._load, self._is_lost = runtime, load, False
         return runtime
@@ -233,7 +255,7 @@ class ModelThread:
     def _switch(self, load: Load) -> Switched:
         # Unload the old model first, because both models together could exceed the memory budget.
         assert self._runtime is not None
-        self._runtime.close()
+        self._close(self._runtime)
         self._runtime = None
         try:
             return Switched(self._load_model(load))
@@ -241,11 +263,11 @@ class ModelThread:
             self._load_cancelled.clear()
             return Switched(self._load_model(self._load), error)
 
-    def _loaded(self, *, can_cancel: bool = True) -> Runtime:
+    def _loaded(self, *, can_cancel: bool = True) -> ChatModel:
         assert self._runtime is not None
-        if self._is_lost:
+        if self._is_lost or (self._sharing is not None and self._sharing.is_lost(self._runtime)):
             # Release the workers that are not lost, so that the model can be loaded on them again.
-            self._runtime.close()
+            self._close(self._runtime)
             self._load_model(self._load, can_cancel=can_cancel)
         return self._runtime
 
@@ -257,6 +279,10 @@ class ModelThread:
         self.preparing = ("", 0.0)
         chat = self._loaded().chat(ask.system, ask.messages)
         self.preparing = ("", 0.0)
+        with self._turn_of(lambda: progress("waiting for another chat", 0.0)):
+            return self._answer(chat, ask, progress)
+
+    def _answer(self, chat: Conversation, ask: Ask, progress: Progress) -> ChatState:
         try:
             stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
             # The user may have cancelled the reply before its stream was created.
@@ -273,5 +299,5 @@ class ModelThread:
             self.stream = None
 
 
-def _state(chat: Chat, reply: Reply | None = None) -> ChatState:
+def _state(chat: Conversation, reply: Reply | None = None) -> ChatState:
     return ChatState(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply)

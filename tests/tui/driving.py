@@ -15,6 +15,7 @@ from textual.widgets import Static
 
 from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.chat.store import ChatStore
+from edgespec.sharing.chat_sharing import ChatSharing
 from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
@@ -142,6 +143,7 @@ async def driving(
     resume: str | None = None,
     light: bool | None = None,
     load_other: LoadOther = load_named,
+    sharing: ChatSharing | None = None,
     wait: bool = True,
 ) -> AsyncIterator[Driver]:
     """Run the app without a terminal."""
@@ -154,6 +156,7 @@ async def driving(
         resume=resume,
         store=ChatStore(folder / "chats"),
         light=light,
+        sharing=sharing,
     )
     async with app.run_test(size=size, notifications=True) as pilot:
         driver = Driver(app, pilot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ ASK = "How do I list files by size?"
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
 
 
-def load_here(reference: str) -> Load:
+def load_here(reference: str) -> Callable[[Progress], edgespec.Runtime]:
     def load(progress: Progress) -> edgespec.Runtime:
         options: dict[str, Any] = {"threads": 1} if reference == "demo" else {}
         return edgespec.load(reference, context=512, measure_costs=False, progress=progress, **options)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Runtime, Stats
+    from edgespec import MethodReport, Stats
     from edgespec.chat.store import StoredChat
     from edgespec.chat.tool_calls.calls import ToolCall
     from edgespec.errors import EdgespecError
+    from edgespec.sharing.base import ChatModel
     from edgespec.tui.archive import Archive
     from edgespec.tui.open_chat import OpenChat, RunningTurn
     from edgespec.tui.preferences import Preferences
@@ -64,7 +65,7 @@ class Context:
     argument: str
     chat: OpenChat
     new_chat: OpenChat
-    runtime: Runtime
+    runtime: ChatModel
     model_name: str
     model_thread: ModelThread
     method: MethodReport

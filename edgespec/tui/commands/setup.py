@@ -33,7 +33,8 @@ from edgespec.tui.texts import sentences
 from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, Runtime
+    from edgespec import AvailableModel
+    from edgespec.sharing.base import ChatModel
     from edgespec.store.reference import Resolved
     from edgespec.tui.open_chat import OpenChat
 
@@ -58,7 +59,7 @@ def _model(context: Context) -> Result:
         return Action("models", typed, otherwise=lambda: problem)
 
 
-def chosen_model(runtime: Runtime, reference: str) -> Result:
+def chosen_model(runtime: ChatModel, reference: str) -> Result:
     """Return the command's result for a chosen model: switch to it, or download it first.
 
     Raises:
@@ -89,7 +90,7 @@ def _check_known(reference: str) -> Resolved | None:
         raise OptionError(error.what, error.next_step, code=error.code) from error
 
 
-def _models(runtime: Runtime) -> Result:
+def _models(runtime: ChatModel) -> Result:
     """Return the models on this machine, and how to see those that can be downloaded."""
     # Imported only when used, because this import would delay the first prompt.
     import edgespec
@@ -200,12 +201,12 @@ def _think(context: Context) -> Result:
     return _changed(context.runtime, settings, note)
 
 
-def _check_thinking_switch(runtime: Runtime) -> None:
+def _check_thinking_switch(runtime: ChatModel) -> None:
     """Raise OptionError if the model's chat template has no option that turns reasoning on or off."""
-    template, switch = runtime.template, False
+    switch = False
     # Treat a broken template as one without the option. The next message reports the template's error.
     with suppress(TemplateError):
-        switch = template is not None and template.has_thinking_switch()
+        switch = runtime.has_thinking_switch()
     if not switch:
         raise OptionError(
             f"Reasoning cannot be turned on or off for the model {runtime.target.name}",
@@ -214,7 +215,7 @@ def _check_thinking_switch(runtime: Runtime) -> None:
         )
 
 
-def _changed(runtime: Runtime, settings: Mapping[str, Setting], note: str) -> Change:
+def _changed(runtime: ChatModel, settings: Mapping[str, Setting], note: str) -> Change:
     """Return the change to these settings. Raises OptionError if the models do not support them."""
     check_settings(settings, runtime)
 

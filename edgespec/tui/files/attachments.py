@@ -14,8 +14,9 @@ from edgespec.system.files import error_reason, file_state
 from edgespec.tui.files.references import without_punctuation
 
 if TYPE_CHECKING:
-    from edgespec import AttachedFile, Runtime
+    from edgespec import AttachedFile
     from edgespec.model.image import Image
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["Attachment", "AttachmentReader"]
 
@@ -44,7 +45,7 @@ class Attachment:
 class AttachmentReader:
     """Reads attachments, and caches the latest ones until their files change. Not thread-safe."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: ChatModel) -> None:
         self._runtime = runtime
         self._known: dict[str, tuple[object, Attachment]] = {}
 

@@ -28,7 +28,8 @@ from edgespec.tui.screens.help import MODEL_LIST_PART
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, Preview, Runtime
+    from edgespec import AvailableModel, Preview
+    from edgespec.sharing.base import ChatModel
     from edgespec.tui.worker import PlanModel
 
 __all__ = ["ModelsScreen"]
@@ -68,7 +69,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: ChatModel,
         plan_model: PlanModel,
         downloads: Downloads,
         *,

@@ -20,7 +20,7 @@ from edgespec.tui.settings import SETTINGS, default_text, parse, shown
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["SettingsScreen"]
 
@@ -34,7 +34,7 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
     ]
     heading = "Settings (empty = default)"
 
-    def __init__(self, settings: Mapping[str, Setting], runtime: Runtime) -> None:
+    def __init__(self, settings: Mapping[str, Setting], runtime: ChatModel) -> None:
         super().__init__()
         self._settings = settings
         self._runtime = runtime

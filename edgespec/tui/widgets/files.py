@@ -23,7 +23,7 @@ from edgespec.tui.files.path_search import PathSearch
 from edgespec.tui.files.references import dropped_paths, find_references
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec.sharing.base import ChatModel
 
 __all__ = ["FileChips", "PathList"]
 
@@ -111,14 +111,14 @@ class FileChips(Static):
 
     reading = False
 
-    def __init__(self, thread: CallThread, runtime: Runtime, **options: Any) -> None:
+    def __init__(self, thread: CallThread, runtime: ChatModel, **options: Any) -> None:
         super().__init__(**options)
         self._thread = thread
         self._reader = AttachmentReader(runtime)
         self._references: Sequence[str] = ()
         self._shown: Sequence[str] = ()
 
-    def use_runtime(self, runtime: Runtime) -> None:
+    def use_runtime(self, runtime: ChatModel) -> None:
         """Count tokens with another model from now on, and check whether the files fit its context."""
         self._reader = AttachmentReader(runtime)
         self._references = ()

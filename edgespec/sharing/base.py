@@ -1,0 +1,203 @@
+"""What a chat needs of a loaded model, whether its own process or another one has loaded it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack
+
+from edgespec.errors import EdgespecError
+from edgespec.options.settings import LOAD_OPTIONS
+from edgespec.store.reference import resolve
+
+if TYPE_CHECKING:
+    from edgespec import (
+        Exactness,
+        Image,
+        MemoryPlan,
+        MemoryUse,
+        Message,
+        MethodReport,
+        ModelFacts,
+        Reply,
+        ReplyArguments,
+        TextChunk,
+    )
+    from edgespec.decode.request import StreamArguments
+    from edgespec.engine.stats import Stats
+    from edgespec.store.recommended_sampling import RecommendedSetting
+
+__all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedHead", "Tokenizer"]
+
+# Options that change no reply. Those of the program that has loaded the model apply.
+_IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
+
+
+class ChatReply(Protocol):
+    """A reply that is being generated. See `edgespec.ReplyStream`."""
+
+    stats: Stats
+    prompt_tokens: int
+    dropped_messages: int
+    reply_start: str
+
+    @property
+    def method(self) -> MethodReport: ...
+
+    @property
+    def reply(self) -> Reply: ...
+
+    def __iter__(self) -> Iterator[TextChunk]: ...
+
+    def wait(self) -> Reply: ...
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Conversation(Protocol):
+    """A conversation with a model. See `edgespec.Chat`."""
+
+    messages: list[Message]
+    dropped_messages: int
+
+    @property
+    def context_used_tokens(self) -> int: ...
+
+    def continue_reply(self, **options: Any) -> ChatReply: ...
+
+
+class Tokenizer(Protocol):
+    """Counts the tokens of texts. See `edgespec.model.base.Vocabulary`."""
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> Sequence[int]: ...
+
+    def min_tokens(self, text: str) -> int: ...
+
+
+class Head(Protocol):
+    """A head that drafts for a model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+
+class ChatModel(Protocol):
+    """A loaded model that a chat can use. See `edgespec.Runtime` for the attributes and methods."""
+
+    plan: MemoryPlan | None
+    method: MethodReport
+
+    @property
+    def target(self) -> ModelFacts: ...
+
+    @property
+    def draft(self) -> ModelFacts | None: ...
+
+    @property
+    def heads(self) -> Sequence[Head]: ...
+
+    @property
+    def drafters(self) -> tuple[str, ...]: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def loss_limits(self) -> tuple[float, float] | None: ...
+
+    @property
+    def recommended_sampling(self) -> Mapping[str, RecommendedSetting]: ...
+
+    @property
+    def vocabulary(self) -> Tokenizer: ...
+
+    def has_thinking_switch(self) -> bool: ...
+
+    def check_options(self, **options: Unpack[StreamArguments]) -> None: ...
+
+    def method_for(self, method: str) -> MethodReport: ...
+
+    def exactness_for(
+        self, *, acceptance: str | None = None, temperature: float | None = None
+    ) -> Exactness | None: ...
+
+    def reply_defaults(self, method: str | None = None) -> ReplyArguments: ...
+
+    def image_tokens(self, image: Image) -> int: ...
+
+    def memory(self) -> MemoryUse: ...
+
+    def memory_bytes(self) -> int: ...
+
+    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Conversation: ...
+
+    def close(self) -> None: ...
+
+
+class NamedHead(NamedTuple):
+    """The name and path of a head that another process has loaded."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The files and options of a model that is loaded or to be loaded.
+
+    Attributes:
+        files: The target's path and the paths of its adapters.
+        draft: `auto`, `none` or the path of the draft model.
+        options: The load options, as text.
+        chosen: Names of the options that do not have their defaults.
+    """
+
+    files: tuple[str, ...]
+    draft: str
+    options: Mapping[str, str]
+    chosen: tuple[str, ...]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Identity | None:
+        """Return the identity of the model that these arguments of `edgespec.load` load.
+
+        Returns None if the model cannot be shared: it is not on this machine, or an option applies to one
+        run only, such as `workers`.
+        """
+        options, chosen = {}, []
+        for name, option in LOAD_OPTIONS.items():
+            value = arguments.get(name, option.default)
+            value = tuple(value) if isinstance(value, list) else value
+            if option.per_run and value != option.default:
+                return None
+            options[name] = repr(value)
+            if value != option.default and name not in _IGNORED_OPTIONS:
+                chosen.append(name)
+        draft = arguments.get("draft", "auto") or "none"
+        try:
+            files = resolve(str(arguments["target"]), allow_download=False).files
+            if draft not in ("auto", "none"):
+                draft = str(resolve(str(draft), allow_download=False).path)
+        except (EdgespecError, OSError):
+            return None
+        return cls(tuple(map(str, files)), str(draft), options, tuple(chosen))
+
+    def fits(self, wanted: Identity, draft: str) -> bool:
+        """Return whether a loaded model with this identity satisfies another program.
+
+        Options that the other program leaves at their defaults may have any value.
+
+        Args:
+            wanted: What the other program wants.
+            draft: The path of the loaded draft model, or `none`.
+        """
+        return (
+            self.files == wanted.files
+            and wanted.draft in ("auto", self.draft, draft)
+            and all(self.options[name] == wanted.options[name] for name in wanted.chosen)
+        )

@@ -1,0 +1,357 @@
+"""A loaded model of another process, which a chat uses as if it were its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Unpack
+
+import edgespec
+from edgespec import (
+    Chat,
+    Exactness,
+    Image,
+    MemoryUse,
+    Message,
+    MethodReport,
+    ModelFacts,
+    Reply,
+    ReplyArguments,
+    TextChunk,
+)
+from edgespec.decode.request import StreamArguments
+from edgespec.engine.stats import Stats
+from edgespec.errors import CancelledError, EdgespecError, WorkerLostError
+from edgespec.memory.budget import resident_bytes
+from edgespec.model.base import Progress
+from edgespec.sharing.base import ChatModel, Identity, NamedHead
+from edgespec.sharing.host import Facts, Wish
+from edgespec.sharing.sockets import connect, sockets
+from edgespec.store.recommended_sampling import RecommendedSetting
+
+__all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
+
+# Seconds within which a program must say whether it has a model. One that takes longer was suspended.
+_FIND_SECONDS = 2.0
+# Seconds within which it must answer a call that generates nothing. The server may have to load the model.
+_CALL_SECONDS = 120.0
+# Seconds that a reply has to end after it was cancelled.
+_CANCEL_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+
+
+def find_shared(identity: Identity, progress: Progress | None = None) -> SharedModel | None:
+    """Return a model that another program of this user has loaded, or None if there is none.
+
+    Args:
+        identity: The files and options of the model.
+        progress: Called while the other program loads the model. Returning False cancels.
+
+    Raises:
+        CancelledError: `progress` returned False.
+        EdgespecError: The other program cannot load the model.
+    """
+    for path in sockets():
+        try:
+            host, connection = _ask(path, Wish(edgespec.__version__, identity, "facts"))
+        except (OSError, EOFError):
+            continue
+        with connection:
+            if host:
+                wait = progress and partial(progress, f"waiting for {host}", 0.0)
+                return SharedModel(path, identity, host, _result(connection, wait))
+    return None
+
+
+def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
+    """Send a wish. Return the name of the host, empty if it lacks the model, and the connection.
+
+    Raises:
+        EOFError, OSError: The program has ended, or does not answer.
+    """
+    connection = connect(path)
+    try:
+        connection.send(wish)
+        if not connection.poll(_FIND_SECONDS):
+            raise TimeoutError
+        return connection.recv() or "", connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: float = float("inf")) -> Any:
+    """Return the value that a host sends. Raises the error that it sends instead."""
+    deadline = time.monotonic() + seconds
+    while not connection.poll(_POLL_SECONDS):
+        if wait is not None and not wait():
+            raise CancelledError("waiting for the other program was cancelled")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    kind, value = connection.recv()
+    if kind == "failed":
+        raise value
+    return value
+
+
+def host_of(model: ChatModel) -> str:
+    """Return the name of the program that has loaded a chat's model, or an empty string if the chat has."""
+    return model.host if isinstance(model, SharedModel) else ""
+
+
+class SharedModel:
+    """A model that another process has loaded. Provides what a chat needs of an `edgespec.Runtime`.
+
+    Args:
+        path: The socket of the process.
+        identity: The files and options of the model.
+        host: The name of the program that has loaded the model.
+        facts: The properties of the model.
+    """
+
+    def __init__(self, path: Path, identity: Identity, host: str, facts: Facts) -> None:
+        self._path, self._identity, self.host, self._facts = path, identity, host, facts
+        # The screen asks again and again, and the answers do not change.
+        self._known: dict[str, Any] = {}
+        self.plan, self.method = facts.plan, facts.method
+
+    @property
+    def target(self) -> ModelFacts:
+        return self._facts.target
+
+    @property
+    def draft(self) -> ModelFacts | None:
+        return self._facts.draft
+
+    @property
+    def heads(self) -> Sequence[NamedHead]:
+        return self._facts.heads
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self._facts.drafters
+
+    @property
+    def context_tokens(self) -> int:
+        return self._facts.context_tokens
+
+    @property
+    def loss_limits(self) -> tuple[float, float] | None:
+        return self._facts.loss_limits
+
+    @property
+    def recommended_sampling(self) -> Mapping[str, RecommendedSetting]:
+        return self._facts.recommended_sampling
+
+    @property
+    def vocabulary(self) -> SharedModel:
+        return self
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> Sequence[int]:
+        tokens: Sequence[int] = self._call("tokenize", text, special=special, start=start)
+        return tokens
+
+    def min_tokens(self, text: str) -> int:
+        return int(self._call("min_tokens", text))
+
+    def has_thinking_switch(self) -> bool:
+        return bool(self._call("has_thinking_switch"))
+
+    def check_options(self, **options: Unpack[StreamArguments]) -> None:
+        self._call("check_options", **options)
+
+    def method_for(self, method: str) -> MethodReport:
+        report: MethodReport = self._fixed("method_for", method)
+        return report
+
+    def exactness_for(
+        self, *, acceptance: str | None = None, temperature: float | None = None
+    ) -> Exactness | None:
+        exactness: Exactness | None = self._fixed(
+            "exactness_for", acceptance=acceptance, temperature=temperature
+        )
+        return exactness
+
+    def reply_defaults(self, method: str | None = None) -> ReplyArguments:
+        defaults: ReplyArguments = self._fixed("reply_defaults", method)
+        return defaults
+
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        return int(self._call("count_tokens", messages))
+
+    def image_tokens(self, image: Image) -> int:
+        return int(self._call("image_tokens", image))
+
+    def memory(self) -> MemoryUse:
+        use: MemoryUse = self._call("memory")
+        return use
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of this process, which does not contain the model."""
+        return resident_bytes()
+
+    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Chat[SharedReply]:
+        """Start a conversation. See `Runtime.chat`."""
+        return Chat(self, system, messages)
+
+    def stream_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        on_end: Callable[[Reply | None], None],
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> SharedReply:
+        """Start a reply. See `Runtime.stream_messages`."""
+        return SharedReply(self._ask("stream", (messages,), options), self.lost, on_end, progress)
+
+    def is_there(self) -> bool:
+        """Return whether the other program still has the model."""
+        try:
+            self._ask("here", (), {}).close()
+        except WorkerLostError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the other program keeps the model."""
+
+    def lost(self) -> WorkerLostError:
+        """Return the error to raise if the other program has ended."""
+        return WorkerLostError(
+            f"{self.host}, which had loaded the model, has ended or does not answer",
+            "send the message again; the chat then loads the model itself",
+        )
+
+    def _fixed(self, call: str, *arguments: Any, **options: Any) -> Any:
+        """Return the result of a call, which is remembered."""
+        key = repr((call, arguments, options))
+        if key not in self._known:
+            self._known[key] = self._call(call, *arguments, **options)
+        return self._known[key]
+
+    def _call(self, call: str, *arguments: Any, **options: Any) -> Any:
+        with self._ask(call, arguments, options) as connection:
+            try:
+                return _result(connection, None, _CALL_SECONDS)
+            except (OSError, EOFError):
+                raise self.lost() from None
+
+    def _ask(self, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Connection:
+        try:
+            host, connection = _ask(
+                self._path, Wish(edgespec.__version__, self._identity, call, arguments, options)
+            )
+        except (OSError, EOFError):
+            raise self.lost() from None
+        if not host:
+            connection.close()
+            raise self.lost()
+        return connection
+
+
+class SharedReply:
+    """A reply that another process generates. See `edgespec.ReplyStream` for the attributes and methods.
+
+    Waits for the start of the reply, which is when other replies have ended. Iterate in one thread only.
+
+    Args:
+        connection: The connection, after the host has accepted the wish.
+        lost: Returns the error to raise if the other process ends.
+        on_end: Called once with the reply, or with None if it failed.
+        progress: Called while the prompt is processed. Returning False cancels the reply.
+
+    Raises:
+        CancelledError: `progress` returned False before the reply started.
+        EdgespecError: The other process cannot start the reply.
+        WorkerLostError: The other process has ended.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        lost: Callable[[], WorkerLostError],
+        on_end: Callable[[Reply | None], None],
+        progress: Progress | None,
+    ) -> None:
+        self._connection, self._lost, self._progress = connection, lost, progress
+        self._on_end: Callable[[Reply | None], None] = lambda _: None
+        self._reply: Reply | None = None
+        self._cancelled_at: float | None = None
+        self.stats = Stats()
+        _, (start, method) = self._receive()
+        self.method: MethodReport = method
+        self.prompt_tokens, self.dropped_messages, self.reply_start = start
+        self._on_end = on_end
+
+    @property
+    def reply(self) -> Reply:
+        """The finished reply. Raises EdgespecError if it has not ended."""
+        if self._reply is None:
+            raise EdgespecError(
+                "the reply is not finished",
+                "iterate over the stream to its end first",
+                code="reply_unfinished",
+            )
+        return self._reply
+
+    def __iter__(self) -> Iterator[TextChunk]:
+        while self._reply is None:
+            word, value = self._receive()
+            if word == "text":
+                chunk, stats, self.method = value
+                stats.rounds = [*self.stats.rounds, *stats.rounds]
+                self.stats = stats
+                yield chunk
+            else:
+                self._reply = value
+                self.stats, self.method = value.stats, value.method
+                self._connection.close()
+                self._on_end(value)
+
+    def wait(self) -> Reply:
+        """Wait until the reply is complete, and return it."""
+        for _ in self:
+            pass
+        return self.reply
+
+    def cancel(self) -> None:
+        """End the reply after the current target pass. Can be called from any thread."""
+        if self._cancelled_at is None:
+            self._cancelled_at = time.monotonic()
+            with suppress(OSError):
+                self._connection.send_bytes(b"cancel")
+
+    def close(self) -> None:
+        """Stop generating."""
+        if self._reply is None:
+            self._fail(self._lost())
+
+    def _receive(self) -> tuple[str, Any]:
+        """Return the next message that is no progress report."""
+        try:
+            while True:
+                while not self._connection.poll(_POLL_SECONDS):
+                    if self._cancelled_at and time.monotonic() > self._cancelled_at + _CANCEL_SECONDS:
+                        raise self._lost()
+                word, value = self._connection.recv()
+                if word == "failed":
+                    raise value
+                if word != "progress":
+                    return word, value
+                if self._progress is not None and not self._progress(*value):
+                    self.cancel()
+        except (OSError, EOFError):
+            raise self._fail(self._lost()) from None
+        except Exception as error:
+            raise self._fail(error) from None
+
+    def _fail(self, error: Exception) -> Exception:
+        """Return an error after ending the reply."""
+        self._connection.close()
+        self._on_end(None)
+        return error

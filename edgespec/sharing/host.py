@@ -1,0 +1,246 @@
+"""Let other programs of this user generate replies with a model that this process has loaded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import edgespec
+from edgespec import MemoryPlan, MethodReport, ModelFacts, Reply, RequestQueue, Runtime
+from edgespec.api.stream import ReplyStream
+from edgespec.errors import EdgespecError
+from edgespec.sharing.base import Identity, NamedHead
+from edgespec.sharing.sockets import connect, listen
+from edgespec.store.recommended_sampling import RecommendedSetting
+
+__all__ = ["Facts", "Lend", "Lent", "ModelHost", "Wish", "lending"]
+
+# Methods of a runtime that other programs may call.
+_CALLS = (
+    "check_options",
+    "count_tokens",
+    "exactness_for",
+    "has_thinking_switch",
+    "image_tokens",
+    "memory",
+    "method_for",
+    "reply_defaults",
+)
+_TOKENIZER_CALLS = ("min_tokens", "tokenize")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What another program wants from a host.
+
+    Attributes:
+        version: The version of edgespec that it runs. Objects of another version may differ.
+        identity: The model that it wants to use.
+        call: `here`, which asks only whether the host has the model, `facts`, `stream`, or a method's name.
+        arguments: The arguments of the call.
+        options: The keyword arguments of the call.
+    """
+
+    version: str
+    identity: Identity
+    call: str
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The properties of a loaded model that do not change. See `Runtime`."""
+
+    target: ModelFacts
+    draft: ModelFacts | None
+    heads: tuple[NamedHead, ...]
+    drafters: tuple[str, ...]
+    method: MethodReport
+    plan: MemoryPlan | None
+    context_tokens: int
+    loss_limits: tuple[float, float] | None
+    recommended_sampling: Mapping[str, RecommendedSetting]
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Facts:
+        """Return the facts of a loaded model."""
+        return cls(
+            runtime.target,
+            runtime.draft,
+            tuple(NamedHead(head.name, head.path) for head in runtime.heads),
+            runtime.drafters,
+            runtime.method,
+            runtime.plan,
+            runtime.context_tokens,
+            runtime.loss_limits,
+            dict(runtime.recommended_sampling),
+        )
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A loaded model and its queue, while another program uses them."""
+
+    runtime: Runtime
+    queue: RequestQueue
+
+
+Lend = Callable[[Identity], "AbstractContextManager[Lent] | None"]
+"""Returns a context manager that lends the model with an identity, or None if there is no such model."""
+
+
+class ModelHost:
+    """Answers other programs in threads of its own until it is closed.
+
+    A program makes one connection for each call. It sends a `Wish`, and receives the name of the host, or
+    None if the host does not have the model. Then it receives pairs of a word and a value: `progress`,
+    `started` and `text` for a reply, and finally `value` or `failed`. Anything that it sends during a reply
+    cancels the reply, and so does closing the connection.
+
+    Args:
+        name: What the host is, for people, such as `edgespec serve`.
+        lend: Lends a model.
+    """
+
+    def __init__(self, name: str, lend: Lend) -> None:
+        self._name, self._lend = f"{name} (process {os.getpid()})", lend
+        self._closed = False
+        self._listener = listen()
+        if self._listener is not None:
+            threading.Thread(target=self._accept, name="edgespec-sharing", daemon=True).start()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except (OSError, EOFError):
+                # The listener was closed, or the other program left at once.
+                continue
+            threading.Thread(
+                target=self._answer, args=(connection,), name="edgespec-sharing-call", daemon=True
+            ).start()
+
+    def _answer(self, connection: Connection) -> None:
+        # The other program may leave at any time.
+        with connection, suppress(_LeftError):
+            try:
+                wish = connection.recv()
+            except (OSError, EOFError):
+                return
+            lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
+            _send(connection, None if lent is None else self._name)
+            if lent is None or wish.call == "here":
+                return
+            try:
+                with lent as model:
+                    value = self._value(wish, model, connection)
+            except _LeftError:
+                raise
+            except Exception as error:
+                _send(connection, ("failed", _picklable(error)))
+            else:
+                _send(connection, ("value", value))
+
+    def _value(self, wish: Wish, model: Lent, connection: Connection) -> Any:
+        """Return the result of a call."""
+        options = dict(wish.options or {})
+        if wish.call == "stream":
+            return _reply(model, connection, wish.arguments[0], options)
+        if wish.call == "facts":
+            return Facts.of(model.runtime)
+        owner = model.runtime.vocabulary if wish.call in _TOKENIZER_CALLS else model.runtime
+        if wish.call not in (*_CALLS, *_TOKENIZER_CALLS):
+            raise EdgespecError(f"another program asked for {wish.call!r}, which edgespec does not share")
+        return getattr(owner, wish.call)(*wish.arguments, **options)
+
+    def close(self) -> None:
+        """Accept no more calls. Running replies end when their queue is closed."""
+        self._closed = True
+        if self._listener is not None:
+            # Wake the thread, because closing a socket does not end another thread's `accept`.
+            with suppress(OSError):
+                connect(Path(str(self._listener.address))).close()
+            self._listener.close()
+
+
+class _LeftError(Exception):
+    """Raised when the other program has closed its connection."""
+
+
+def _send(connection: Connection, value: Any) -> None:
+    try:
+        connection.send(value)
+    except OSError:
+        raise _LeftError from None
+
+
+def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
+    """Generate a reply, and send it piece by piece. Returns the whole reply."""
+    leaving = threading.Event()
+    streams: list[ReplyStream] = []
+
+    def cancel() -> None:
+        leaving.set()
+        for each in streams:
+            each.cancel()
+
+    def watch() -> None:
+        with suppress(OSError, EOFError):
+            connection.recv_bytes()
+        cancel()
+
+    def progress(description: str, fraction: float) -> bool:
+        _send(connection, ("progress", (description, fraction)))
+        return not leaving.is_set()
+
+    threading.Thread(target=watch, name="edgespec-sharing-watch", daemon=True).start()
+    with model.queue.turn(cancel, lambda: progress("waiting for another reply", 0.0)):
+        stream = model.runtime.stream_messages(messages, progress=progress, **options)
+        streams.append(stream)
+        if leaving.is_set():
+            stream.cancel()
+        try:
+            start = stream.prompt_tokens, stream.dropped_messages, stream.reply_start
+            _send(connection, ("started", (start, stream.method)))
+            for piece in _pieces(stream):
+                _send(connection, ("text", piece))
+            return stream.reply
+        finally:
+            stream.close()
+
+
+def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
+    """Yield the text of a reply, each piece with the statistics and the method so far.
+
+    The rounds of a reply are sent once, because there can be thousands of them.
+    """
+    sent = 0
+    for chunk in stream:
+        rounds = stream.stats.rounds[sent:]
+        sent += len(rounds)
+        yield chunk, replace(stream.stats, rounds=rounds), stream.method
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return an error that another process can raise."""
+    if isinstance(error, EdgespecError):
+        error.__cause__ = error.__context__ = error.__traceback__ = None
+        return error
+    return EdgespecError(
+        f"the program that has loaded the model failed: {type(error).__name__}: {error}",
+        "send the message again",
+    )
+
+
+@contextmanager
+def lending(runtime: Runtime, queue: RequestQueue) -> Iterator[Lent]:
+    """Lend a model that stays loaded."""
+    yield Lent(runtime, queue)

@@ -1,0 +1,79 @@
+"""The sockets through which the programs of one user find each other's models."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from edgespec.system.files import data_folder
+
+__all__ = ["connect", "listen", "sockets"]
+
+# Number of connections that may wait to be accepted.
+_BACKLOG = 64
+# Seconds to wait for a program that does not accept connections, because it is suspended.
+_CONNECT_SECONDS = 1.0
+
+
+def listen() -> Listener | None:
+    """Return a listener on this process's own socket, or None if there can be none on this machine."""
+    if (folder := _folder(create=True)) is None:
+        return None
+    for number in range(100):
+        path = folder / f"{_prefix()}-{os.getpid()}-{number}.sock"
+        with suppress(OSError):
+            return Listener(str(path), "AF_UNIX", backlog=_BACKLOG)
+    return None
+
+
+def sockets() -> Iterator[Path]:
+    """Yield the sockets of the user's other programs, those that started first before the others."""
+    if (folder := _folder(create=False)) is not None:
+        found = [(path.lstat().st_mtime, path) for path in folder.glob(f"{_prefix()}-*.sock")]
+        yield from (path for _, path in sorted(found))
+
+
+def connect(path: Path) -> Connection:
+    """Connect to a socket. Deletes it if its program was killed. Raises OSError if it cannot be used."""
+    # `multiprocessing.connection.Client` would wait for ever for a program that is suspended.
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_CONNECT_SECONDS)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            raise
+        client.setblocking(True)
+        return Connection(client.detach())
+
+
+def _folder(*, create: bool) -> Path | None:
+    """Return the folder of the sockets, which only this user can enter, or None.
+
+    Objects that arrive through the sockets are unpickled, so no other user may be able to connect.
+    """
+    if sys.platform == "win32":
+        return None
+    # The path of a socket may have about 100 bytes, so it cannot be in the data folder.
+    folder = Path(tempfile.gettempdir()) / f"edgespec-{os.getuid()}"
+    try:
+        if create:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_private = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == stat.S_IRWXU
+    return folder if stat.S_ISDIR(status.st_mode) and is_private else None
+
+
+def _prefix() -> str:
+    """Return the start of the sockets' names. Programs with separate data folders do not share models."""
+    return hashlib.sha256(os.fsencode(data_folder())).hexdigest()[:8]

@@ -1,0 +1,311 @@
+"""Chats of one user share a loaded model: same replies, one at a time, nothing lost when the host ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import Message, Runtime, errors
+from edgespec.errors import ContextFullError, EdgespecError, OptionError, WorkerLostError
+from edgespec.sharing import sockets
+from edgespec.sharing.base import ChatModel, Identity
+from edgespec.sharing.chat_sharing import ChatSharing
+from edgespec.sharing.client import SharedModel, find_shared
+from edgespec.store.reference import resolve
+from edgespec.tui.worker import Ask, ModelThread
+from tests.raising import raises
+from tests.server.conftest import running
+from tests.tui.driving import driving
+
+ARGUMENTS: dict[str, Any] = {"target": "demo", "draft": "auto", "threads": 1, "context": 1024}
+QUESTION = Message("user", "How do I list files by size?")
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
+HOST = """
+import sys, time
+from edgespec.sharing.chat_sharing import ChatSharing
+sharing = ChatSharing()
+sharing.load({"target": "demo", "draft": "auto", "threads": 1, "context": 1024}, lambda *_: True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def load(sharing: ChatSharing, **options: Any) -> ChatModel:
+    return sharing.load({**ARGUMENTS, **options}, lambda *_: True)
+
+
+@pytest.fixture(autouse=True)
+def own_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the sockets of other tests out."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[ChatSharing, Runtime]]:
+    """A chat that has loaded the demo model."""
+    sharing = ChatSharing()
+    runtime = load(sharing)
+    assert isinstance(runtime, Runtime)
+    yield sharing, runtime
+    sharing.withdraw()
+    runtime.close()
+
+
+@pytest.fixture
+def shared(host: tuple[ChatSharing, Runtime]) -> SharedModel:
+    """The model of the host, as another chat sees it."""
+    found = load(ChatSharing())
+    assert isinstance(found, SharedModel)
+    return found
+
+
+def test_replies_and_facts_equal_those_of_the_host(
+    host: tuple[ChatSharing, Runtime], shared: SharedModel
+) -> None:
+    _, runtime = host
+    own = runtime.chat("Be brief.", [QUESTION])
+    expected = own.continue_reply(**SAMPLED).wait()
+    chat = shared.chat("Be brief.", [QUESTION])
+    stream = chat.continue_reply(**SAMPLED)
+    chunks = []
+    for chunk in stream:
+        chunks.append(chunk)
+        stats = stream.stats
+        assert len(stats.rounds) == stats.target_passes + stats.prompt_pass_tokens
+    assert stream.reply.tokens == expected.tokens
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert chat.messages == own.messages
+    assert chat.context_used_tokens == own.context_used_tokens
+    assert shared.target == runtime.target
+    assert shared.draft == runtime.draft
+    assert shared.drafters == runtime.drafters
+    assert shared.method_for("model") == runtime.method_for("model")
+    assert shared.exactness_for(temperature=0.8) == runtime.exactness_for(temperature=0.8)
+    assert shared.reply_defaults() == runtime.reply_defaults()
+    assert shared.has_thinking_switch() == runtime.has_thinking_switch()
+    assert shared.memory().plan == runtime.plan
+    text = "Zwölf Boxkämpfer"
+    tokens = runtime.vocabulary.tokenize(text, special=False, start=False)
+    assert shared.vocabulary.tokenize(text, special=False, start=False) == tokens
+    assert shared.vocabulary.min_tokens(text) == runtime.vocabulary.min_tokens(text)
+
+
+def test_replies_of_two_chats_wait_for_each_other(
+    host: tuple[ChatSharing, Runtime], shared: SharedModel
+) -> None:
+    sharing, runtime = host
+    said, waits = [], threading.Event()
+
+    def progress(description: str, _: float) -> bool:
+        said.append(description)
+        waits.set()
+        return True
+
+    def reply() -> None:
+        shared.chat(None, [QUESTION]).continue_reply(progress=progress, **SAMPLED).wait()
+
+    thread = threading.Thread(target=reply)
+    with sharing.turn(lambda: None, lambda: True):
+        thread.start()
+        assert waits.wait(60)
+        assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
+        assert set(said) == {"waiting for another reply"}
+    thread.join(60)
+    assert "reading the prompt" in said
+
+
+def test_a_waiting_reply_can_be_given_up(host: tuple[ChatSharing, Runtime], shared: SharedModel) -> None:
+    sharing, _ = host
+    with sharing.turn(lambda: None, lambda: True), raises(errors.CancelledError, code="cancelled"):
+        shared.chat(None, [QUESTION]).continue_reply(progress=lambda *_: False, **SAMPLED)
+
+
+def test_a_cancelled_reply_keeps_its_text(shared: SharedModel) -> None:
+    chat = shared.chat(None, [QUESTION])
+    stream = chat.continue_reply(**{**SAMPLED, "max_tokens": 900})
+    chunks = iter(stream)
+    next(chunks)
+    stream.cancel()
+    rest = list(chunks)
+    assert stream.reply.finish_reason == "cancelled"
+    assert len(rest) < 100
+    assert chat.messages[-1].role == "assistant"
+    assert list(shared.chat(None, [QUESTION]).continue_reply(**SAMPLED)), "the host is free again"
+
+
+def test_errors_arrive_with_their_class_and_code(shared: SharedModel) -> None:
+    chat = shared.chat(None, [QUESTION])
+    with raises(OptionError, "-1", option="temperature"):
+        chat.continue_reply(temperature=-1.0)
+    assert chat.messages == [QUESTION]
+    with pytest.raises(ContextFullError):
+        shared.chat(None, [Message("user", "word " * 3000)]).continue_reply(**SAMPLED)
+    with raises(OptionError, "magic"):
+        shared.method_for("magic")
+    with pytest.raises(EdgespecError):
+        shared._call("close")
+
+
+def _classes(kind: type[EdgespecError]) -> Iterator[type[EdgespecError]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _classes(each)
+
+
+@pytest.mark.parametrize("kind", set(_classes(EdgespecError)), ids=lambda kind: kind.__name__)
+def test_every_error_can_be_sent(kind: type[EdgespecError]) -> None:
+    error = kind.__new__(kind)
+    EdgespecError.__init__(error, "the file is missing", "check the path", code="gone", option="target")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ({}, True),
+        ({"context": None, "threads": None}, True),
+        ({"draft": "demo-draft"}, True),
+        ({"prefix_cache": "disk"}, True),
+        ({"draft": "none"}, False),
+        ({"context": 2048}, False),
+        ({"exactness": "bits"}, False),
+        ({"target": "demo-draft"}, False),
+    ],
+)
+def test_only_a_model_that_was_loaded_as_wanted_is_shared(wanted: dict[str, Any], fits: bool) -> None:
+    loaded, other = Identity.of(ARGUMENTS), Identity.of({**ARGUMENTS, **wanted})
+    assert loaded is not None
+    assert other is not None
+    draft = str(resolve("demo-draft").path)
+    assert loaded.fits(other, draft) is fits
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"target": "no-such-model"}, {"target": "demo", "workers": "127.0.0.1:1"}]
+)
+def test_models_elsewhere_have_no_identity(arguments: dict[str, Any]) -> None:
+    assert Identity.of(arguments) is None
+
+
+@pytest.fixture
+def host_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A chat in another process that has loaded the demo model."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def _ask(thread: ModelThread, **options: Any) -> Any:
+    return thread.ask(Ask(None, (QUESTION,), {**SAMPLED, **options})).result(120)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "suspended"])
+def test_a_chat_loads_the_model_itself_when_the_host_is_gone(
+    host_process: subprocess.Popen[str], end: signal.Signals
+) -> None:
+    sharing = ChatSharing()
+    thread = ModelThread(lambda progress: sharing.load(ARGUMENTS, progress), sharing)
+    try:
+        before = thread.start().result(60)
+        assert isinstance(before, SharedModel)
+        expected = _ask(thread).reply.tokens
+        host_process.send_signal(end)
+        assert _ask(thread).reply.tokens == expected
+        assert isinstance(thread.runtime, Runtime)
+        assert isinstance(load(ChatSharing()), SharedModel), "it shares the model in turn"
+    finally:
+        thread.close()
+        assert thread.join(60)
+
+
+async def test_the_screen_says_whose_model_it_is(host_process: subprocess.Popen[str], tmp_path: Path) -> None:
+    sharing = ChatSharing()
+    load_shared = partial(sharing.load, ARGUMENTS)
+    async with driving(load_shared, tmp_path / "chats", size=(100, 40), sharing=sharing) as d:
+        await d.said(f"shares the model that another chat (process {host_process.pid}) has loaded")
+        await d.say(QUESTION.content)
+        await d.say("/show")
+        await d.said(f"another chat (process {host_process.pid})")
+        host_process.kill()
+        await d.say("And by name?")
+        await d.said("has ended, so this chat now has its own model")
+        assert d.chat.current_chat.entries[-1].role == "assistant"
+
+
+def test_the_end_of_the_host_during_a_reply_is_an_error(
+    host_process: subprocess.Popen[str],
+) -> None:
+    shared = load(ChatSharing())
+    stream = shared.chat(None, [QUESTION]).continue_reply(**{**SAMPLED, "max_tokens": 900})
+    next(iter(stream))
+    host_process.kill()
+    with pytest.raises(WorkerLostError):
+        list(stream)
+
+
+def test_a_chat_shares_the_model_of_the_server() -> None:
+    with running(load_options={"context": 1024}, idle_unload_seconds=0.01) as server:
+        sharing = ChatSharing()
+        shared = load(sharing)
+        assert isinstance(shared, SharedModel)
+        assert "edgespec serve" in shared.host
+        first = shared.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait()
+        # The server unloads the model at once, and loads it again.
+        again = shared.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait()
+        assert first.tokens == again.tokens
+        assert not sharing.is_lost(shared)
+        assert server.url
+    assert sharing.is_lost(shared)
+
+
+def test_a_socket_of_a_killed_program_is_removed(host_process: subprocess.Popen[str]) -> None:
+    assert list(sockets.sockets())
+    host_process.kill()
+    host_process.wait()
+    identity = Identity.of(ARGUMENTS)
+    assert identity is not None
+    assert find_shared(identity) is None
+    assert not list(sockets.sockets())
+
+
+def test_nothing_is_shared_through_a_folder_that_others_can_enter(tmp_path: Path) -> None:
+    folder = tmp_path / f"edgespec-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    sharing = ChatSharing()
+    runtime = load(sharing)
+    try:
+        assert isinstance(runtime, Runtime)
+        assert not list(folder.iterdir())
+        assert not list(sockets.sockets())
+    finally:
+        sharing.withdraw()
+        runtime.close()
+
+
+def test_other_data_folders_are_other_users(
+    host: tuple[ChatSharing, Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(sockets.sockets())
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "other"))
+    assert not list(sockets.sockets())
