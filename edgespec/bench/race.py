@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from edgespec.api.sharing.base import ChatReply
 from edgespec.bench.constants import (
     CHECK_TOKENS,
     EQUAL_SPEEDS,
@@ -18,7 +19,6 @@ from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
 from edgespec.options.wording import CHAT, TERMS, Wording
-from edgespec.sharing.base import ChatReply
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 

@@ -23,8 +23,8 @@ from edgespec.options.reply_options import REPLY_OPTIONS
 
 if TYPE_CHECKING:
     from edgespec import Preview
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.saved_chat import ModelReferences
-    from edgespec.sharing.base import ChatModel
     from edgespec.store.download import Progress
     from edgespec.tui.worker import Load
 
@@ -95,10 +95,10 @@ def command(
         raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
+    from edgespec.api.sharing.chat_sharing import ChatSharing
     from edgespec.chat.saved_chat import ModelReferences
     from edgespec.errors import CancelledError, EdgespecError
     from edgespec.options.settings import load_arguments_for_another_model
-    from edgespec.sharing.chat_sharing import ChatSharing
     from edgespec.system.installation import chat_command
     from edgespec.tui.app import run_chat
     from edgespec.tui.plain_run import run_plain_chat

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from edgespec.api.sharing.base import Identity
+from edgespec.api.sharing.host import Lent, ModelHost
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.server.app import create_app
 from edgespec.server.models import FoundModel, ModelPool
 from edgespec.server.service import Service
 from edgespec.server.settings import ServerSettings
-from edgespec.sharing.base import Identity
-from edgespec.sharing.host import Lent, ModelHost
 from edgespec.system.files import error_reason
 
 __all__ = ["HttpServer"]

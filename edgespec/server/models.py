@@ -17,6 +17,7 @@ from typing import Any
 
 import edgespec
 from edgespec import MemoryPlan, RequestQueue, Runtime
+from edgespec.api.sharing.base import Identity
 from edgespec.errors import (
     BusyError,
     ClosedError,
@@ -28,7 +29,6 @@ from edgespec.errors import (
 from edgespec.model.model_info import ModelInfo
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
-from edgespec.sharing.base import Identity
 from edgespec.store.catalogue import load_catalogue, user_aliases
 from edgespec.store.installed import find_installed, model_info_or_none
 from edgespec.store.reference import Resolved, resolve

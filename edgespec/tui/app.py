@@ -47,7 +47,7 @@ from edgespec.tui.worker import (
 )
 
 if TYPE_CHECKING:
-    from edgespec.sharing.chat_sharing import ChatSharing
+    from edgespec.api.sharing.chat_sharing import ChatSharing
 
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
 

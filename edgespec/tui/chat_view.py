@@ -44,7 +44,7 @@ from edgespec.tui.worker import ChatState, ModelThread, PlanModel
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Stats
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
 
 __all__ = ["ChatView"]
 

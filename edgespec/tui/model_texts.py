@@ -12,8 +12,8 @@ from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, MemoryPlan
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.loading.speed_prediction import SpeedPrediction
-    from edgespec.sharing.base import ChatModel
     from edgespec.tui.downloads import Download
 
 __all__ = ["details_text", "is_match", "is_open", "row_text", "speed_text"]

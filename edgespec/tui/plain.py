@@ -27,9 +27,9 @@ from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Stats, TextChunk
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.store import StoredChat
     from edgespec.chat.tool_calls.calls import ToolCall
-    from edgespec.sharing.base import ChatModel
 
 __all__ = ["PlainChat"]
 

@@ -23,8 +23,8 @@ from edgespec.tui.texts import facts_line, notices, rounding_warning, sentences,
 from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
 
 if TYPE_CHECKING:
-    from edgespec.sharing.base import ChatModel
-    from edgespec.sharing.chat_sharing import ChatSharing
+    from edgespec.api.sharing.base import ChatModel
+    from edgespec.api.sharing.chat_sharing import ChatSharing
 
 __all__ = ["run_plain_chat"]
 

@@ -12,7 +12,7 @@ from edgespec.chat.message import Message
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
-    from edgespec.sharing.base import ChatModel, ChatReply
+    from edgespec.api.sharing.base import ChatModel, ChatReply
     from edgespec.tui.open_chat import OpenChat
     from edgespec.tui.worker import ModelThread
 

@@ -16,7 +16,7 @@ from edgespec.options.settings import MODEL_OPTIONS
 from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 if TYPE_CHECKING:
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
 
 __all__ = [
     "LOAD_SETTINGS",

@@ -15,8 +15,8 @@ from edgespec.tui.settings import SCHEMA, SETTINGS, default_source, default_text
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.saved_chat import Setting
-    from edgespec.sharing.base import ChatModel
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
@@ -216,7 +216,7 @@ def notices(runtime: ChatModel, open_list: str = "Press F9") -> list[str]:
 
 def sharing_note(runtime: ChatModel) -> str:
     """Return a note that says which program has loaded the model, or an empty string if the chat has."""
-    from edgespec.sharing.client import host_of
+    from edgespec.api.sharing.client import host_of
 
     host = host_of(runtime)
     return f"This chat shares the model that {host} has loaded." if host else ""
@@ -224,7 +224,7 @@ def sharing_note(runtime: ChatModel) -> str:
 
 def takeover_note(before: ChatModel) -> str:
     """Return a note for a chat that has loaded its model again, or an empty string if it needs none."""
-    from edgespec.sharing.client import host_of
+    from edgespec.api.sharing.client import host_of
 
     host = host_of(before)
     return f"{host[:1].upper()}{host[1:]} has ended, so this chat now has its own model." if host else ""
@@ -270,7 +270,7 @@ def show_rows(
         method: The drafting method of the current or last reply.
         stats: Stats of that reply, if there was one.
     """
-    from edgespec.sharing.client import host_of
+    from edgespec.api.sharing.client import host_of
 
     rows = [("model", facts_line(runtime.target)), ("speed-up", speed_up_text(method))]
     if host := host_of(runtime):

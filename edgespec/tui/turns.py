@@ -22,7 +22,7 @@ from edgespec.tui.worker import Ask, ChatState
 
 if TYPE_CHECKING:
     from edgespec import Reply
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
 
 __all__ = ["TurnScreen"]
 

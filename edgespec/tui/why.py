@@ -25,8 +25,8 @@ from edgespec.tui.texts import (
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MethodReport, Stats
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.saved_chat import Setting
-    from edgespec.sharing.base import ChatModel
 
 __all__ = ["why", "why_text"]
 

@@ -16,8 +16,8 @@ from edgespec.system.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
     from edgespec import Message, Preview, Reply, TextChunk
-    from edgespec.sharing.base import ChatModel, ChatReply, Conversation
-    from edgespec.sharing.chat_sharing import ChatSharing
+    from edgespec.api.sharing.base import ChatModel, ChatReply, Conversation
+    from edgespec.api.sharing.chat_sharing import ChatSharing
     from edgespec.store.download import Progress
 
 __all__ = [

@@ -13,9 +13,9 @@ from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
 
+from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.chat.store import ChatStore
-from edgespec.sharing.chat_sharing import ChatSharing
 from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Stats
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.chat.store import StoredChat
     from edgespec.chat.tool_calls.calls import ToolCall
     from edgespec.errors import EdgespecError
-    from edgespec.sharing.base import ChatModel
     from edgespec.tui.archive import Archive
     from edgespec.tui.open_chat import OpenChat, RunningTurn
     from edgespec.tui.preferences import Preferences

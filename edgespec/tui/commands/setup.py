@@ -34,7 +34,7 @@ from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.store.reference import Resolved
     from edgespec.tui.open_chat import OpenChat
 

@@ -15,8 +15,8 @@ from edgespec.tui.files.references import without_punctuation
 
 if TYPE_CHECKING:
     from edgespec import AttachedFile
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.model.image import Image
-    from edgespec.sharing.base import ChatModel
 
 __all__ = ["Attachment", "AttachmentReader"]
 

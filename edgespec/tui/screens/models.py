@@ -29,7 +29,7 @@ from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, Preview
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
     from edgespec.tui.worker import PlanModel
 
 __all__ = ["ModelsScreen"]

@@ -20,7 +20,7 @@ from edgespec.tui.settings import SETTINGS, default_text, parse, shown
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
 
 __all__ = ["SettingsScreen"]
 

@@ -23,7 +23,7 @@ from edgespec.tui.files.path_search import PathSearch
 from edgespec.tui.files.references import dropped_paths, find_references
 
 if TYPE_CHECKING:
-    from edgespec.sharing.base import ChatModel
+    from edgespec.api.sharing.base import ChatModel
 
 __all__ = ["FileChips", "PathList"]
 

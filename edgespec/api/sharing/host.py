@@ -13,10 +13,10 @@ from typing import Any
 
 import edgespec
 from edgespec import MemoryPlan, MethodReport, ModelFacts, Reply, RequestQueue, Runtime
+from edgespec.api.sharing.base import Identity, NamedHead
+from edgespec.api.sharing.sockets import connect, listen
 from edgespec.api.stream import ReplyStream
 from edgespec.errors import EdgespecError
-from edgespec.sharing.base import Identity, NamedHead
-from edgespec.sharing.sockets import connect, listen
 from edgespec.store.recommended_sampling import RecommendedSetting
 
 __all__ = ["Facts", "Lend", "Lent", "ModelHost", "Wish", "lending"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec import RequestQueue, Runtime
-    from edgespec.sharing.base import ChatModel, Identity
-    from edgespec.sharing.host import Lent, ModelHost
+    from edgespec.api.sharing.base import ChatModel, Identity
+    from edgespec.api.sharing.host import Lent, ModelHost
     from edgespec.store.download import Progress
 
 __all__ = ["ChatSharing"]
@@ -26,8 +26,8 @@ class ChatSharing:
         """Load a model unless another program has it. Takes the arguments and raises the errors of `load`."""
         # Not imported before the first screen is drawn.
         import edgespec
-        from edgespec.sharing.base import Identity
-        from edgespec.sharing.client import find_shared
+        from edgespec.api.sharing.base import Identity
+        from edgespec.api.sharing.client import find_shared
 
         identity = Identity.of(arguments)
         if identity is not None and (shared := find_shared(identity, progress)) is not None:
@@ -40,7 +40,7 @@ class ChatSharing:
 
     def _share(self, runtime: Runtime, identity: Identity) -> None:
         from edgespec import RequestQueue
-        from edgespec.sharing.host import ModelHost, lending
+        from edgespec.api.sharing.host import ModelHost, lending
 
         queue = self._queue = RequestQueue(runtime)
         draft = runtime.draft.path if runtime.draft else "none"
@@ -52,7 +52,7 @@ class ChatSharing:
 
     def is_lost(self, model: ChatModel) -> bool:
         """Return whether the model belonged to a program that has ended or does not answer."""
-        from edgespec.sharing.client import SharedModel
+        from edgespec.api.sharing.client import SharedModel
 
         return isinstance(model, SharedModel) and not model.is_there()
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from edgespec import Message, Runtime, errors
+from edgespec.api.sharing import sockets
+from edgespec.api.sharing.base import ChatModel, Identity
+from edgespec.api.sharing.chat_sharing import ChatSharing
+from edgespec.api.sharing.client import SharedModel, find_shared
 from edgespec.errors import ContextFullError, EdgespecError, OptionError, WorkerLostError
-from edgespec.sharing import sockets
-from edgespec.sharing.base import ChatModel, Identity
-from edgespec.sharing.chat_sharing import ChatSharing
-from edgespec.sharing.client import SharedModel, find_shared
 from edgespec.store.reference import resolve
 from edgespec.tui.worker import Ask, ModelThread
 from tests.raising import raises
@@ -33,7 +33,7 @@ QUESTION = Message("user", "How do I list files by size?")
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
 HOST = """
 import sys, time
-from edgespec.sharing.chat_sharing import ChatSharing
+from edgespec.api.sharing.chat_sharing import ChatSharing
 sharing = ChatSharing()
 sharing.load({"target": "demo", "draft": "auto", "threads": 1, "context": 1024}, lambda *_: True)
 print("ready", flush=True)

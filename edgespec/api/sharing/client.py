@@ -23,14 +23,14 @@ from edgespec import (
     ReplyArguments,
     TextChunk,
 )
+from edgespec.api.sharing.base import ChatModel, Identity, NamedHead
+from edgespec.api.sharing.host import Facts, Wish
+from edgespec.api.sharing.sockets import connect, sockets
 from edgespec.decode.request import StreamArguments
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError, EdgespecError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
-from edgespec.sharing.base import ChatModel, Identity, NamedHead
-from edgespec.sharing.host import Facts, Wish
-from edgespec.sharing.sockets import connect, sockets
 from edgespec.store.recommended_sampling import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
