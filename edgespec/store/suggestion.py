@@ -65,8 +65,7 @@ def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Sugges
         found = load_catalogue().find(entry.drafts[0]) if entry.drafts and not entry.heads else None
         size_bytes = entry.approximate_file_bytes + (found[0].approximate_file_bytes if found else 0)
         if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes(size_bytes, entry.parameters) <= budget_bytes:
-            draft = short_name(found[0]) if found else ""
-            suggestions.append(Suggestion(short_name(entry), draft, size_bytes))
+            suggestions.append(Suggestion(entry.name, found[0].name if found else "", size_bytes))
     return sorted(suggestions, key=lambda each: each.download_bytes)[-3:]
 
 

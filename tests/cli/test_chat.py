@@ -11,6 +11,7 @@ import pytest
 import edgespec
 import edgespec.tui.app
 import edgespec.tui.plain_run
+from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat
@@ -60,6 +61,7 @@ def test_terminal_that_cannot_draw_gets_the_plain_chat(
     assert result.exit_code == 0, result.output
     assert opened.load is None
     assert plain.options.pop("load_other")
+    assert plain.options.pop("sharing")
     asked: dict[str, Any] = {
         "models": ModelReferences("8b-q4", "auto"),
         "system": None,
@@ -101,7 +103,8 @@ def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.
 
 def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -> None:
     run("chat")
-    del opened.options["load_other"], opened.options["plan_other"]
+    for name in ("load_other", "plan_other", "sharing"):
+        assert opened.options.pop(name)
     assert opened.options == {
         "models": ModelReferences("demo", "auto"),
         "system": None,
@@ -254,6 +257,7 @@ def test_quitting_prints_how_to_continue_the_chat(
 def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: dict[str, Any] = {}
     monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
+    monkeypatch.setattr(ChatSharing, "_share", lambda *_: None)
     run("chat")
     opened.load(print)
     assert (loaded["prefix_cache"], loaded["prefix_cache_memory"], loaded["prefix_cache_disk"]) == (
