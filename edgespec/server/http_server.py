@@ -96,14 +96,13 @@ class HttpServer:
         service = Service(self._settings)
         server = uvicorn.Server(_configuration(create_app(service)))
         unloading = asyncio.create_task(service.models.unload_idle())
-        host = None
+        # Chats that start now wait for the server's model instead of loading it too.
+        host = ModelHost("edgespec serve", partial(_lend, service.models, self._loop))
         try:
             await self._load(service)
-            host = ModelHost("edgespec serve", partial(_lend, service.models, self._loop))
             await self._serve(server, service, on_ready)
         finally:
-            if host is not None:
-                host.close()
+            host.close()
             await service.models.close()
             unloading.cancel()
             self._socket.close()

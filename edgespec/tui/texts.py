@@ -227,7 +227,7 @@ def takeover_note(before: ChatModel) -> str:
     from edgespec.api.sharing.client import host_of
 
     host = host_of(before)
-    return f"{host[:1].upper()}{host[1:]} has ended, so this chat now has its own model." if host else ""
+    return f"The model is no longer in {host}, so this chat has loaded it itself." if host else ""
 
 
 def _larger_models(runtime: ChatModel, open_list: str) -> list[str]:

@@ -163,12 +163,12 @@ def _classes(kind: type[EdgespecError]) -> Iterator[type[EdgespecError]]:
         yield from _classes(each)
 
 
-@pytest.mark.parametrize("kind", set(_classes(EdgespecError)), ids=lambda kind: kind.__name__)
-def test_every_error_can_be_sent(kind: type[EdgespecError]) -> None:
-    error = kind.__new__(kind)
-    EdgespecError.__init__(error, "the file is missing", "check the path", code="gone", option="target")
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
+def test_every_error_can_be_sent() -> None:
+    for kind in _classes(EdgespecError):
+        error = kind.__new__(kind)
+        EdgespecError.__init__(error, "the file is missing", "check the path", code="gone", option="target")
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ async def test_the_screen_says_whose_model_it_is(host_process: subprocess.Popen[
         await d.said(f"another chat (process {host_process.pid})")
         host_process.kill()
         await d.say("And by name?")
-        await d.said("has ended, so this chat now has its own model")
+        await d.said("so this chat has loaded it itself")
         assert d.chat.current_chat.entries[-1].role == "assistant"
 
 
