@@ -46,6 +46,9 @@ class LetterVocabulary:
     def raw_piece(self, token: int) -> bytes:
         return chr(ord("a") + token).encode()
 
+    def same_entries(self, other: Vocabulary) -> bool:
+        return False
+
     def is_end(self, token: int) -> bool:
         return token == self.size - 1
 

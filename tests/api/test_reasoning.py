@@ -17,7 +17,7 @@ from edgespec.backends import llamacpp
 from edgespec.chat.message import reply_message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.decode.drafter_set import DrafterSet
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import LoadOptions, Vocabulary
 from tests.cases import first
 from tests.forced import Begin
 from tests.reasoning_templates import KEEPS_ALL, MAGISTRAL, OPENS_REASONING, QWEN_3
@@ -226,6 +226,9 @@ class ControlVocabulary:
 
     def raw_piece(self, token: int) -> bytes:
         return self.control[token - 256].encode() if token >= 256 else self.piece(token)
+
+    def same_entries(self, other: Vocabulary) -> bool:
+        return False
 
     def is_end(self, token: int) -> bool:
         return token == 256

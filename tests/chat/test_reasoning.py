@@ -15,6 +15,7 @@ from edgespec.chat.reasoning import (
     piece_with_markers,
     split_reasoning,
 )
+from edgespec.model.base import Vocabulary
 
 HARMONY = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes."
 
@@ -184,6 +185,9 @@ class MarkedVocabulary:
 
     def raw_piece(self, token: int) -> bytes:
         return self.control[token - 0x110000].encode() if token >= 0x110000 else self.piece(token)
+
+    def same_entries(self, other: Vocabulary) -> bool:
+        return False
 
     def is_end(self, token: int) -> bool:
         return False

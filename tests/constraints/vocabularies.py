@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgespec.model.base import Vocabulary
+
 END = 0
 
 
@@ -42,6 +44,9 @@ class ByteVocabulary:
 
     def raw_piece(self, token: int) -> bytes:
         return self._raw[token]
+
+    def same_entries(self, other: Vocabulary) -> bool:
+        return False
 
     def is_end(self, token: int) -> bool:
         return token == END

@@ -227,6 +227,9 @@ def _interrupt_main_thread() -> None:
 
 
 def _on_line(level: int, text: bytes, _user_data: object) -> None:
+    if level == _DEBUG and not _captures:
+        # Loading a model logs thousands of these lines, which would slow it down and fill the log file.
+        return
     line = text.decode("utf-8", "replace").strip()
     if not line or set(line) == {"."}:
         return
@@ -235,7 +238,6 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
     for lines in _captures:
         lines.append(line)
     if level == _DEBUG:
-        # Loading a model logs thousands of these lines, which would slow it down and fill the log file.
         return
     # Ignore logging errors, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ClosedError
+from edgespec.model.base import Vocabulary
 from edgespec.model.base_model import MAX_CACHED_PIECES
 from edgespec.model.longest_piece import longest_piece_bytes
 
@@ -101,6 +102,20 @@ class LlamaVocabulary:
     def raw_piece(self, token: int) -> bytes:
         """Return a token's vocabulary entry as bytes, even for control tokens."""
         return self._text(token, special=True)
+
+    def same_entries(self, other: Vocabulary) -> bool:
+        if not isinstance(other, LlamaVocabulary):
+            return False
+        count = min(self.size, other.size)
+        return self._entries(count) == other._entries(count)
+
+    def _entries(self, count: int) -> tuple[int, list[bytes], list[int]]:
+        """Return the tokenizer's type, and the texts and attributes of the first tokens."""
+        lib, tokens = self._lib, range(count)
+        with self._open():
+            texts = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
+            attributes = list(map(lib.llama_vocab_get_attr, repeat(self._vocab), tokens))
+            return lib.llama_vocab_type(self._vocab), texts, attributes
 
     def _text(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.size:

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from edgespec.errors import BackendError, ClosedError, ModelFileError
+from edgespec.model.base import Vocabulary
 from edgespec.model.base_model import MAX_CACHED_PIECES
 from edgespec.model.longest_piece import longest_piece_bytes
 
@@ -120,6 +121,9 @@ class MlxVocabulary:
                 self._pieces.clear()
             piece = self._pieces[token] = b"" if token in self._control else self.raw_piece(token)
         return piece
+
+    def same_entries(self, other: Vocabulary) -> bool:  # noqa: ARG002
+        return False
 
     def raw_piece(self, token: int) -> bytes:
         tokenizer = self._check_open()

@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 
+from edgespec.model.base import Vocabulary
 from tests.tabular import TabularModel
 
 __all__ = ["Pieces", "conditioned", "speaking"]
@@ -53,6 +54,9 @@ class Pieces:
 
     def raw_piece(self, token: int) -> bytes:
         return self._raw[token]
+
+    def same_entries(self, other: Vocabulary) -> bool:
+        return False
 
     def is_end(self, token: int) -> bool:
         return token == self.size - 1

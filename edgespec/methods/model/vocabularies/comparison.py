@@ -78,7 +78,8 @@ def compare_vocabularies(
 
 
 def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> str:
-    for token in range(min(target.size, draft.size)):
+    common = 0 if target.same_entries(draft) else min(target.size, draft.size)
+    for token in range(common):
         target_piece, draft_piece = target.raw_piece(token), draft.raw_piece(token)
         if target_piece != draft_piece:
             return (
