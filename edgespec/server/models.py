@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import load_catalogue, user_aliases
 from edgespec.store.installed import find_installed, model_info_or_none
+from edgespec.store.recommended_sampling import RecommendedSetting, recommended_sampling
 from edgespec.store.reference import Resolved, resolve
 from edgespec.store.reference_parsing import NameReference, PathReference, parse_reference
 from edgespec.system.files import format_bytes
@@ -86,6 +87,7 @@ class KnownModel:
         created: Modification time of the model's file (Unix time in seconds).
         info: The metadata in the model's files, or None if they could not be read.
         loaded: The loaded model, or None if it is not loaded.
+        recommended: The sampling settings that the model's makers recommend.
     """
 
     name: str
@@ -93,6 +95,7 @@ class KnownModel:
     created: int
     info: ModelInfo | None
     loaded: LoadedModel | None
+    recommended: Mapping[str, RecommendedSetting] = field(default_factory=dict)
 
 
 class LoadedModel:
@@ -527,8 +530,14 @@ def _described(
     loaded: Mapping[tuple[Path, ...], LoadedModel],
 ) -> KnownModel:
     created = int(resolved.path.stat().st_mtime)
-    info = model_info_or_none(resolved)
-    return KnownModel(name, resolved.format, created, info, loaded.get(resolved.files))
+    return KnownModel(
+        name,
+        resolved.format,
+        created,
+        model_info_or_none(resolved),
+        loaded.get(resolved.files),
+        recommended_sampling(resolved, resolved.entry),
+    )
 
 
 def _memory_note(plan: MemoryPlan | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
 from edgespec.server.ollama.fields import OllamaFields
+from edgespec.store.catalogue import user_aliases_path
+from tests.backends.tiny_models import write_llama
 from tests.server.conftest import MESSAGES, QUESTION, running
 from tests.server.test_tools import TOOLS
 
@@ -32,6 +35,21 @@ def client(server: HttpServer) -> Iterator[ollama.Client]:
     """Ollama's own client."""
     with ollama.Client(host=server.url, timeout=60) as client:
         yield client
+
+
+def test_the_settings_that_the_makers_recommend_are_shown(client: ollama.Client, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf", sampling={"temp": 0.6, "penalty_repeat": 1.05})
+    user_aliases_path().write_text(f'[aliases]\nstated = "{path}"\n')
+    try:
+        shown = client.show("stated").parameters
+    finally:
+        user_aliases_path().unlink()
+    assert shown is not None
+    assert [line.split() for line in shown.splitlines()] == [
+        ["temperature", "0.6"],
+        ["repeat_penalty", "1.05"],
+    ]
+    assert not client.show("demo").parameters
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

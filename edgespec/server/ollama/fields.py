@@ -13,14 +13,14 @@ from edgespec.server.leniency.constraints import ConstraintFields, answer_constr
 from edgespec.server.leniency.content import read_image
 from edgespec.server.openai.logprobs import wanted_logprobs
 
-__all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "read_images"]
+__all__ = ["RENAMED", "OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "read_images"]
 
-# Maps Ollama's option names to edgespec's where they differ.
-_RENAMED = {
+RENAMED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "penalty_window",
 }
+"""Ollama's option names with edgespec's, where they differ."""
 
 # Ollama parses durations as Go does, such as `1h30m`. Clients also send numbers of seconds as text.
 _DURATION = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|[µμ]s|ms|s|m|h))+)")
@@ -135,7 +135,7 @@ def options_of(fields: OllamaFields) -> dict[str, Any]:
         inner = reply_options(fields.options)
         constraints |= constraints_in(fields.options, inner, "options.")
         options |= inner
-    for theirs, ours in _RENAMED.items():
+    for theirs, ours in RENAMED.items():
         if (value := getattr(fields.options, theirs, None)) is not None:
             options[ours] = value
     if fields.think is not None:

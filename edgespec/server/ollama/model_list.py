@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.models import KnownModel
+from edgespec.server.ollama.fields import RENAMED
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -93,9 +94,13 @@ class PulledModel(TypedDict):
 
 
 class ShownModel(TypedDict):
-    """A description of a model. `modelfile` and `template` are always empty, but clients require them."""
+    """A description of a model. `modelfile` and `template` are always empty, but clients require them.
+
+    `parameters` are the sampling settings that the model's makers recommend, a line each, as in Ollama.
+    """
 
     modelfile: str
+    parameters: str
     template: str
     modified_at: str
     details: ModelDetails
@@ -156,6 +161,7 @@ def _shown(known: KnownModel) -> ShownModel:
     context = known.loaded.runtime.context_tokens if known.loaded else trained
     return {
         "modelfile": "",
+        "parameters": _parameters(known),
         "template": "",
         "modified_at": _time(known),
         "details": _details(known),
@@ -172,6 +178,13 @@ def _shown(known: KnownModel) -> ShownModel:
             *(["vision"] if known.loaded and known.loaded.runtime.target.sees_images else []),
         ],
     }
+
+
+def _parameters(known: KnownModel) -> str:
+    names = {own: name for name, own in RENAMED.items()}
+    return "\n".join(
+        f"{names.get(name, name):<30} {setting.value:g}" for name, setting in known.recommended.items()
+    )
 
 
 def _tag(known: KnownModel) -> ModelTag:
