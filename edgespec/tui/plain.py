@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.message import Message
-from edgespec.chat.saved_chat import ModelReferences, Setting
+from edgespec.chat.saved_chat import ModelReferences, SavedChat, Setting
 from edgespec.errors import AttachmentError, ChatFileError, OptionError
 from edgespec.tui.archive import Archive
 from edgespec.tui.downloads import Downloads
@@ -131,8 +131,8 @@ class PlainChat:
         self.stats, self.method = None, self.runtime.method
         self.console.note("This is a new chat.")
 
-    def open(self, stored: StoredChat) -> None:
-        """Open a saved chat, and print its last reply. Raises ChatFileError."""
+    def open(self, stored: StoredChat) -> SavedChat:
+        """Open a saved chat, and print its last reply. Returns what was saved. Raises ChatFileError."""
         saved = self.archive.load_now(stored.id)
         settings, problems = accepted(saved.sampling)
         self.current_chat = OpenChat.opened(saved, settings)
@@ -146,6 +146,7 @@ class PlainChat:
             self.console.note("The last reply is unfinished. Type /continue to finish it.")
         elif last is not None and last.message.ended_early == "cancelled":
             self.console.note("This reply was stopped. Type /continue to finish it.")
+        return saved
 
     def use_runtime(self, runtime: ChatModel) -> None:
         """Continue the chat with another model. Remove settings that the model does not support."""

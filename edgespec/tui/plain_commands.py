@@ -33,7 +33,7 @@ from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import with_load_setting
 from edgespec.tui.texts import rounding_warning, sentences
-from edgespec.tui.worker import references_after
+from edgespec.tui.worker import own_models, references_after
 
 __all__ = ["ACTIONS", "run"]
 
@@ -98,7 +98,9 @@ def _show(chat: PlainChat, result: Result) -> None:
                 chat.save()
                 _print(chat.console.answer, part.in_plain or part.text)
             case Open(chat=StoredChat() as stored):
-                chat.open(stored)
+                models = own_models(chat.open(stored), chat.runtime.target.name)
+                if models is not None:
+                    _switch_model(chat, models.target, {"draft": models.draft or "auto"})
             case Open(chat=OpenChat() as new):
                 _open_new(chat, new, part.note)
             case Generate():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from edgespec.chat.store import StoredChat
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import UNDO_SECONDS
@@ -11,6 +13,7 @@ from edgespec.tui.screens.dialogs import RenameScreen
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
+from edgespec.tui.worker import own_models
 
 __all__ = [
     "delete_chat",
@@ -37,8 +40,16 @@ async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
     await screen.when_free(begin)
 
 
-async def open_chat(screen: TurnScreen, chat: StoredChat) -> None:
-    """Open a saved chat once the running reply has stopped. Show an error if its file is damaged."""
+async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = True) -> None:
+    """Open a saved chat once the running reply has stopped, and load its own model if there is another one.
+
+    Shows an error if the chat's file is damaged.
+
+    Args:
+        screen: The chat screen.
+        chat: The saved chat.
+        switches: Whether to load the chat's own model.
+    """
 
     async def begin() -> None:
         try:
@@ -55,7 +66,10 @@ async def open_chat(screen: TurnScreen, chat: StoredChat) -> None:
             await note("The last reply is unfinished. Type /continue to finish it.")
         for problem in problems:
             await note(sentences("One setting in this chat was ignored", problem))
-        if (other := saved.target) and other != target:
+        models = await asyncio.to_thread(own_models, saved, target) if switches else None
+        if models is not None:
+            screen.post_message(screen.ModelChosen(models.target, {"draft": models.draft or "auto"}))
+        elif (other := saved.target) and other != target:
             switch = f"/model {saved.models.target}".rstrip()
             await note(f"This chat used {other}, and now uses {target}. Type {switch} to switch.")
 
@@ -70,7 +84,8 @@ async def resume(screen: TurnScreen, wanted: str) -> None:
         await screen.show_error(error)
         return
     if found is not None:
-        await open_chat(screen, found)
+        # The command line has already chosen the models.
+        await open_chat(screen, found, switches=False)
         return
     missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
     await screen.transcript.note(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from edgespec.chat.saved_chat import ModelReferences
-from edgespec.errors import CancelledError, WorkerLostError
+from edgespec.chat.saved_chat import ModelReferences, SavedChat
+from edgespec.errors import CancelledError, EdgespecError, WorkerLostError
 from edgespec.system.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "PlanModel",
     "Switched",
     "load_named",
+    "own_models",
     "plan_named",
     "references_after",
 ]
@@ -53,6 +54,21 @@ def references_after(
     if changed is None:
         return ModelReferences(reference)
     return ModelReferences(reference, str(changed.get("draft", before.draft)))
+
+
+def own_models(saved: SavedChat, target_name: str) -> ModelReferences | None:
+    """Return the models of a saved chat if another one is loaded and they are on this machine, or None."""
+    if not saved.models.target or saved.target == target_name:
+        return None
+    from edgespec.store.reference import resolve
+
+    try:
+        for reference in saved.models:
+            if reference not in ("", "auto", "none"):
+                resolve(reference, allow_download=False)
+    except EdgespecError:
+        return None
+    return saved.models
 
 
 def load_named(reference: str, changed: Mapping[str, Any] | None = None) -> Load:

@@ -74,7 +74,7 @@ class Chat:
                     self.load,
                     models=ModelReferences("demo"),
                     store=ChatStore(self._folder / "chats"),
-                    load_other=lambda _: self.load_other,
+                    load_other=lambda *_: self.load_other,
                     **options,
                 )
             finally:
@@ -248,6 +248,14 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert "that you can download fit in memory. `edgespec models list` shows them." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
+
+
+def test_a_chat_that_is_opened_loads_its_own_model(chat: Chat, tmp_path: Path) -> None:
+    path = ROOT / "models" / "demo-draft-q8_0.gguf"
+    chat.typed(["one", f"/model {path}", "two"], "First.")
+    out, err = chat.typed(["/load one"], "First.")
+    assert f"Loading {path}." in err
+    assert out.endswith("This chat now uses demo-draft.\n")
 
 
 def test_a_model_opened_by_path_is_listed(chat: Chat, tmp_path: Path) -> None:

@@ -245,6 +245,9 @@ class ScriptedRuntime:
     plan: MemoryPlan | None = None
     recommended_sampling: dict[str, RecommendedSetting] = field(default_factory=dict)
 
+    def has_thinking_switch(self) -> bool:
+        return self.template is not None and self.template.has_thinking_switch()
+
     def method_for(self, method: str) -> MethodReport:
         if "lowbit" in parse_method(method):
             raise OptionError("method 'lowbit' cannot be used: demo has no copy with fewer bits", "make one")

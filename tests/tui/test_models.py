@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,6 +14,10 @@ from huggingface_hub import constants
 from textual.widgets import OptionList
 
 import edgespec
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import ModelReferences, SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.store import download
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
@@ -54,12 +59,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
     hub.stop()
 
 
-def load_here(reference: str) -> Load:
+def load_here(reference: str, changed: Mapping[str, Any] | None = None) -> Load:
     def load(progress: Progress) -> edgespec.Runtime:
         options: dict[str, Any] = {"draft": "none"} if "mlx" in reference else {"threads": 1}
-        return edgespec.load(
-            reference, exactness="off", measure_costs=False, memory="4GiB", progress=progress, **options
-        )
+        options |= {"exactness": "off", "measure_costs": False, "memory": "4GiB", **(changed or {})}
+        return edgespec.load(reference, progress=progress, **options)
 
     return load
 
@@ -95,6 +99,24 @@ async def test_the_list_filters_and_switches_with_the_keyboard(tmp_path: Path) -
         await d.said("This chat now uses demo-mlx.")
         await d.settled()
         assert d.chat.runtime.target.name == "demo-mlx"
+
+
+async def test_a_chat_opened_from_the_list_loads_its_own_models(tmp_path: Path) -> None:
+    store, now = ChatStore(tmp_path / "chats"), datetime.now(UTC)
+    messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
+    models = ModelReferences("demo-draft", "none")
+    store.save(SavedChat("2026-a", messages, now, now, target="demo-draft", title="old", models=models))
+    gone = ModelReferences(str(tmp_path / "gone.gguf"))
+    store.save(SavedChat("2026-b", messages, now, now, target="gone", title="gone", models=gone))
+    async with driving(load_here("demo"), tmp_path, load_other=load_here, size=(100, 40)) as d:
+        await d.send("/load old")
+        await d.said("This chat now uses demo-draft.")
+        await d.settled()
+        assert d.chat.runtime.target.name == "demo-draft"
+        assert d.chat.models == models
+        assert d.chat.current_chat.id == "2026-a"
+        await d.say("/load gone")
+        await d.said("This chat used gone, and now uses demo-draft.")
 
 
 async def test_a_part_of_a_name_opens_the_list_of_matching_models(tmp_path: Path) -> None:
