@@ -252,6 +252,28 @@ async def test_the_screen_says_whose_model_it_is(host_process: subprocess.Popen[
         assert d.chat.current_chat.entries[-1].role == "assistant"
 
 
+async def test_no_command_fails_while_the_host_is_gone(
+    host_process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    sharing = ChatSharing()
+    load_shared = partial(sharing.load, ARGUMENTS)
+    async with driving(load_shared, tmp_path / "chats", size=(100, 40), sharing=sharing) as d:
+        host_process.kill()
+        host_process.wait()
+        commands = (
+            *("/show", "/why", "/memory", "/set temperature 0.3", "/set top_k 5", "/set method ngram"),
+            *("/think on", "/tokens", "/draft", "/context", "/stats", "/race"),
+        )
+        for command in commands:
+            await d.say(command)
+        for key in ("f3", "f5", "escape", "f9", "escape"):
+            await d.press(key)
+            await d.settled()
+        assert d.app.is_running
+        await d.say(QUESTION.content)
+        assert d.chat.current_chat.entries[-1].role == "assistant"
+
+
 def test_the_end_of_the_host_during_a_reply_is_an_error(
     host_process: subprocess.Popen[str],
 ) -> None:

@@ -26,11 +26,13 @@ from edgespec import (
 from edgespec.api.sharing.base import ChatModel, Identity, NamedHead
 from edgespec.api.sharing.host import Facts, Wish
 from edgespec.api.sharing.sockets import connect, sockets
+from edgespec.decode.reply import exactness_for
 from edgespec.decode.request import StreamArguments
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError, EdgespecError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
+from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.store.recommended_sampling import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
@@ -42,6 +44,8 @@ _CALL_SECONDS = 120.0
 # Seconds that a reply has to end after it was cancelled.
 _CANCEL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+# Usual length of a token, for estimates.
+_BYTES_PER_TOKEN = 4
 
 
 def find_shared(identity: Identity, progress: Progress | None = None) -> SharedModel | None:
@@ -106,6 +110,10 @@ def host_of(model: ChatModel) -> str:
 class SharedModel:
     """A model that another process has loaded. Provides what a chat needs of an `edgespec.Runtime`.
 
+    Replies raise WorkerLostError if the other process has ended. The screen's questions then get the last
+    known answer, or one that refuses nothing, because the next message loads the model again and checks
+    everything.
+
     Args:
         path: The socket of the process.
         identity: The files and options of the model.
@@ -115,8 +123,6 @@ class SharedModel:
 
     def __init__(self, path: Path, identity: Identity, host: str, facts: Facts) -> None:
         self._path, self._identity, self.host, self._facts = path, identity, host, facts
-        # The screen asks again and again, and the answers do not change.
-        self._known: dict[str, Any] = {}
         self.plan, self.method = facts.plan, facts.method
 
     @property
@@ -152,42 +158,48 @@ class SharedModel:
         return self
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> Sequence[int]:
-        tokens: Sequence[int] = self._call("tokenize", text, special=special, start=start)
+        estimated = range(len(text.encode("utf-8", "replace")) // _BYTES_PER_TOKEN)
+        tokens: Sequence[int] = self._asked(estimated, "tokenize", text, special=special, start=start)
         return tokens
 
     def min_tokens(self, text: str) -> int:
-        return int(self._call("min_tokens", text))
+        return int(self._asked(0, "min_tokens", text))
 
     def has_thinking_switch(self) -> bool:
-        return bool(self._call("has_thinking_switch"))
+        return bool(self._asked(True, "has_thinking_switch"))
 
     def check_options(self, **options: Unpack[StreamArguments]) -> None:
-        self._call("check_options", **options)
+        self._asked(None, "check_options", **options)
 
     def method_for(self, method: str) -> MethodReport:
-        report: MethodReport = self._fixed("method_for", method)
+        report: MethodReport = self._asked(self.method, "method_for", method)
         return report
 
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
     ) -> Exactness | None:
-        exactness: Exactness | None = self._fixed(
-            "exactness_for", acceptance=acceptance, temperature=temperature
+        # The screen asks for this all the time.
+        defaults = self._facts.reply_defaults
+        if temperature is None:
+            temperature = defaults.get("temperature", REPLY_OPTIONS["temperature"].default)
+        return exactness_for(
+            self.target.exactness,
+            acceptance=acceptance or defaults["acceptance"] or "invariant",
+            temperature=temperature,
         )
-        return exactness
 
     def reply_defaults(self, method: str | None = None) -> ReplyArguments:
-        defaults: ReplyArguments = self._fixed("reply_defaults", method)
+        defaults: ReplyArguments = self._asked(self._facts.reply_defaults, "reply_defaults", method)
         return defaults
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         return int(self._call("count_tokens", messages))
 
     def image_tokens(self, image: Image) -> int:
-        return int(self._call("image_tokens", image))
+        return int(self._asked(0, "image_tokens", image))
 
     def memory(self) -> MemoryUse:
-        use: MemoryUse = self._call("memory")
+        use: MemoryUse = self._asked(self._facts.memory, "memory")
         return use
 
     def memory_bytes(self) -> int:
@@ -227,12 +239,12 @@ class SharedModel:
             "send the message again; the chat then loads the model itself",
         )
 
-    def _fixed(self, call: str, *arguments: Any, **options: Any) -> Any:
-        """Return the result of a call, which is remembered."""
-        key = repr((call, arguments, options))
-        if key not in self._known:
-            self._known[key] = self._call(call, *arguments, **options)
-        return self._known[key]
+    def _asked(self, otherwise: Any, call: str, *arguments: Any, **options: Any) -> Any:
+        """Return the result of a call, or `otherwise` if the other process has ended."""
+        try:
+            return self._call(call, *arguments, **options)
+        except WorkerLostError:
+            return otherwise
 
     def _call(self, call: str, *arguments: Any, **options: Any) -> Any:
         with self._ask(call, arguments, options) as connection:

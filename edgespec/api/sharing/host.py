@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec import MemoryPlan, MethodReport, ModelFacts, Reply, RequestQueue, Runtime
+from edgespec import (
+    MemoryPlan,
+    MemoryUse,
+    MethodReport,
+    ModelFacts,
+    Reply,
+    ReplyArguments,
+    RequestQueue,
+    Runtime,
+)
 from edgespec.api.sharing.base import Identity, NamedHead
 from edgespec.api.sharing.sockets import connect, listen
 from edgespec.api.stream import ReplyStream
@@ -25,7 +34,6 @@ __all__ = ["Facts", "Lend", "Lent", "ModelHost", "Wish", "lending"]
 _CALLS = (
     "check_options",
     "count_tokens",
-    "exactness_for",
     "has_thinking_switch",
     "image_tokens",
     "memory",
@@ -56,7 +64,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties of a loaded model that do not change. See `Runtime`."""
+    """The properties of a loaded model when a chat begins to use it. See `Runtime`."""
 
     target: ModelFacts
     draft: ModelFacts | None
@@ -67,6 +75,8 @@ class Facts:
     context_tokens: int
     loss_limits: tuple[float, float] | None
     recommended_sampling: Mapping[str, RecommendedSetting]
+    reply_defaults: ReplyArguments
+    memory: MemoryUse
 
     @classmethod
     def of(cls, runtime: Runtime) -> Facts:
@@ -81,6 +91,8 @@ class Facts:
             runtime.context_tokens,
             runtime.loss_limits,
             dict(runtime.recommended_sampling),
+            runtime.reply_defaults(),
+            runtime.memory(),
         )
 
 
