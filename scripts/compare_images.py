@@ -131,6 +131,8 @@ def _running(binary: Path, target: Path, projector: Path, threads: int) -> Itera
     ]
     flags += ["--threads", threads, "--threads-batch", threads, "--batch-size", 512, "--ubatch-size", 512]
     flags += ["--ctx-size", CONTEXT_TOKENS, "--parallel", 1, "--cache-ram", 0, "--no-cache-prompt"]
+    # The types that edgespec uses on CPUs.
+    flags += ["--flash-attn", "on", "--cache-type-k", "bf16", "--cache-type-v", "f16"]
     server = LlamaServer(binary, [*map(str, flags)])
     try:
         server.start()
@@ -147,10 +149,17 @@ def _server_answer(server: LlamaServer, chat: Chat) -> Answer:
     messages = [
         {"role": _role(index), "content": [*map(_content_part, parts)]} for index, parts in enumerate(chat)
     ]
-    body = {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-    answer = server.request("/v1/chat/completions", body | {"logprobs": True, "top_logprobs": TOP_LOGPROBS})
-    positions = answer["choices"][0]["logprobs"]["content"]
-    return [(each["id"], {top["id"]: top["logprob"] for top in each["top_logprobs"]}) for each in positions]
+    body = {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS, "logprobs": True}
+    # Only the verbose part of the response contains the tokens.
+    body |= {"top_logprobs": TOP_LOGPROBS, "return_tokens": True, "verbose": True}
+    response = server.request("/v1/chat/completions", body)
+    logprobs = response["choices"][0]["logprobs"]["content"][::-1]
+    answer: Answer = []
+    for token in response["__verbose"]["tokens"]:
+        # llama-server reports no log-probabilities of tokens that end within a character.
+        reported = logprobs.pop()["top_logprobs"] if logprobs and logprobs[-1]["id"] == token else []
+        answer.append((token, {each["id"]: each["logprob"] for each in reported}))
+    return answer
 
 
 def _content_part(part: str | bytes) -> dict[str, Any]:

@@ -33,9 +33,11 @@ Object.defineProperty(Object.prototype, "_addonManager", {
   },
 });
 """
+# The buffer keeps the columns of a wider terminal for a while.
 _SCREEN = """() => {
-  const { buffer, rows } = window.terminal ?? { rows: 0 };
-  return Array.from({ length: rows }, (_, row) => buffer.active.getLine(row).translateToString());
+  const { buffer, cols, rows } = window.terminal ?? { rows: 0 };
+  const text = (row) => buffer.active.getLine(row).translateToString(false, 0, cols);
+  return Array.from({ length: rows }, (_, row) => text(row));
 }"""
 
 
