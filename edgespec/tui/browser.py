@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import quote
 
 import aiohttp_jinja2
@@ -40,7 +41,7 @@ _INVALID_MESSAGE = (
     TypeError,
     ValueError,
 )
-# Blocks requests to other servers, which the page does not need. It would otherwise load Google fonts.
+# Blocks requests to other servers, which the page does not need.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
     " img-src 'self' data:; font-src 'self'; connect-src 'self' ws:; frame-ancestors 'none'; base-uri 'none'"
@@ -79,9 +80,7 @@ class BrowserChat(Server):
     def __init__(self, words: Sequence[str], port: int, key: str | None = None) -> None:
         self._socket = _bind(port)
         port = self._socket.getsockname()[1]
-        super().__init__(
-            "", host="127.0.0.1", port=port, title="edgespec", public_url=f"http://127.0.0.1:{port}"
-        )
+        super().__init__("", host="127.0.0.1", port=port, public_url=f"http://127.0.0.1:{port}")
         self._words = words
         self._key = key or secrets.token_urlsafe(24)
         self.address = f"{self.public_url}/?key={'YOUR_KEY' if key else self._key}"
@@ -127,7 +126,7 @@ class BrowserChat(Server):
 
     async def _make_app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
-        aiohttp_jinja2.setup(app, loader=jinja2.FileSystemLoader(self.templates_path), autoescape=True)
+        aiohttp_jinja2.setup(app, loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
         app.add_routes(
             [
                 web.get("/", self.handle_index, name="index"),
@@ -161,16 +160,15 @@ class BrowserChat(Server):
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(_digest(given), _digest(self._key))
 
-    @aiohttp_jinja2.template("app_index.html")
+    # textual-serve's own page loads fonts from Google, and ignores keys until it is clicked.
+    @aiohttp_jinja2.template("browser.html")
     async def handle_index(self, request: web.Request) -> dict[str, object]:
-        """Return the values of the page's template: the addresses of the web socket and the static files."""
-        base = f"//{request.headers['Host']}"
+        """Return the values of the page's template: the font size and the address of the web socket."""
         font_size = request.query.get("fontsize", "16")
+        key = quote(request.query["key"], safe="")
         return {
             "font_size": font_size if font_size.isdecimal() else "16",
-            "app_websocket_url": f"ws:{base}/ws/{quote(request.query['key'], safe='')}",
-            "config": {"static": {"url": f"http:{base}/static/"}},
-            "application": {"name": self.title},
+            "websocket_url": f"ws://{request.headers['Host']}/ws/{key}",
         }
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:

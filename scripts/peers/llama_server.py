@@ -97,18 +97,22 @@ class LlamaServer:
 
     def generate(self, prompt: Sequence[int], options: GenerationOptions) -> Run:
         """Generate a reply. Raises EdgespecError."""
-        body = request_body(prompt, options)
         started = now()
+        answer = self.request("/completion", request_body(prompt, options))
+        return run_from_answer(answer, len(prompt), now() - started)
+
+    def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request, and return the JSON object in the response. Raises EdgespecError."""
         try:
-            response = self._client.post(f"{self._address}/completion", json=body)
+            response = self._client.post(f"{self._address}{path}", json=body)
         except httpx2.TransportError as error:
             raise self._failure(f"llama-server does not respond ({type(error).__name__})") from error
-        seconds = now() - started
         if response.status_code != 200:
             raise self._failure(
                 f"llama-server returned HTTP status {response.status_code}: {response.text[:200]}"
             )
-        return run_from_answer(response.json(), len(prompt), seconds)
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def _failure(self, what: str) -> EdgespecError:
         self._failed = True

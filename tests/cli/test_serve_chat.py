@@ -7,54 +7,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
 import pytest
 
-from tests.cli.conftest import NO_TRIALS, ROOT, Run, Start, one_line_error
-
-
-class Server(NamedTuple):
-    """A running server: its process, its address with the key, and the data folder of its chats."""
-
-    process: subprocess.Popen[bytes]
-    address: str
-    folder: Path
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    """Run a server, and end it with Ctrl-C unless it has ended."""
-    folder.mkdir(exist_ok=True)
-    with (
-        (folder / "errors.txt").open("wb") as errors,
-        subprocess.Popen(
-            [sys.executable, "-m", "edgespec", "serve", "--chat", "--port", "0", "--json", "--threads", "1"],
-            env=os.environ
-            | NO_TRIALS
-            | {"PYTHONPATH": str(ROOT), "HOME": str(folder), "EDGESPEC_DATA_DIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            # A shell that runs the tests in the background makes its programs ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield Server(process, json.loads(process.stdout.readline())["chat_url"], folder)
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                assert process.wait(30) == 0
-        finally:
-            process.kill()
+from tests.cli.chat_server import Server, ended, needs_proc, processes, serving
+from tests.cli.conftest import Run, Start, one_line_error
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +77,7 @@ async def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
         page = await response.text()
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
+    assert "https:" not in page
     assert f"ws://{urlsplit(address).netloc}/ws/" in page
 
 
@@ -124,20 +88,6 @@ async def test_an_invalid_request_writes_nothing_to_the_terminal(address: str, s
     assert b" 400 " in await reader.readline()
     writer.close()
     assert (server.folder / "errors.txt").read_bytes() == b""
-
-
-def processes(folder: Path) -> list[int]:
-    """Return the chat processes that use this data folder."""
-    found = []
-    for place in Path("/proc").iterdir():
-        try:
-            words = (place / "cmdline").read_bytes().split(b"\0")
-            variables = (place / "environ").read_bytes()
-        except OSError:
-            continue
-        if words[1:4] == [b"-m", b"edgespec", b"chat"] and os.fsencode(folder) in variables:
-            found.append(int(place.name))
-    return found
 
 
 class Tab:
@@ -181,18 +131,6 @@ class Tab:
 async def opened(address: str, size: str = "width=80&height=24") -> AsyncIterator[Tab]:
     async with aiohttp.ClientSession() as session, Tab(session, address, size) as tab:
         yield tab
-
-
-async def ended(folder: Path) -> bool:
-    """Return whether all chat processes end within 15 seconds."""
-    for _ in range(150):
-        if not processes(folder):
-            return True
-        await asyncio.sleep(0.1)
-    return False
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 
 
 @needs_proc

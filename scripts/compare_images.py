@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Compare replies to images with those of llama-server, on the same files at temperature 0.
+
+    scripts/build_llama_server ../llama
+    scripts/compare_images.py --llama-server ../llama/llama-server
+    scripts/compare_images.py --llama-server ../llama/llama-server --target gemma.gguf --mmproj mmproj.gguf
+
+Without --target, it compares small random models: CLIP with an MLP (LLaVA), Gemma 3 and Qwen2.5-VL. Both
+programs get the same messages, with images before, between and after the text, and use the chat template in
+the model's file. For each method, the table says whether edgespec's reply has the same tokens as
+llama-server's.
+
+drafted, accepted   tokens that all methods together drafted, and those of them in the replies
+difference          largest difference between the log-probabilities that both programs report for a token, at
+                    the positions up to the first different token
+
+Exits with status 1 if a reply differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import edgespec
+from edgespec import Image, Message, PlacedImage, Reply, Runtime
+from edgespec.errors import EdgespecError
+from scripts.peers.llama_server import LlamaServer, binary_version
+
+# `none` is plain decoding, and `auto` is the default. The others draft even if that takes time.
+METHODS = ("none", "auto", "suffix", "lookahead")
+MAX_TOKENS = 32
+CONTEXT_TOKENS = 1024
+TOP_LOGPROBS = 5
+
+# The messages of a chat, each with its texts and encoded images. The user writes the first one.
+Chat: TypeAlias = Sequence[Sequence[str | bytes]]
+# The tokens of a reply, each with the log-probabilities of the likeliest tokens at its position.
+Answer: TypeAlias = list[tuple[int, dict[int, float]]]
+
+
+def main() -> None:
+    """Compare the programs on all models and chats, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--llama-server", type=Path, required=True, help="see scripts/build_llama_server")
+    parser.add_argument("--target", type=Path, help="a GGUF model that sees images")
+    parser.add_argument("--mmproj", type=Path, help="the projector of the model")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    if (args.target is None) != (args.mmproj is None):
+        parser.error("--target and --mmproj must be given together")
+    print(f"llama-server: {binary_version(args.llama_server)}\n")
+    print(_line("model", "chat", *METHODS, "drafted", "accepted", "difference"))
+    with tempfile.TemporaryDirectory() as folder:
+        models = (
+            {args.target.name: (args.target, args.mmproj)} if args.target else _write_models(Path(folder))
+        )
+        equal = [
+            _compare(name, target, projector, args.llama_server, args.threads)
+            for name, (target, projector) in models.items()
+        ]
+    sys.exit(not all(equal))
+
+
+def _write_models(folder: Path) -> dict[str, tuple[Path, Path]]:
+    from tests.backends.tiny_vision import KINDS, write_vision_model
+
+    return {kind: write_vision_model(folder / kind, kind) for kind in KINDS}
+
+
+def _chats() -> dict[str, Chat]:
+    from tests.backends.tiny_vision import jpeg_bytes, picture, png_bytes
+
+    png, jpeg = png_bytes(picture()), jpeg_bytes(picture(150, 200, seed=1))
+    return {
+        "first": [[png, "What is in this picture?"]],
+        "last": [["the file list of the file list of the file", jpeg]],
+        "two": [[png, "the list", jpeg, "of the file"]],
+        "later": [["the file list"], ["the list of the file"], [jpeg, "the file list of the file"]],
+    }
+
+
+def _line(*cells: object) -> str:
+    return "".join(f"{cell!s:<11}" for cell in cells)
+
+
+def _compare(name: str, target: Path, projector: Path, binary: Path, threads: int) -> bool:
+    """Print a line for each chat, and return whether all replies are equal."""
+    options: dict[str, Any] = {"draft": "none", "methods": ["suffix", "lookahead"], "gpu_layers": 0}
+    options |= {"context": CONTEXT_TOKENS, "threads": threads}
+    equal = []
+    with (
+        edgespec.load(target, mmproj=projector, **options) as runtime,
+        _running(binary, target, projector, threads) as server,
+    ):
+        for chat_name, chat in _chats().items():
+            expected = _server_answer(server, chat)
+            replies = [_reply(runtime, chat, method) for method in METHODS]
+            answers = [*map(_answer, replies)]
+            same = [_tokens(answer) == _tokens(expected) for answer in answers]
+            drafted = sum(reply.stats.drafted_tokens for reply in replies)
+            accepted = sum(reply.stats.accepted_tokens for reply in replies)
+            difference = max(_difference(answer, expected) for answer in answers)
+            results = ["equal" if each else "DIFFERENT" for each in same]
+            print(_line(name, chat_name, *results, drafted, accepted, f"{difference:.1e}"), flush=True)
+            equal += same
+    return all(equal)
+
+
+@contextmanager
+def _running(binary: Path, target: Path, projector: Path, threads: int) -> Iterator[LlamaServer]:
+    """Run llama-server with the kernels that edgespec uses, one reply at a time, and without caches."""
+    flags = [
+        "--model",
+        target,
+        "--mmproj",
+        projector,
+        "--jinja",
+        "--offline",
+        "--gpu-layers",
+        0,
+        "--no-repack",
+    ]
+    flags += ["--threads", threads, "--threads-batch", threads, "--batch-size", 512, "--ubatch-size", 512]
+    flags += ["--ctx-size", CONTEXT_TOKENS, "--parallel", 1, "--cache-ram", 0, "--no-cache-prompt"]
+    # The types that edgespec uses on CPUs.
+    flags += ["--flash-attn", "on", "--cache-type-k", "bf16", "--cache-type-v", "f16"]
+    server = LlamaServer(binary, [*map(str, flags)])
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def _role(index: int) -> Literal["user", "assistant"]:
+    return "assistant" if index % 2 else "user"
+
+
+def _server_answer(server: LlamaServer, chat: Chat) -> Answer:
+    messages = [
+        {"role": _role(index), "content": [*map(_content_part, parts)]} for index, parts in enumerate(chat)
+    ]
+    body = {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS, "logprobs": True}
+    # Only the verbose part of the response contains the tokens.
+    body |= {"top_logprobs": TOP_LOGPROBS, "return_tokens": True, "verbose": True}
+    response = server.request("/v1/chat/completions", body)
+    logprobs = response["choices"][0]["logprobs"]["content"][::-1]
+    answer: Answer = []
+    for token in response["__verbose"]["tokens"]:
+        # llama-server reports no log-probabilities of tokens that end within a character.
+        reported = logprobs.pop()["top_logprobs"] if logprobs and logprobs[-1]["id"] == token else []
+        answer.append((token, {each["id"]: each["logprob"] for each in reported}))
+    return answer
+
+
+def _content_part(part: str | bytes) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = "png" if b"PNG" in part[:8] else "jpeg"
+    url = f"data:image/{kind};base64,{base64.b64encode(part).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _reply(runtime: Runtime, chat: Chat, method: str) -> Reply:
+    """Return edgespec's reply. The whole prompt is processed, without the prefix cache."""
+    runtime.clear_cache()
+    messages = []
+    for index, parts in enumerate(chat):
+        text, images = "", []
+        for part in parts:
+            if isinstance(part, str):
+                text += part
+            else:
+                images.append(PlacedImage(Image.read(part), len(text)))
+        messages.append(Message(_role(index), text, images=tuple(images)))
+    return runtime.reply(messages, temperature=0, max_tokens=MAX_TOKENS, method=method, logprobs=TOP_LOGPROBS)
+
+
+def _answer(reply: Reply) -> Answer:
+    return [(each.token, {top.token: top.logprob for top in each.top}) for each in reply.logprobs]
+
+
+def _tokens(answer: Answer) -> list[int]:
+    return [token for token, _ in answer]
+
+
+def _difference(answer: Answer, expected: Answer) -> float:
+    """Return the largest difference of log-probabilities after equal prefixes."""
+    largest = 0.0
+    for (token, ours), (other, theirs) in zip(answer, expected, strict=False):
+        largest = max([largest, *(abs(ours[each] - theirs[each]) for each in ours.keys() & theirs)])
+        if token != other:
+            break
+    return largest
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except EdgespecError as error:
+        sys.exit(f"error: {error}")
