@@ -23,6 +23,8 @@ __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
 
 # Names of the supported formats, by the name that Pillow gives them.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
+# Brands of HEIC and AVIF files, in which phones store photos.
+_PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
 # What Pillow calls a JPEG file with several images, such as some cameras write.
 _SEVERAL_JPEGS = "MPO"
 # Maximum size of an image file. Photos of 40 megapixels have about 20 MB.
@@ -40,7 +42,8 @@ _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
 def looks_like_image(data: bytes) -> bool:
     """Return whether a file starts like an image in a common format, supported or not."""
     return data.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")) or (
-        data.startswith(b"RIFF") and data[8:12] == b"WEBP"
+        (data.startswith(b"RIFF") and data[8:12] == b"WEBP")
+        or (data[4:8] == b"ftyp" and data[8:12] in _PHONE_BRANDS)
     )
 
 

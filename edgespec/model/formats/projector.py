@@ -38,7 +38,7 @@ class Projector(NamedTuple):
         weight_bytes: The size of its weights.
         compute_bytes: The size of the buffers for one image. Of projectors that take images of any size, for
             an image of about a megapixel.
-        host_bytes: Main memory that is needed for a moment, to decode an image or to prepare its attention masks.
+        host_bytes: Main memory needed for a moment, to decode an image or to prepare its attention masks.
         max_tokens: Number of tokens to which larger images have to be reduced, so that the buffers suffice. 0
             if the projector reduces them by itself.
     """
