@@ -168,5 +168,6 @@ def _half_blocks(pixels: NDArray[np.uint8], background: Color) -> list[list[Segm
 
 
 def _cells(count: int, upper: Sequence[int], lower: Sequence[int]) -> Segment:
-    colours = Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower))
-    return Segment(_UPPER_HALF * count, colours)
+    # Quicker than Rich's other ways to create a style.
+    style = Style.from_color(Color.from_rgb(*upper), Color.from_rgb(*lower))
+    return Segment(_UPPER_HALF * count, style)
