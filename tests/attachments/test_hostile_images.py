@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ from tests.cases import first
 from tests.cli.conftest import NO_TRIALS
 from tests.server.conftest import running
 
-OPTIONS = {"gpu_layers": 0, "context": 1024, "exactness": "off", "measure_costs": False}
+OPTIONS: dict[str, Any] = {"gpu_layers": 0, "context": 1024, "exactness": "off", "measure_costs": False}
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
+from numpy.typing import NDArray
 from rich.segment import Segment
 from textual import events
 
 import edgespec
 from edgespec.attachments.clipboard import delete_pasted_images
 from edgespec.model.image import Image
-from edgespec.tui.widgets.image_preview import ImagePreview
+from edgespec.tui.files.attachments import AttachmentReader
+from edgespec.tui.plain import _with_files
+from edgespec.tui.widgets.image_preview import ImagePreview, _largest
 from edgespec.tui.widgets.messages import UserMessage
 from edgespec.tui.worker import Load
 from tests.backends.tiny_vision import picture, png_bytes, write_vision_model
@@ -170,6 +175,28 @@ async def test_a_terminal_of_a_few_columns(tmp_path: Path, vision: Load) -> None
         assert len((await drawn(d))[0]) == 40
 
 
+async def test_a_large_image_does_not_block_typing(
+    tmp_path: Path, vision: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, reduced = threading.Event(), Image.reduced
+
+    def slowly(image: Image, width: int, height: int) -> NDArray[np.uint8]:
+        release.wait(20)
+        return reduced(image, width, height)
+
+    monkeypatch.setattr(Image, "reduced", slowly)
+    save_quarters("photo.png")
+    async with driving(vision, tmp_path, settings=SHORT) as d:
+        await send(d, "@photo.png what is this?")
+        height = d.chat.transcript.query_one(UserMessage).size.height
+        async with asyncio.timeout(10):
+            await d.write("more text")
+        assert d.chat.prompt.text == "more text"
+        release.set()
+        await drawn(d)
+        assert d.chat.transcript.query_one(UserMessage).size.height == height, "nothing moves"
+
+
 async def test_a_damaged_image_in_a_saved_chat(tmp_path: Path, vision: Load) -> None:
     """The rest of the chat opens, and the model is told that the image is damaged."""
     save_quarters("photo.png")
@@ -187,8 +214,6 @@ async def test_a_damaged_image_in_a_saved_chat(tmp_path: Path, vision: Load) -> 
 
 
 def test_an_image_that_can_no_longer_be_decoded_is_empty() -> None:
-    from edgespec.tui.widgets.image_preview import _largest
-
     data = png_bytes(picture(400, 300))
     assert not _largest(Image("a.png", data[:1000], 400, 300, "PNG", 1)).any()
     assert _largest(Image.read(data)).any()
@@ -281,3 +306,11 @@ async def test_a_dropped_image_is_attached(tmp_path: Path, vision: Load) -> None
             await until(d.pilot, lambda: "photo.png\xa09\xa0tokens" in str(d.chat.chips.visual), spelling, 10)
             d.chat.prompt.clear()
             await until(d.pilot, lambda: not d.chat.chips.display, "no chip", 10)
+
+
+def test_the_plain_chat_says_the_size(vision_runtime: edgespec.Runtime) -> None:
+    save_quarters("photo.png", 1024, 768)
+    notes: list[str] = []
+    message = _with_files("@photo.png what is this?", AttachmentReader(vision_runtime), notes.append)
+    assert [file.name for file in message.files] == ["photo.png"]
+    assert notes == ["Attached photo.png, 1,024 x 768 pixels (9 tokens)."]
