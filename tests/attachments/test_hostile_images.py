@@ -68,7 +68,7 @@ def test_the_chat(runtime: edgespec.Runtime, hostile: HostileFile, tmp_path: Pat
         assert image is not None
         width, height = _fitted(image, 80)
         assert image.reduced(width, height).shape == (height, width, 4)
-        reply = runtime.generate("the file", images=[image], max_tokens=2)
+        reply = runtime.generate("the file", images=[image], max_tokens=4, temperature=0)
         assert reply.stats.generated_tokens > 0
 
 
@@ -84,7 +84,8 @@ def test_the_server(http: httpx.Client, name: str) -> None:
     url = f"data:image/png;base64,{base64.b64encode(hostile.write()).decode()}"
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "the file"}]
     answer = http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0},
     )
     if hostile.code:
         assert answer.status_code == 400
@@ -111,7 +112,9 @@ def test_the_command_line(model: VisionModel, name: str, tmp_path: Path) -> None
         "2",
     ]
     result = CliRunner().invoke(
-        program, ["generate", *options, "--image", str(path), "the file"], env=NO_TRIALS
+        program,
+        ["generate", *options, "-n", "4", "--temperature", "0", "--image", str(path), "the file"],
+        env=NO_TRIALS,
     )
     if HOSTILE[name].code:
         assert result.exit_code == 1
