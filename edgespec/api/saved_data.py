@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from edgespec.attachments.clipboard import delete_pasted_images
 from edgespec.chat.prompt_history import delete_prompt_history
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, EdgespecError
@@ -24,7 +25,7 @@ _DELETE: dict[str, Callable[[], int]] = {
     "replies": delete_saved_replies,
     "learned": lambda: delete_saved_arrays() + Facts().delete(*_MEASURED),
     "prefix-cache": delete_cached_prefixes,
-    "history": delete_prompt_history,
+    "history": lambda: delete_prompt_history() + delete_pasted_images(),
 }
 
 
@@ -37,7 +38,7 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
         kind: `replies` means the earlier replies and prompts that the suffix method searches. `learned` means
             everything trained or measured: draft models, pass costs and acceptance rates. `prefix-cache`
             means the KV caches of earlier prompts. `history` means the prompts that can be recalled in the
-            terminal chat. `all` means all four.
+            terminal chat, and the images that were pasted into them. `all` means all four.
 
     Returns:
         Number of bytes freed.

@@ -48,14 +48,23 @@ class AttachedFile:
         return f"{self.name}:\n{fence}{language[1] if language else ''}\n{self.text}{line_break}{fence}"
 
 
-def as_attached_files(number: int, items: object) -> tuple[AttachedFile, ...]:
-    """Convert the `files` of message `number`. Raises OptionError if they are invalid."""
+def as_attached_files(number: int, items: object, *, allows_damage: bool = False) -> tuple[AttachedFile, ...]:
+    """Convert the `files` of message `number`.
+
+    Args:
+        number: The number of the message, for errors.
+        items: The files.
+        allows_damage: Whether the file of a damaged image becomes a text that says so.
+
+    Raises:
+        OptionError: The files are invalid.
+    """
     if not isinstance(items, list):
         raise _invalid_files(number)
-    return tuple(_as_attached_file(number, item) for item in items)
+    return tuple(_as_attached_file(number, item, allows_damage) for item in items)
 
 
-def _as_attached_file(number: int, item: object) -> AttachedFile:
+def _as_attached_file(number: int, item: object, allows_damage: bool) -> AttachedFile:
     kinds = {"name": str, "text": str, "token_count": int}
     optional = {"image": str}
     given = {key: type(value) for key, value in item.items()} if isinstance(item, dict) else {}
@@ -64,6 +73,8 @@ def _as_attached_file(number: int, item: object) -> AttachedFile:
     try:
         image = Image.from_base64(item["image"], item["name"]) if "image" in item else None
     except AttachmentError as error:
+        if allows_damage:
+            return AttachedFile(item["name"], error.what)
         raise OptionError(
             f"a file of message {number} is no image: {error.what}", error.next_step, code="messages_invalid"
         ) from error

@@ -160,10 +160,15 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     ]
 
 
-def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
+def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage: bool = False) -> Message:
     """Convert item `number` of a list to a `Message`. Raises OptionError if it is invalid.
 
     Reasoning at the start of an assistant message's content is moved to `reasoning`.
+
+    Args:
+        number: The number of the item, for errors.
+        item: The item.
+        allows_damage: See `as_attached_files`.
     """
     if isinstance(item, Message):
         return item
@@ -209,7 +214,8 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     if role == "assistant" and not reasoning and not any(markers):
         return replace(reply_message(content), tool_calls=calls, ended_early=ended_early)
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
-    files = as_attached_files(number, item.get("files") or []) if role == "user" else ()
+    items = item.get("files") or [] if role == "user" else []
+    files = as_attached_files(number, items, allows_damage=allows_damage)
     seconds = _seconds(number, item.get("reasoning_seconds"))
     images = tuple(item.get("images") or ())
     if not all(isinstance(image, PlacedImage) for image in images):

@@ -234,7 +234,10 @@ def chat_from_json(data: Mapping[str, object]) -> SavedChat:
 def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     items = _typed(data.get("messages"), list, "`messages`")
-    tree = MessageTree.linear(as_message(number, item) for number, item in enumerate(items, 1))
+    # A damaged image must not hide the rest of the chat.
+    tree = MessageTree.linear(
+        as_message(number, item, allows_damage=True) for number, item in enumerate(items, 1)
+    )
     if version > 1:
         parents = tuple(_parent(place, item) for place, item in enumerate(items))
         tip = _place("`open`", data.get("open"), len(items))

@@ -42,7 +42,7 @@ def command(ctx: click.Context, /, kind: str, as_json: bool) -> int:
     replies       earlier prompts and replies that the suffix method drafts from
     learned       trained draft models, measured speeds and acceptance rates
     prefix-cache  the cache of earlier chats; the next reply in each chat takes longer to start
-    history       prompts that you browse with Up and Down in the chat
+    history       prompts that you browse with Up and Down in the chat, and images pasted into it
     all           all of the above [default]
 
     Saved chats and the files made by `edgespec prepare` are kept. Without an argument, edgespec asks for

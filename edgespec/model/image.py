@@ -23,6 +23,8 @@ __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
 
 # Names of the supported formats, by the name that Pillow gives them.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
+# Brands of HEIC and AVIF files, in which phones store photos.
+_PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
 # What Pillow calls a JPEG file with several images, such as some cameras write.
 _SEVERAL_JPEGS = "MPO"
 # Maximum size of an image file. Photos of 40 megapixels have about 20 MB.
@@ -31,12 +33,17 @@ MAX_IMAGE_BYTES = 32 << 20
 _MAX_PIXELS = 40_000_000
 # EXIF's tag for the orientation of a photo, and the value for one that is stored upright.
 _ORIENTATION, _UPRIGHT = 0x0112, 1
+# The orientations from this one on swap the width and the height.
+_FIRST_TRANSPOSED = 5
+# Pillow's modes in which the values of neighbouring pixels can be blended.
+_REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
 
 
 def looks_like_image(data: bytes) -> bool:
     """Return whether a file starts like an image in a common format, supported or not."""
     return data.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")) or (
-        data.startswith(b"RIFF") and data[8:12] == b"WEBP"
+        (data.startswith(b"RIFF") and data[8:12] == b"WEBP")
+        or (data[4:8] == b"ftyp" and data[8:12] in _PHONE_BRANDS)
     )
 
 
@@ -78,7 +85,7 @@ class Image:
         form = FORMATS["JPEG" if image.format == _SEVERAL_JPEGS else str(image.format)]
         _load(name, image)
         orientation = _orientation(image)
-        width, height = image.size[::-1] if orientation >= 5 else image.size
+        width, height = image.size[::-1] if orientation >= _FIRST_TRANSPOSED else image.size
         return cls(name, data, width, height, form, orientation)
 
     @classmethod
@@ -105,6 +112,11 @@ class Image:
         """A hash of the file's contents."""
         return sha256(self.data).digest()
 
+    @property
+    def label(self) -> str:
+        """The name and the size, such as `photo.png, 1,024 x 768 pixels`."""
+        return f"{self.name}, {self.width:,} x {self.height:,} pixels"
+
     def pixels(self) -> NDArray[np.uint8]:
         """Return the upright image as uint8 [height, width, 3], without transparency."""
         import numpy as np  # Imported lazily, because the first screen of the chat needs no NumPy.
@@ -113,9 +125,36 @@ class Image:
         _load(self.name, image)
         return self.upright(np.asarray(image.convert("RGB")))
 
+    def reduced(self, width: int, height: int) -> NDArray[np.uint8]:
+        """Return the upright image in another size, as uint8 [height, width, 4] with opacity.
+
+        Large JPEG files are decoded at a fraction of their size.
+
+        Args:
+            width: The width in pixels, at most that of the image.
+            height: The height in pixels, at most that of the image.
+
+        Raises:
+            AttachmentError: The image is damaged.
+        """
+        import numpy as np  # Imported lazily, because the first screen of the chat needs no NumPy.
+        import PIL.Image
+
+        size = (height, width) if self.orientation >= _FIRST_TRANSPOSED else (width, height)
+        image = _opened(self.name, self.data)
+        image.draft(None, (2 * size[0], 2 * size[1]))
+        _load(self.name, image)
+        if image.mode.startswith("I"):
+            # Pillow would cut off 16-bit values at 255.
+            image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode not in _REDUCIBLE:
+            # Pillow cannot blend the numbers of a palette's colours.
+            image = image.convert("RGBA")
+        return self.upright(np.asarray(image.resize(size, reducing_gap=2.0).convert("RGBA")))
+
     def upright(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Rotate and mirror the pixels [height, width, 3] of the stored image as the file asks for."""
-        if self.orientation >= 5:
+        """Rotate and mirror the pixels [height, width, channels] of the stored image as the file asks for."""
+        if self.orientation >= _FIRST_TRANSPOSED:
             pixels = pixels.swapaxes(0, 1)
         # EXIF stores which side of the stored image is the top of the upright one.
         flips_rows, flips_columns = self.orientation in (3, 4, 7, 8), self.orientation in (2, 3, 6, 7)

@@ -119,7 +119,9 @@ class ChatView(Screen[None]):
         self.paths = PathList(files, id="paths", compact=True)
         self.chips = FileChips(files, runtime, id="chips")
         self.waiting = WaitingMessages(id="waiting")
-        self.prompt = PromptInput(self.history, self.paths, self.chips, self.waiting, id="prompt")
+        self.prompt = PromptInput(
+            self.history, self.paths, self.chips, self.waiting, archive.store.folder.parent, id="prompt"
+        )
         self.sidebar = Sidebar(id="sidebar")
         self._models = Static(id="models")
         self._title = Static(id="title")

@@ -285,4 +285,6 @@ def _with_files(text: str, reader: AttachmentReader, note: Callable[[str], None]
 def _attached_text(attachment: Attachment) -> str:
     files = "" if len(attachment.files) == 1 else f", {count(len(attachment.files), 'file')}"
     skipped = f", {attachment.skipped} skipped (no text)" if attachment.skipped else ""
-    return f"Attached {attachment.path} ({count(attachment.token_count, 'token')}{files}{skipped})."
+    images = [file.image for file in attachment.files if file.image]
+    name = images[0].label if images else attachment.path
+    return f"Attached {name} ({count(attachment.token_count, 'token')}{files}{skipped})."

@@ -12,6 +12,7 @@ from edgespec.errors import (
     ContextFullError,
 )
 from edgespec.model.base import LanguageModel, Snapshot
+from edgespec.model.image import Image
 from tests.backends.contract import (
     TREES,
     Rows,
@@ -27,7 +28,9 @@ from tests.backends.contract import (
     tokens_to,
     tree_of,
 )
+from tests.backends.tiny_vision import picture, png_bytes
 from tests.cases import first
+from tests.raising import raises
 
 # Positions in a short context, and in one that kernels and caches split at 256 tokens.
 STEPPED = (*range(64), *range(240, 288))
@@ -362,3 +365,9 @@ class TestVocabulary:
                 count = len(vocabulary.tokenize(text, special=special, start=False))
                 assert vocabulary.min_tokens(text) <= count, text
         assert vocabulary.min_tokens("a" * 10_000) > 10
+
+
+def test_a_text_model_refuses_images(model: LanguageModel) -> None:
+    assert not model.facts.sees_images
+    with raises(CapabilityError, model.facts.name, code="images_not_supported"):
+        model.prepare_image(Image.read(png_bytes(picture())))

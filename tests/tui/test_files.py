@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shlex
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from textual import events
@@ -83,6 +86,18 @@ class TestReferences:
             f"file://{here}/my%20notes.txt",
         ):
             assert dropped_paths(dropped) == [f"{here}/my notes.txt"]
+        for name in ("my photo (1).png", "Screenshot 9.41\u202fAM.png", "a#b%20.png", "it's é.png"):
+            path = f"{here}/{name}"
+            Path(path).write_bytes(b"")
+            url = quote(path)
+            for dropped in (
+                shlex.quote(path),
+                re.sub(r"([^\w/.-])", r"\\\1", path),
+                f"file://{url}",
+                f"file://localhost{url}\r\n",
+                f"file://{path.replace('%', '%25').replace('#', '%23')}",
+            ):
+                assert dropped_paths(dropped) == [path], dropped
         assert dropped_paths(f"{here}/src/main.py {here}/big.txt") == [
             f"{here}/src/main.py",
             f"{here}/big.txt",

@@ -109,7 +109,7 @@ class ImageEncoder:
     def __init__(self, path: str, model: Any, threads: int, max_tokens: int, *, gpu: bool) -> None:
         self._mtmd = lib = mtmd()
         self._max_tokens = max_tokens
-        read_projector(Path(path))
+        projector = read_projector(Path(path))
         self._row_size: int = library().llama_model_n_embd_inp(model)
         # A projector that was replaced gives other values for the same image.
         self._identity = file_state(Path(path)).encode()
@@ -117,6 +117,8 @@ class ImageEncoder:
         params.use_gpu, params.n_threads = gpu, threads
         params.print_timings = params.warmup = False
         params.media_marker = _MARKER
+        if projector.max_tokens:
+            params.image_max_tokens = projector.max_tokens
         recent_errors(clear=True)
         self._context = lib.mtmd_init_from_file(path.encode(), model, params)
         if not self._context:

@@ -16,10 +16,18 @@ __all__ = ["Projector", "estimate_projector", "read_projector"]
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13
 _F16_BYTES, _F32_BYTES = 2, 4
+# Projectors that take images of up to four times as many patches as are planned, and the patches per token in
+# each direction. Their attention masks alone would need 2.5 GiB.
+_LARGE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v")
+_PATCHES_PER_SIDE = 2
 # Projectors that take images of any size, and the number of patches for which their buffers are planned: that
 # of an image of about a megapixel.
-_ANY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "pixtral", "lfm2", "kimivl", "glm4v")
+_ANY_SIZE = (*_LARGE, "pixtral", "lfm2", "kimivl")
 _PLANNED_PATCHES = 4096
+# Copies of a patch's pixels while an image is encoded (measured with scaled-down models).
+_PIXEL_COPIES = 4
+# Decoding an image takes twice its three bytes per pixel. Planned for a photo of 12 megapixels.
+_DECODING_BYTES = 2 * 3 * 12_000_000
 
 
 class Projector(NamedTuple):
@@ -28,13 +36,18 @@ class Projector(NamedTuple):
     Attributes:
         hidden_size: The hidden size of the language models that the projector was made for.
         weight_bytes: The size of its weights.
-        compute_bytes: The size of the buffers for one image, roughly. Of projectors that take images of any
-            size, for an image of about a megapixel.
+        compute_bytes: The size of the buffers for one image. Of projectors that take images of any size, for
+            an image of about a megapixel.
+        host_bytes: Main memory needed for a moment, to decode an image or to prepare its attention masks.
+        max_tokens: Number of tokens to which larger images have to be reduced, so that the buffers suffice. 0
+            if the projector reduces them by itself.
     """
 
     hidden_size: int
     weight_bytes: int
     compute_bytes: int
+    host_bytes: int
+    max_tokens: int
 
 
 def read_projector(path: Path) -> Projector:
@@ -68,11 +81,22 @@ def read_projector(path: Path) -> Projector:
         patches = max(patches, _PLANNED_PATCHES)
     # The buffers hold the values of one feed-forward block (measured with libmtmd's log), and for attention
     # in windows a mask in two types.
-    compute_bytes = _F32_BYTES * patches * (inner + 3 * width)
+    values = inner + 3 * width + _PIXEL_COPIES * 3 * patch**2
+    compute_bytes = _F32_BYTES * patches * values
+    host_bytes = _DECODING_BYTES
     if _number(header, "n_wa_pattern"):
         compute_bytes += (_F32_BYTES + _F16_BYTES) * patches**2
+        host_bytes = max(host_bytes, _F32_BYTES * patches**2)
+    max_tokens = 0
+    if kind in _LARGE:
+        own_pixels = _number(header, "image_max_pixels") or patches * patch**2
+        max_tokens = min(patches, own_pixels // patch**2) // _PATCHES_PER_SIDE**2
     return Projector(
-        _number(header, "projection_dim"), sum(size_bytes for _, size_bytes in sizes), compute_bytes
+        _number(header, "projection_dim"),
+        sum(size_bytes for _, size_bytes in sizes),
+        compute_bytes,
+        host_bytes,
+        max_tokens,
     )
 
 
@@ -83,6 +107,7 @@ def estimate_projector(path: Path, *, on_gpu: bool) -> MemoryEstimate:
     parts = (
         MemoryPart("weights", projector.weight_bytes, pool),
         MemoryPart("compute", projector.compute_bytes, pool),
+        MemoryPart("compute", projector.host_bytes, MEMORY),
     )
     return MemoryEstimate(0, "", parts)
 

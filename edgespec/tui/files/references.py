@@ -76,8 +76,9 @@ def dropped_paths(text: str) -> list[str]:
     text = text.strip()
     if not text or len(text) > _MAX_DROPPED_CHARACTERS:
         return []
-    if _exists(text):
-        return [text]
+    if _exists(whole := _local_path(text)):
+        # Some terminals paste spaces as they are.
+        return [whole]
     try:
         paths = [_local_path(word) for word in shlex.split(text)]
     except ValueError:

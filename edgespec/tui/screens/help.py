@@ -43,6 +43,7 @@ _OTHER_KEYS = (
     ("Up, Down", "browse sent messages"),
     ("Shift+Up, Shift+Tab", "select a message to edit, re-run, copy, delete or fork"),
     ("Tab", "complete a command or a path"),
+    ("Ctrl+V", "attach the image in the clipboard"),
     ("Page Up, Page Down", "scroll the chat"),
     ("Ctrl+_, Ctrl+/", "undo what you typed, or the deletion of a chat in the list"),
     ("Ctrl+Z", "suspend edgespec and return to the shell; fg continues it"),

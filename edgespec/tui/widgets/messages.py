@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Static
@@ -19,6 +19,7 @@ from textual.widgets import Static
 from edgespec.options.methods import sources_text
 from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
+from edgespec.tui.widgets.image_preview import ImagePreview
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.origin_colours import GUESSED_STYLE, OWN_STYLE, OriginColours
@@ -59,7 +60,7 @@ def _versions_line(label: str) -> str:
 
 
 class UserMessage(Static, MessageWidget, can_focus=True):
-    """A user message, shown exactly as typed, with the names and sizes of its files.
+    """A user message, shown exactly as typed, with the names and sizes of its files and its images.
 
     Only the start of a very long message is shown.
 
@@ -76,6 +77,20 @@ class UserMessage(Static, MessageWidget, can_focus=True):
         line = Content.styled(_versions_line(versions), "$muted not bold")
         parts = (Content(limited_text(text, _COPY_CHAT)), file_chips(files), line)
         super().__init__(Content("\n").join([part for part in parts if part]), classes="user")
+        images = [file.image for file in files if file.image]
+        # Most messages have no images, so the text needs no widget of its own.
+        self._preview = ImagePreview(images) if images else None
+
+    def compose(self) -> ComposeResult:
+        if self._preview is not None:
+            yield self._preview
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return the height of the text and of the images, which are docked below it."""
+        if self._preview is None or not width:
+            return super().get_content_height(container, viewport, width)
+        text_rows = self.visual.get_height(self.styles.get_rules(), width)
+        return text_rows + self._preview.get_content_height(container, viewport, width)
 
 
 class SystemMessage(Static, MessageWidget, can_focus=True):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
-from textual import events
+from textual import events, work
 from textual.binding import Binding, BindingType
 from textual.message import Message as Event
 from textual.strip import Strip
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
+from edgespec.attachments.clipboard import clipboard_files
+from edgespec.attachments.finding import shown_path
+from edgespec.errors import AttachmentError
+from edgespec.tui.background import in_thread
 from edgespec.tui.commands.table import completion, typed_path
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
 from edgespec.tui.quotes import QUOTES, block_text, ends_block
+from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 from edgespec.tui.widgets.pasted import PastedTexts
@@ -26,6 +35,9 @@ __all__ = ["UNDO_KEYS", "PromptInput"]
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
 """The keys that undo, as in a shell, because Ctrl+Z suspends the program. Most terminals send the same
 character for both."""
+
+# Maximum time in seconds to read the clipboard. Encoding an image of 40 megapixels takes several seconds.
+_MAX_CLIPBOARD_SECONDS = 20.0
 
 
 class PromptInput(TextArea):
@@ -38,6 +50,7 @@ class PromptInput(TextArea):
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
         Binding(UNDO_KEYS, "undo", show=False),
+        Binding("ctrl+v", "paste_image", show=False),
     ]
 
     @dataclass
@@ -52,6 +65,7 @@ class PromptInput(TextArea):
         paths: PathList,
         chips: FileChips,
         waiting: WaitingMessages,
+        data_folder: Path,
         *,
         id: str,  # noqa: A002 - textual's own name
     ) -> None:
@@ -60,6 +74,7 @@ class PromptInput(TextArea):
         self._paths = paths
         self._chips = chips
         self._waiting = waiting
+        self._data_folder = data_folder
         self._pasted = PastedTexts()
 
     @property
@@ -176,10 +191,11 @@ class PromptInput(TextArea):
             )
             event.stop()
             event.prevent_default()
+        elif not event.text:
+            # Terminals paste an empty text if the clipboard contains an image.
+            self.action_paste_image()
         elif paths := await self._paths.dropped(event.text):
-            # A reference must be preceded by a space.
-            space = " " if self._line_before_cursor[-1:].strip() else ""
-            self.insert(space + "".join(f"{reference(path)} " for path in paths))
+            self._insert_references(paths)
             event.stop()
             event.prevent_default()
         elif self._pasted.is_long(event.text):
@@ -187,6 +203,30 @@ class PromptInput(TextArea):
             event.prevent_default()
             label = self._pasted.fold(event.text, await self._chips.count_tokens(event.text))
             self.replace(label, *self.selection, maintain_selection_offset=False)
+
+    def _insert_references(self, paths: Iterable[str]) -> None:
+        # A reference must be preceded by a space.
+        space = " " if self._line_before_cursor[-1:].strip() else ""
+        self.insert(space + "".join(f"{reference(path)} " for path in paths))
+
+    @work(exclusive=True)
+    async def action_paste_image(self) -> None:
+        """Attach the image in the clipboard. If there is none, paste the text that was copied last here."""
+        problem = "The clipboard contains no image."
+        paths: list[str] = []
+        try:
+            reading = in_thread(partial(clipboard_files, self._data_folder))
+            paths = await asyncio.wait_for(reading, _MAX_CLIPBOARD_SECONDS)
+        except TimeoutError:
+            problem = "The clipboard was not read, because its program does not answer."
+        except AttachmentError as error:
+            problem = sentences(error.what, error.next_step)
+        if paths:
+            self._insert_references(shown_path(Path(path)) for path in paths)
+        elif self.app.clipboard:
+            self.action_paste()
+        else:
+            self.notify(problem, markup=False)
 
     def action_new_line(self) -> None:
         self.insert("\n")

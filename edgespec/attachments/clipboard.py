@@ -1,0 +1,96 @@
+"""Save the image in the clipboard as a file that a message can refer to."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from io import BytesIO
+from pathlib import Path
+
+from edgespec.errors import AttachmentError
+from edgespec.model.image import Image
+from edgespec.system.files import (
+    data_folder,
+    delete_files,
+    error_reason,
+    make_private_folder,
+    write_advice,
+    write_private_file,
+)
+
+__all__ = ["clipboard_files", "delete_pasted_images"]
+
+_FOLDER_NAME = "pasted-images"
+# Number of pasted images to keep. Saved chats contain their images, so the files only serve messages that are
+# sent again or edited.
+_MAX_IMAGES = 100
+# Pillow's modes that a PNG file can store.
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+
+
+def clipboard_files(folder: Path) -> list[str]:
+    """Return the path of the image in the clipboard, after saving it as a PNG file.
+
+    Args:
+        folder: The folder that contains the folder of pasted images. Except in tests, this is the user's data
+            folder.
+
+    Returns:
+        One path, or several if the clipboard contains files instead of an image. Empty if there is neither.
+
+    Raises:
+        AttachmentError: The clipboard cannot be read, or the image is too large or cannot be saved.
+    """
+    content = _clipboard()
+    if content is None or isinstance(content, list):
+        return content or []
+    image = Image.read(content, "the image in the clipboard")
+    path = folder / _FOLDER_NAME / f"image-{image.digest.hex()[:8]}.png"
+    try:
+        make_private_folder(path.parent)
+        write_private_file(path, image.data)
+        newest_first = sorted(path.parent.glob("*.png"), key=lambda each: -each.stat().st_mtime)
+        delete_files(newest_first[_MAX_IMAGES:])
+    except OSError as error:
+        raise AttachmentError(
+            f"the image in the clipboard cannot be saved: {error_reason(error)}",
+            write_advice(error, path.parent),
+            code="file_not_written",
+        ) from error
+    return [str(path)]
+
+
+def _clipboard() -> bytes | list[str] | None:
+    """Return the clipboard's image as a PNG file, or the paths of its files. Raises AttachmentError."""
+    import PIL.ImageGrab
+    import PIL.ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            # `Image.read` has a lower limit on the number of pixels than Pillow.
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+            image = PIL.ImageGrab.grabclipboard()
+            if image is None or isinstance(image, list):
+                return image
+            image = PIL.ImageOps.exif_transpose(image)
+            file = BytesIO()
+            (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "PNG")
+            return file.getvalue()
+    except NotImplementedError:
+        # Pillow found no program that reads the clipboard.
+        reason, advice = "no program that reads it is installed", f"install {_helper()}"
+    except Exception as error:
+        # Pillow's parsers raise many kinds of errors.
+        reason, advice = " ".join(error_reason(error).split()), "save the image to a file, and attach that"
+    raise AttachmentError(f"the clipboard cannot be read: {reason}", advice, code="attachment_unreadable")
+
+
+def _helper() -> str:
+    if os.environ.get("WAYLAND_DISPLAY"):
+        return "wl-clipboard"
+    return "xclip" if os.environ.get("DISPLAY") else "wl-clipboard (Wayland) or xclip (X11)"
+
+
+def delete_pasted_images() -> int:
+    """Delete the saved images, and return the number of bytes freed. Raises OSError."""
+    return delete_files((data_folder() / _FOLDER_NAME).glob("*.png"))

@@ -1,0 +1,62 @@
+"""The planned memory of a projector, against what a process allocates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.model.formats.projector import estimate_projector
+from tests.backends.tiny_vision import VisionKind, picture, png_bytes, write_vision_model
+
+_MEBIBYTE = 1 << 20
+# Prints how much the peak of the resident memory exceeds that without the projector.
+_MEASURE = """
+import sys
+from edgespec.backends.llamacpp.image_encoder import ImageEncoder
+from edgespec.backends.llamacpp.loading import load_weights
+from edgespec.model.base import LoadOptions
+from edgespec.model.image import Image
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+model, projector, *images = sys.argv[1:]
+weights = load_weights(model, "tiny", LoadOptions(gpu_layers=0), None)
+files = [open(path, "rb").read() for path in images]
+Image.read(files[0])  # Load Pillow.
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+encoder = ImageEncoder(projector, weights, 1, 4096, gpu=False)
+for file in files[1:]:
+    for part in encoder.prepare(Image.read(file)).data:
+        encoder.encode(part)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("qwen2.5vl", [(1000, 1000), (1100, 900)]),
+        pytest.param("qwen2.5vl", [(1000, 1000), (4000, 3000)], marks=pytest.mark.long),
+        pytest.param("llava", [(4000, 3000)], marks=pytest.mark.long),
+        pytest.param("gemma3", [(4000, 3000)], marks=pytest.mark.long),
+    ],
+)
+def test_the_plan_holds_for_large_images(
+    kind: VisionKind, sizes: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    files = write_vision_model(tmp_path, kind)
+    images = []
+    for seed, size in enumerate([(1, 1), *sizes]):
+        images.append(tmp_path / f"{seed}.png")
+        images[-1].write_bytes(png_bytes(picture(*size, seed=seed)))
+    measured = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *files, *images], check=True, capture_output=True, text=True
+    )
+    planned = sum(part.bytes for part in estimate_projector(files.projector, on_gpu=False).parts)
+    assert int(measured.stdout) == pytest.approx(planned, rel=0.05, abs=16 * _MEBIBYTE)
