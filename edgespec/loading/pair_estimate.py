@@ -164,7 +164,10 @@ class PairEstimator:
         items = list(create_items("target", target))
         if options.projector:
             on_gpu = options.gpu_layers != 0 and any(part.pool == GPU for part in target.parts)
-            items += create_items("projector", estimate_projector(Path(options.projector), on_gpu=on_gpu))
+            projector = estimate_projector(
+                Path(options.projector), on_gpu=on_gpu, small_images=options.small_images
+            )
+            items += create_items("projector", projector)
         if self._drafts and choice.draft:
             items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:

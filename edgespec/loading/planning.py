@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.loading.advice import find_advice
@@ -26,6 +27,7 @@ from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.prefix_cache import default_memory_bytes
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions
+from edgespec.model.formats.projector import read_projector
 from edgespec.model.memory_check import initial_context, requested_context
 from edgespec.model.registry import Backend
 from edgespec.options.methods import readers_of
@@ -138,12 +140,12 @@ class LoadPlan:
         fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         streaming = f"larger than memory: {self.plan.streaming.text}" if self.plan.streaming else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
-        blind = (
-            f"images are off to save memory: --mmproj {self.dropped_projector} turns them on"
-            if self.dropped_projector
-            else ""
-        )
-        return " · ".join(filter(None, (streaming, fitted, in_turns, blind)))
+        images = ""
+        if self.dropped_projector:
+            images = f"images are off to save memory: --mmproj {self.dropped_projector} turns them on"
+        elif self.options.small_images:
+            images = "images are reduced to about a megapixel to save memory: raise --memory to avoid it"
+        return " · ".join(filter(None, (streaming, fitted, in_turns, images)))
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
@@ -170,8 +172,8 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    If the user did not set a context length, the plan may choose one longer than the default. Without a
-    projector that the user did not name, nothing else has to shrink for it.
+    If the user did not set a context length, the plan may choose one longer than the default. Images are
+    reduced before anything else has to shrink, and a projector that the user did not name is left out.
 
     Raises:
         ModelFileError, BackendMissingError: A model cannot be opened.
@@ -179,13 +181,23 @@ def plan_pair(
     """
     request = request or PlanRequest()
     planned = _plan_pair(pair, drafting, options, budget, request)
-    is_whole = planned.plan.fits_without_streaming and not planned.plan.decisions
-    if is_whole or not (options.projector and request.may_drop_projector):
+    if _is_whole(planned) or not options.projector:
+        return planned
+    if read_projector(Path(options.projector)).can_save:
+        small = _plan_pair(pair, drafting, replace(options, small_images=True), budget, request)
+        planned = small if _differ(small, planned) else planned
+    if _is_whole(planned) or not request.may_drop_projector:
         return planned
     blind = _plan_pair(pair, drafting, replace(options, projector=""), budget, request)
-    if (blind.plan.fits, blind.plan.decisions) == (planned.plan.fits, planned.plan.decisions):
-        return planned
-    return replace(blind, dropped_projector=options.projector)
+    return replace(blind, dropped_projector=options.projector) if _differ(blind, planned) else planned
+
+
+def _is_whole(planned: LoadPlan) -> bool:
+    return planned.plan.fits_without_streaming and not planned.plan.decisions
+
+
+def _differ(first: LoadPlan, second: LoadPlan) -> bool:
+    return (first.plan.fits, first.plan.decisions) != (second.plan.fits, second.plan.decisions)
 
 
 def _plan_pair(

@@ -71,6 +71,7 @@ class LoadOptions:
         output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
             memory.
         projector: Path of the projector (mmproj file) that encodes images. Empty if there is none.
+        small_images: Whether larger images are reduced to about a megapixel, to save memory.
     """
 
     context_tokens: int | None = None
@@ -98,6 +99,7 @@ class LoadOptions:
     output_on_worker: bool = False
     streamed_layers: int = 0
     projector: str = ""
+    small_images: bool = False
 
     def for_draft(self) -> LoadOptions:
         """Return these options without those that apply only to the target, for a draft model."""

@@ -198,6 +198,26 @@ def test_a_projector_is_dropped_before_anything_else_shrinks(files: VisionModel)
     assert any(item.role == "projector" for item in named.plan.items)
 
 
+def test_images_are_reduced_before_they_are_turned_off(tmp_path: Path) -> None:
+    files = write_vision_model(tmp_path, "qwen2.5vl")
+    options: Any = {"draft": "none", "method": "none", "gpu_layers": 0, "context": 512, "threads": 1}
+    ample, tight = (edgespec.plan(files.model, **options, memory=each).plan for each in ("4GiB", "1GiB"))
+
+    def projector_bytes(plan: edgespec.MemoryPlan) -> int:
+        return sum(item.bytes for item in plan.items if item.role == "projector")
+
+    assert projector_bytes(ample) > 2 << 30
+    assert 0 < projector_bytes(tight) < 1 << 28
+    assert tight.fits
+    assert not tight.decisions
+    photo = png_bytes(picture(1600, 1200))
+    with edgespec.load(files.model, **options, memory="1GiB") as runtime:
+        reduced = runtime.image_tokens(edgespec.Image.read(photo))
+        assert "reduced" in runtime.target.notice
+    with edgespec.load(files.model, **options, memory="4GiB") as runtime:
+        assert runtime.image_tokens(edgespec.Image.read(photo)) > reduced
+
+
 def test_heads_do_not_draft_with_images(tmp_path: Path, photo: bytes) -> None:
     files = write_vision_model(tmp_path, "llava", layers=3)
     head = write_eagle(tmp_path / "eagle3-tiny.gguf", layers=(0, 1, 2))

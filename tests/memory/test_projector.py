@@ -23,13 +23,13 @@ from edgespec.model.image import Image
 def status(name):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 
-model, projector, *images = sys.argv[1:]
+model, projector, small, *images = sys.argv[1:]
 weights = load_weights(model, "tiny", LoadOptions(gpu_layers=0), None)
 files = [open(path, "rb").read() for path in images]
 Image.read(files[0])  # Load Pillow.
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-encoder = ImageEncoder(projector, weights, 1, 4096, gpu=False)
+encoder = ImageEncoder(projector, weights, 1, 4096, gpu=False, small_images=small == "True")
 for file in files[1:]:
     for part in encoder.prepare(Image.read(file)).data:
         encoder.encode(part)
@@ -39,16 +39,17 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    ("kind", "sizes", "small_images"),
     [
-        ("qwen2.5vl", [(1000, 1000), (1100, 900)]),
-        pytest.param("qwen2.5vl", [(1000, 1000), (4000, 3000)], marks=pytest.mark.long),
-        pytest.param("llava", [(4000, 3000)], marks=pytest.mark.long),
-        pytest.param("gemma3", [(4000, 3000)], marks=pytest.mark.long),
+        ("qwen2.5vl", [(1000, 1000), (1100, 900)], True),
+        pytest.param("qwen2.5vl", [(1000, 1000), (4000, 3000)], True, marks=pytest.mark.long),
+        pytest.param("qwen2.5vl", [(1000, 1000), (4000, 3000)], False, marks=pytest.mark.long),
+        pytest.param("llava", [(4000, 3000)], False, marks=pytest.mark.long),
+        pytest.param("gemma3", [(4000, 3000)], False, marks=pytest.mark.long),
     ],
 )
 def test_the_plan_holds_for_large_images(
-    kind: VisionKind, sizes: list[tuple[int, int]], tmp_path: Path
+    kind: VisionKind, sizes: list[tuple[int, int]], small_images: bool, tmp_path: Path
 ) -> None:
     files = write_vision_model(tmp_path, kind)
     images = []
@@ -56,7 +57,11 @@ def test_the_plan_holds_for_large_images(
         images.append(tmp_path / f"{seed}.png")
         images[-1].write_bytes(png_bytes(picture(*size, seed=seed)))
     measured = subprocess.run(
-        [sys.executable, "-c", _MEASURE, *files, *images], check=True, capture_output=True, text=True
+        [sys.executable, "-c", _MEASURE, *files, str(small_images), *images],
+        check=True,
+        capture_output=True,
+        text=True,
     )
-    planned = sum(part.bytes for part in estimate_projector(files.projector, on_gpu=False).parts)
+    estimate = estimate_projector(files.projector, on_gpu=False, small_images=small_images)
+    planned = sum(part.bytes for part in estimate.parts)
     assert int(measured.stdout) == pytest.approx(planned, rel=0.05, abs=16 * _MEBIBYTE)

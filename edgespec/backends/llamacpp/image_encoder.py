@@ -86,7 +86,11 @@ def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
     if threads > 1:
         use_threads()
     # A pass over all of an image is possible only up to the size of a batch.
-    return ImageEncoder(options.projector, model, threads, options.batch_tokens, gpu=options.gpu_layers != 0)
+    return ImageEncoder(
+        *(options.projector, model, threads, options.batch_tokens),
+        gpu=options.gpu_layers != 0,
+        small_images=options.small_images,
+    )
 
 
 class ImageEncoder:
@@ -98,6 +102,7 @@ class ImageEncoder:
         threads: Number of CPU threads.
         max_tokens: Maximum number of tokens of a part that must be run in one pass.
         gpu: Whether the projector runs on the GPU, if there is one.
+        small_images: Whether larger images are reduced to about a megapixel.
 
     Attributes:
         has_wide_positions: Whether images take up fewer positions than tokens (M-RoPE).
@@ -106,13 +111,22 @@ class ImageEncoder:
         ModelFileError: The file is no projector, is damaged, or belongs to another model.
     """
 
-    def __init__(self, path: str, model: Any, threads: int, max_tokens: int, *, gpu: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        model: Any,
+        threads: int,
+        max_tokens: int,
+        *,
+        gpu: bool,
+        small_images: bool = False,
+    ) -> None:
         self._mtmd = lib = mtmd()
         self._max_tokens = max_tokens
-        projector = read_projector(Path(path))
+        projector = read_projector(Path(path), small_images=small_images)
         self._row_size: int = library().llama_model_n_embd_inp(model)
-        # A projector that was replaced gives other values for the same image.
-        self._identity = file_state(Path(path)).encode()
+        # A projector that was replaced, or that reduces images, gives other values for the same image.
+        self._identity = f"{file_state(Path(path))} {projector.max_tokens}".encode()
         params = lib.mtmd_context_params_default()
         params.use_gpu, params.n_threads = gpu, threads
         params.print_timings = params.warmup = False

@@ -16,12 +16,11 @@ __all__ = ["Projector", "estimate_projector", "read_projector"]
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13
 _F16_BYTES, _F32_BYTES = 2, 4
-# Projectors that take images of up to four times as many patches as are planned, and the patches per token in
-# each direction. Their attention masks alone would need 2.5 GiB.
+# Projectors for which llama.cpp reduces images to 4,096 tokens, and the patches of a token in each direction.
 _LARGE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v")
-_PATCHES_PER_SIDE = 2
-# Projectors that take images of any size, and the number of patches for which their buffers are planned: that
-# of an image of about a megapixel.
+_MAX_TOKENS, _PATCHES_PER_SIDE = 4096, 2
+# Projectors that take images of any size, and the number of patches for which the buffers of the others are
+# planned: that of an image of about a megapixel.
 _ANY_SIZE = (*_LARGE, "pixtral", "lfm2", "kimivl")
 _PLANNED_PATCHES = 4096
 # Copies of a patch's pixels while an image is encoded (measured with scaled-down models).
@@ -36,22 +35,28 @@ class Projector(NamedTuple):
     Attributes:
         hidden_size: The hidden size of the language models that the projector was made for.
         weight_bytes: The size of its weights.
-        compute_bytes: The size of the buffers for one image. Of projectors that take images of any size, for
-            an image of about a megapixel.
-        host_bytes: Main memory needed for a moment, to decode an image or to prepare its attention masks.
+        compute_bytes: The size of the buffers for one image. Of projectors that take images of any size and
+            do not reduce them, for an image of about a megapixel.
+        mask_bytes: The size of the attention mask in main memory before it is copied to the buffers.
         max_tokens: Number of tokens to which larger images have to be reduced, so that the buffers suffice. 0
             if the projector reduces them by itself.
+        can_save: Whether the buffers are much smaller with small images.
     """
 
     hidden_size: int
     weight_bytes: int
     compute_bytes: int
-    host_bytes: int
+    mask_bytes: int
     max_tokens: int
+    can_save: bool
 
 
-def read_projector(path: Path) -> Projector:
+def read_projector(path: Path, *, small_images: bool = False) -> Projector:
     """Read a projector's metadata.
+
+    Args:
+        path: The file.
+        small_images: Whether images will be reduced to about a megapixel.
 
     Raises:
         ModelFileError: The file is no projector for images, is damaged, or is of an unsupported kind.
@@ -76,38 +81,42 @@ def read_projector(path: Path) -> Projector:
         raise ModelFileError(f"{path} has invalid sizes in its header", "download it again")
     sizes = tensor_bytes(path, header)
     inner = max(_number(header, "feed_forward_length"), 3 * width)
-    patches = (image // patch) ** 2
+    small = patches = (image // patch) ** 2
     if kind in _ANY_SIZE:
-        patches = max(patches, _PLANNED_PATCHES)
+        small = patches = max(patches, _PLANNED_PATCHES)
+    if kind in _LARGE:
+        own_pixels = _number(header, "image_max_pixels") or _MAX_TOKENS * (_PATCHES_PER_SIDE * patch) ** 2
+        patches = own_pixels // patch**2
+    can_save = small < patches
+    if small_images:
+        patches = min(small, patches)
     # The buffers hold the values of one feed-forward block (measured with libmtmd's log), and for attention
     # in windows a mask in two types.
     values = inner + 3 * width + _PIXEL_COPIES * 3 * patch**2
     compute_bytes = _F32_BYTES * patches * values
-    host_bytes = _DECODING_BYTES
-    if _number(header, "n_wa_pattern"):
+    mask_bytes = _F32_BYTES * patches**2 if _number(header, "n_wa_pattern") else 0
+    if mask_bytes:
         compute_bytes += (_F32_BYTES + _F16_BYTES) * patches**2
-        host_bytes = max(host_bytes, _F32_BYTES * patches**2)
-    max_tokens = 0
-    if kind in _LARGE:
-        own_pixels = _number(header, "image_max_pixels") or patches * patch**2
-        max_tokens = min(patches, own_pixels // patch**2) // _PATCHES_PER_SIDE**2
     return Projector(
         _number(header, "projection_dim"),
         sum(size_bytes for _, size_bytes in sizes),
         compute_bytes,
-        host_bytes,
-        max_tokens,
+        mask_bytes,
+        patches // _PATCHES_PER_SIDE**2 if small_images and can_save else 0,
+        can_save,
     )
 
 
-def estimate_projector(path: Path, *, on_gpu: bool) -> MemoryEstimate:
+def estimate_projector(path: Path, *, on_gpu: bool, small_images: bool = False) -> MemoryEstimate:
     """Estimate the memory of a projector. Raises ModelFileError."""
-    projector = read_projector(path)
+    projector = read_projector(path, small_images=small_images)
     pool = GPU if on_gpu else MEMORY
+    # When the mask is copied, most of the buffers have not been used yet, so they take up no main memory.
+    masks_bytes = projector.mask_bytes if on_gpu else 2 * projector.mask_bytes - projector.compute_bytes
     parts = (
         MemoryPart("weights", projector.weight_bytes, pool),
         MemoryPart("compute", projector.compute_bytes, pool),
-        MemoryPart("compute", projector.host_bytes, MEMORY),
+        MemoryPart("compute", max(_DECODING_BYTES, masks_bytes), MEMORY),
     )
     return MemoryEstimate(0, "", parts)
 
