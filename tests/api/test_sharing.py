@@ -300,6 +300,16 @@ def test_a_chat_shares_the_model_of_the_server() -> None:
     assert sharing.is_lost(shared)
 
 
+def test_garbage_does_not_end_the_host(host: tuple[ChatSharing, Runtime], shared: SharedModel) -> None:
+    (path,) = sockets.sockets()
+    for data in (b"garbage", pickle.dumps(("a", "tuple")), b""):
+        with sockets.connect(path) as connection:
+            connection.send_bytes(data)
+            with pytest.raises(EOFError):
+                connection.recv()
+    assert shared.is_there()
+
+
 def test_a_socket_of_a_killed_program_is_removed(host_process: subprocess.Popen[str]) -> None:
     assert list(sockets.sockets())
     host_process.kill()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ _CALLS = (
     "reply_defaults",
 )
 _TOKENIZER_CALLS = ("min_tokens", "tokenize")
+_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Wish:
     identity: Identity
     call: str
     arguments: tuple[Any, ...] = ()
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class ModelHost:
             try:
                 connection = self._listener.accept()
             except (OSError, EOFError):
-                # The listener was closed, or the other program left at once.
+                # The listener was closed, the other program left at once, or there are too many open files.
+                time.sleep(_PAUSE_SECONDS)
                 continue
             threading.Thread(
                 target=self._answer, args=(connection,), name="edgespec-sharing-call", daemon=True
@@ -145,9 +148,11 @@ class ModelHost:
         with connection, suppress(_LeftError):
             try:
                 wish = connection.recv()
-            except (OSError, EOFError):
+                lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
+            except Exception:
+                # Another version may send anything, and the model's file may be gone. The other program then
+                # loads a model of its own, and says what is wrong.
                 return
-            lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
             _send(connection, None if lent is None else self._name)
             if lent is None or wish.call == "here":
                 return
@@ -163,7 +168,7 @@ class ModelHost:
 
     def _value(self, wish: Wish, model: Lent, connection: Connection) -> Any:
         """Return the result of a call."""
-        options = dict(wish.options or {})
+        options = dict(wish.options)
         if wish.call == "stream":
             return _reply(model, connection, wish.arguments[0], options)
         if wish.call == "facts":
