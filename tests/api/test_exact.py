@@ -140,9 +140,12 @@ def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
     with edgespec.load(str(path), "none", context=512, exactness="bits", measure_costs=False) as runtime:
         widths.clear()
         tokens = list(range(40, 70))
-        for _ in range(2):
-            reply = reply_to(runtime, tokens)
-            assert reply.stats.cached_prompt_tokens == 0
+        exactness = runtime.target.exactness
+        assert exactness is not None
+        # It depends on how llama.cpp was built whether passes over several tokens round differently.
+        reused = len(tokens) - 1 if len(exactness.widths) > 1 else 0
+        for cached in (0, reused):
+            assert reply_to(runtime, tokens).stats.cached_prompt_tokens == cached
         assert set(widths) == {1}
 
 
