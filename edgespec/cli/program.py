@@ -115,9 +115,10 @@ def _reader_left() -> int:
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def program() -> None:
-    """Run the largest language model that fits your machine, faster, with exactly the same replies.
+    """Run the largest language model that fits your machine, faster, without changing its replies.
 
     A small draft model proposes the next tokens, and your model checks several of them at once, keeping only
     those it would have written itself. You can use models you downloaded with Ollama or LM Studio. Without
     --target, edgespec runs SmolLM2, a small model that `scripts/setup` installs, or else a tiny demo model.
+    The chat opens the models that you used last.
     """

@@ -214,9 +214,7 @@ class DrafterSet:
                     option="method",
                     code="method_unavailable",
                 )
-        # The chat has a command, /draft, where the command line has the option --draft.
-        chat_reason = reason.replace("--draft ", "/draft ").replace("it with --draft", "its name to /draft")
-        report = MethodReport(method, "+".join(names) or "none", reason, chat_reason=chat_reason)
+        report = MethodReport(method, "+".join(names) or "none", reason)
         return tuple(each.name for each in methods() if each.name in names), report
 
     def _auto_names(self, constrained: bool) -> tuple[str, ...]:

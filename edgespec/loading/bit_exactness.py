@@ -246,7 +246,7 @@ class _Trial:
         # The total number of passes is unknown, so the fraction approaches 1 without reaching it.
         fraction = self.done_passes / (self.done_passes + 100)
         if self.progress and not self.progress(
-            "testing the model on this machine, only at the first load", fraction
+            "testing the model on this machine (first time only)", fraction
         ):
             raise CancelledError("loading the model was cancelled")
 

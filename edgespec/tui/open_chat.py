@@ -202,6 +202,7 @@ class OpenChat:
             self.system,
             dict(self.settings),
             title=self.shown_title + FORK_SUFFIX,
+            models=self.models,
             tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
         )
 

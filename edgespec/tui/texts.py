@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from edgespec.options.default_model import is_demo, why_toy
 from edgespec.options.methods import methods, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
-from edgespec.tui.settings import SCHEMA, SETTINGS, default_source, default_text, shown
+from edgespec.tui.settings import LOAD_SETTINGS, SCHEMA, SETTINGS, default_source, default_text, shown
 
 if TYPE_CHECKING:
     from edgespec import Exactness, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
@@ -50,6 +51,8 @@ _FIRST_MODELS = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
+# An option of the command line in a text.
+_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
@@ -83,7 +86,7 @@ def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str
 
 def reason_text(method: MethodReport) -> str:
     """Return the reason for using this method, in the words of the chat."""
-    return method.chat_reason or method.reason
+    return in_chat(method.chat_reason or method.reason)
 
 
 def speed_up_text(method: MethodReport) -> str:
@@ -227,7 +230,9 @@ def takeover_note(before: ChatModel) -> str:
     from edgespec.api.sharing.client import host_of
 
     host = host_of(before)
-    return f"The model is no longer in {host}, so this chat has loaded it itself." if host else ""
+    return (
+        f"The program that had loaded the model, {host}, is gone, so this chat has loaded it." if host else ""
+    )
 
 
 def _larger_models(runtime: ChatModel, open_list: str) -> list[str]:
@@ -366,7 +371,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         )
         for pool in plan.pools
     ]
-    rows.append(("limit set by", plan.budget.source))
+    rows.append(("limit set by", in_chat(plan.budget.source)))
     rows += [
         (
             f"on {share.name}",
@@ -382,10 +387,25 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
 def sentences(*texts: str) -> str:
     """Join texts, such as the parts of an error message, into sentences.
 
-    Names of settings, files and models at the start of a sentence stay as they are.
+    Names of settings, files and models at the start of a sentence stay as they are. Options of the command
+    line become the commands that change them in the chat.
     """
+    texts = tuple(map(in_chat, texts))
     starts = [text[0].upper() + text[1:] if _starts_with_word(text) else text for text in texts if text]
     return " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts)
+
+
+def in_chat(text: str) -> str:
+    """Return a text in which commands of the chat replace options and commands of the command line."""
+    text = text.replace("`edgespec models list` shows", "/model shows")
+    return _OPTION.sub(_chat_command, text)
+
+
+def _chat_command(option: re.Match[str]) -> str:
+    name = option[1].replace("-", "_")
+    if name in ("draft", "context"):
+        return f"/{name}"
+    return f"/set {name}" if name in SETTINGS or name in LOAD_SETTINGS else option[0]
 
 
 def _starts_with_word(text: str) -> bool:

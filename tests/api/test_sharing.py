@@ -248,7 +248,7 @@ async def test_the_screen_says_whose_model_it_is(host_process: subprocess.Popen[
         await d.said(f"another chat (process {host_process.pid})")
         host_process.kill()
         await d.say("And by name?")
-        await d.said("so this chat has loaded it itself")
+        await d.said("so this chat has loaded it")
         assert d.chat.current_chat.entries[-1].role == "assistant"
 
 

@@ -92,3 +92,17 @@ async def test_the_editor_shows_the_whole_text(tmp_path: Path, monkeypatch: pyte
         await paste(d, LINES)
         await d.press("ctrl+g")
         assert d.chat.prompt.whole_text == LINES.replace("line 7", "LINE 7")
+
+
+async def test_deleting_to_the_end_of_an_empty_or_last_line_does_nothing(tmp_path: Path) -> None:
+    keys = ("ctrl+k", "ctrl+u", "ctrl+w", "delete", "backspace", "ctrl+delete", "ctrl+x")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        for key in keys:
+            await d.press(key)
+            assert d.chat.prompt.text == ""
+        await d.write("one")
+        await d.press("ctrl+k", "delete")
+        assert d.chat.prompt.text == "one"
+        await d.press("ctrl+j", "ctrl+k", "up", "end", "ctrl+k")
+        assert d.chat.prompt.text == "one"
+        assert d.app.is_running

@@ -155,6 +155,7 @@ async def test_a_fork_is_a_new_chat_and_leaves_the_old_one_unchanged(tmp_path: P
         await d.say("third")
         chats = [ChatStore(path.parent).load(path.stem) for path in d.saved()]
         assert {chat.title: len(chat.messages) for chat in chats} == {"first": 4, "first (fork)": 4}
+        assert {chat.models.target for chat in chats} == {"demo"}
         assert old in chats
         await d.say("/fork")
         assert len(d.saved()) == 3

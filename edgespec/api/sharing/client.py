@@ -29,7 +29,7 @@ from edgespec.api.sharing.sockets import connect, sockets
 from edgespec.decode.reply import exactness_for
 from edgespec.decode.request import StreamArguments
 from edgespec.engine.stats import Stats
-from edgespec.errors import CancelledError, EdgespecError, WorkerLostError
+from edgespec.errors import CancelledError, ClosedError, EdgespecError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
 from edgespec.options.reply_options import REPLY_OPTIONS
@@ -66,7 +66,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
             continue
         with connection:
             if host:
-                wait = progress and partial(progress, f"waiting for {host}", 0.0)
+                wait = progress and partial(progress, f"{host} is loading this model", 0.0)
                 return SharedModel(path, identity, host, _result(connection, wait))
     return None
 
@@ -98,8 +98,13 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
             raise TimeoutError
     kind, value = connection.recv()
     if kind == "failed":
-        raise value
+        raise _raised(value)
     return value
+
+
+def _raised(error: Exception) -> Exception:
+    """Return the error to raise for one that a host sends. A host that is closing is as good as gone."""
+    return EOFError() if isinstance(error, ClosedError) else error
 
 
 def host_of(model: ChatModel) -> str:
@@ -352,7 +357,7 @@ class SharedReply:
                         raise self._lost()
                 word, value = self._connection.recv()
                 if word == "failed":
-                    raise value
+                    raise _raised(value)
                 if word != "progress":
                     return word, value
                 if self._progress is not None and not self._progress(*value):

@@ -14,7 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message as Event
 from textual.strip import Strip
 from textual.widgets import TextArea
-from textual.widgets.text_area import Edit, EditResult
+from textual.widgets.text_area import Edit, EditResult, Location
 
 from edgespec.attachments.clipboard import clipboard_files
 from edgespec.attachments.finding import shown_path
@@ -85,14 +85,22 @@ class PromptInput(TextArea):
     def edit(self, edit: Edit) -> EditResult:
         """Edit the text. The label of a pasted text changes only as a whole."""
         start, end = edit.top, edit.bottom
-        if label := self._pasted.label_at(self.document.get_line(start[0]), start[1]):
+        if label := self._label_at(start):
             # Typing within a label adds text after it. Deleting a part of a label deletes all of it.
             start = start[0], label[1] if start == end else label[0]
-        if label := self._pasted.label_at(self.document.get_line(end[0]), end[1]):
+        if label := self._label_at(end):
             end = end[0], label[1]
         if (start, end) != (edit.top, edit.bottom):
             edit = Edit(edit.text, start, end, edit.maintain_selection_offset)
         return super().edit(edit)
+
+    def _label_at(self, location: Location) -> tuple[int, int] | None:
+        """Return the columns of the label around a location, or None."""
+        row, column = location
+        # Textual deletes to the end of the text by deleting to a line that does not exist.
+        if row >= self.document.line_count:
+            return None
+        return self._pasted.label_at(self.document.get_line(row), column)
 
     def render_line(self, y: int) -> Strip:
         if self.content_size.width < 1:
