@@ -39,10 +39,10 @@ def command(as_json: bool, **options: Any) -> int:
     """Show how much memory a model and its draft model need, and what is reduced to make them fit.
 
     Nothing is downloaded, and no model stays loaded. If the model is not on this machine, edgespec reads its
-    metadata from Hugging Face. Options that you set yourself are never reduced. The cache of earlier chats is listed
-    separately because it is freed when memory runs low. With --workers, each machine's part is listed, with
-    the speed of the connection to it. The exit status is 0 even if the model does not fit,
-    so scripts should check `fits` in the --json output.
+    metadata from Hugging Face. Options that you set yourself are never reduced. The cache of earlier chats is
+    listed separately because it is freed when memory runs low. With --workers, each machine's part is listed,
+    with the speed of the connection to it. The exit status is 0 even if the model does not fit, so scripts
+    should check `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if as_json:

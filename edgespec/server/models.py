@@ -132,6 +132,7 @@ class _Entry:
 
     Attributes:
         found: The model.
+        identity: What the model was loaded from. Set when loading begins.
         users: Number of requests that are waiting for the model or using it.
         unused: Set while there are no users.
         ready: The task that loads the model.
@@ -140,6 +141,7 @@ class _Entry:
 
     def __init__(self, found: FoundModel) -> None:
         self.found = found
+        self.identity: Identity | None = None
         self.users = 0
         self.unused = asyncio.Event()
         self.ready: asyncio.Task[LoadedModel]
@@ -254,17 +256,16 @@ class ModelPool:
 
         The server's own model is shared even if it must be loaded again.
         """
+        entries = list(self._entries.values())
+        for entry in entries:
+            draft = entry.loaded.runtime.draft if entry.loaded else None
+            if entry.identity is not None and entry.identity.fits(wanted, draft.path if draft else "none"):
+                return entry.found
         own = self._found(self.own_name)
-        models = {own.resolved.files: (own, "none")}
-        for entry in list(self._entries.values()):
-            if loaded := entry.loaded:
-                draft = loaded.runtime.draft
-                models[entry.found.resolved.files] = entry.found, draft.path if draft else "none"
-        for found, draft_path in models.values():
-            identity = Identity.of(self._options_for(found))
-            if identity is not None and identity.fits(wanted, draft_path):
-                return found
-        return None
+        if any(entry.found.resolved.files == own.resolved.files for entry in entries):
+            return None
+        identity = Identity.of(self._options_for(own))
+        return own if identity is not None and identity.fits(wanted, "none") else None
 
     async def known(self) -> list[KnownModel]:
         """Return the models on this machine that requests can name, starting with the server's own.
@@ -346,6 +347,7 @@ class ModelPool:
             async with self._turn:
                 if self._stopping.is_set():
                     raise ClosedError("the server is stopping", "start it again")
+                entry.identity = await asyncio.to_thread(Identity.of, self._options_for(found))
                 options = await self._make_room(self._options_for(found))
                 runtime = await asyncio.to_thread(
                     edgespec.load, **options, progress=lambda *_: not self._stopping.is_set()

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
-from edgespec import Message, Runtime, errors
+from edgespec import Message, Runtime, __version__, errors
 from edgespec.api.sharing import sockets
 from edgespec.api.sharing.base import ChatModel, Identity
 from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.api.sharing.client import SharedModel, find_shared
+from edgespec.api.sharing.host import Wish
 from edgespec.errors import ContextFullError, EdgespecError, OptionError, WorkerLostError
 from edgespec.store.reference import resolve
 from edgespec.tui.worker import Ask, ModelThread
@@ -178,6 +182,8 @@ def test_every_error_can_be_sent() -> None:
         ({"context": None, "threads": None}, True),
         ({"draft": "demo-draft"}, True),
         ({"prefix_cache": "disk"}, True),
+        ({"prefix_cache": "none"}, False),
+        ({"parallel": 2}, False),
         ({"draft": "none"}, False),
         ({"context": 2048}, False),
         ({"exactness": "bits"}, False),
@@ -190,6 +196,26 @@ def test_only_a_model_that_was_loaded_as_wanted_is_shared(wanted: dict[str, Any]
     assert other is not None
     draft = str(resolve("demo-draft").path)
     assert loaded.fits(other, draft) is fits
+
+
+def test_a_server_with_weaker_exactness_is_not_shared() -> None:
+    own = Identity.of(ARGUMENTS)
+    assert own is not None
+    for weaker in ({"parallel": 3}, {"exactness": "off"}):
+        loaded = Identity.of({**ARGUMENTS, **weaker})
+        assert loaded is not None
+        assert not loaded.fits(own, "none")
+
+
+def test_a_replaced_file_is_another_model(tmp_path: Path, demo_target: Path, demo_draft: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(demo_target, path)
+    loaded = Identity.of({"target": str(path)})
+    shutil.copy(demo_draft, path)
+    replaced = Identity.of({"target": str(path)})
+    assert loaded is not None
+    assert replaced is not None
+    assert not loaded.fits(replaced, "none")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +324,77 @@ def test_a_chat_shares_the_model_of_the_server() -> None:
         assert not sharing.is_lost(shared)
         assert server.url
     assert sharing.is_lost(shared)
+
+
+def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
+    host: tuple[ChatSharing, Runtime], shared: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharing, runtime = host
+    monkeypatch.setattr(sockets, "_SEND_SECONDS", 1)
+    options = {**SAMPLED, "max_tokens": 900}
+    with sockets.connect(shared._path) as connection:
+        connection.send(Wish(__version__, shared._identity, "stream", ([QUESTION],), options))
+        assert connection.recv()
+        # Wait until the host has the turn. It then fills the connection.
+        deadline = monotonic() + 60
+        while not sharing._queue._running and monotonic() < deadline:  # type: ignore[union-attr]
+            sleep(0.01)
+        with sharing.turn(lambda: None, lambda: True):
+            assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
+
+
+def test_a_waiting_reply_can_be_given_up_although_the_host_is_suspended(
+    host_process: subprocess.Popen[str],
+) -> None:
+    shared = load(ChatSharing())
+    first = shared.chat(None, [QUESTION]).continue_reply(**{**SAMPLED, "max_tokens": 900})
+    next(iter(first))
+    calls = []
+
+    def progress(description: str, _: float) -> bool:
+        calls.append(description)
+        if len(calls) == 2:
+            host_process.send_signal(signal.SIGSTOP)
+        return len(calls) < 5
+
+    with raises(errors.CancelledError, code="cancelled"):
+        shared.chat(None, [QUESTION]).continue_reply(progress=progress, **SAMPLED)
+    large = "word " * 1_000_000
+    assert len(shared.vocabulary.tokenize(large, special=False, start=False)) > 100_000, "an estimate"
+
+
+def test_a_socket_that_was_deleted_is_no_error() -> None:
+    sharing = ChatSharing()
+    runtime = load(sharing)
+    assert isinstance(runtime, Runtime)
+    (path,) = sockets.sockets()
+    path.unlink()
+    for _ in range(2):
+        sharing.withdraw()
+    runtime.close()
+
+
+def test_two_chats_that_start_together_load_one_model() -> None:
+    chats = [ChatSharing(), ChatSharing()]
+    with ThreadPoolExecutor() as pool:
+        loaded = list(pool.map(load, chats))
+    assert sorted(isinstance(each, SharedModel) for each in loaded) == [False, True]
+    for chat, model in zip(chats, loaded, strict=True):
+        chat.withdraw()
+        model.close()
+
+
+def test_a_reply_ends_unfinished_when_the_host_closes(
+    host: tuple[ChatSharing, Runtime], shared: SharedModel
+) -> None:
+    sharing, _ = host
+    chat = shared.chat(None, [QUESTION])
+    stream = chat.continue_reply(**{**SAMPLED, "max_tokens": 900})
+    next(iter(stream))
+    sharing.withdraw()
+    with pytest.raises(WorkerLostError):
+        list(stream)
+    assert chat.messages == [QUESTION]
 
 
 def test_garbage_does_not_end_the_host(host: tuple[ChatSharing, Runtime], shared: SharedModel) -> None:

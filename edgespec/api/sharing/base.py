@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack
 
 from edgespec.errors import EdgespecError
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.store.reference import resolve
+from edgespec.system.files import file_state
 
 if TYPE_CHECKING:
     from edgespec import (
@@ -31,6 +33,9 @@ __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedH
 
 # Options that change no reply. Those of the program that has loaded the model apply.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
+# Options that must be the same even at their defaults, because replies could differ by rounding.
+_EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
+_PATH_OPTIONS = ("head", "corpus")
 
 
 class ChatReply(Protocol):
@@ -151,10 +156,10 @@ class Identity:
     """The files and options of a model that is loaded or to be loaded.
 
     Attributes:
-        files: The target's path and the paths of its adapters.
+        files: The target's path and the paths of its adapters, each with the state of the file.
         draft: `auto`, `none` or the path of the draft model.
         options: The load options, as text.
-        chosen: Names of the options that do not have their defaults.
+        chosen: Names of the options that another program must have too.
     """
 
     files: tuple[str, ...]
@@ -175,8 +180,12 @@ class Identity:
             value = tuple(value) if isinstance(value, list) else value
             if option.per_run and value != option.default:
                 return None
+            if name in _PATH_OPTIONS and value and Path(str(value)).exists():
+                value = str(Path(str(value)).resolve())
             options[name] = repr(value)
-            if value != option.default and name not in _IGNORED_OPTIONS:
+            is_chosen = value != option.default and name not in _IGNORED_OPTIONS
+            # Whoever wants no cache does not want another program's either.
+            if is_chosen or name in _EXACTNESS_OPTIONS or (name == "prefix_cache" and value == "none"):
                 chosen.append(name)
         draft = arguments.get("draft", "auto") or "none"
         try:
@@ -185,7 +194,8 @@ class Identity:
                 draft = str(resolve(str(draft), allow_download=False).path)
         except (EdgespecError, OSError):
             return None
-        return cls(tuple(map(str, files)), str(draft), options, tuple(chosen))
+        states = tuple(f"{path} {file_state(path)}" for path in files)
+        return cls(states, str(draft), options, tuple(chosen))
 
     def fits(self, wanted: Identity, draft: str) -> bool:
         """Return whether a loaded model with this identity satisfies another program.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from edgespec.store.download import Progress
 
 __all__ = ["ChatSharing"]
+
+# How often, and how many seconds each time, to wait for another chat that loads the same model.
+_MAX_WAITS, _WAIT_SECONDS = 600, 0.2
 
 
 class ChatSharing:
@@ -30,13 +33,14 @@ class ChatSharing:
         from edgespec.api.sharing.client import find_shared
 
         identity = Identity.of(arguments)
-        if identity is not None and (shared := find_shared(identity, progress)) is not None:
-            return shared
-        runtime = edgespec.load(**arguments, progress=progress)
-        # A model that was downloaded just now has an identity only from here on.
-        if identity := identity or Identity.of(arguments):
-            self._share(runtime, identity)
-        return runtime
+        with _loading_alone(identity, progress):
+            if identity is not None and (shared := find_shared(identity, progress)) is not None:
+                return shared
+            runtime = edgespec.load(**arguments, progress=progress)
+            # A model that was downloaded just now has an identity only from here on.
+            if identity := identity or Identity.of(arguments):
+                self._share(runtime, identity)
+            return runtime
 
     def _share(self, runtime: Runtime, identity: Identity) -> None:
         from edgespec import RequestQueue
@@ -67,7 +71,33 @@ class ChatSharing:
 
     def withdraw(self) -> None:
         """Stop sharing the model, which is about to be closed. Replies of other programs end."""
-        if self._host is not None and self._queue is not None:
-            self._host.close()
-            self._queue.close()
-            self._host = self._queue = None
+        host, queue, self._host, self._queue = self._host, self._queue, None, None
+        if host is not None and queue is not None:
+            host.close()
+            queue.close()
+
+
+@contextmanager
+def _loading_alone(identity: Identity | None, progress: Progress) -> Iterator[None]:
+    """Return a context manager in which no other chat loads the same model, so that one can wait for it.
+
+    A chat that is suspended while it loads keeps others waiting only for a while.
+    """
+    from filelock import Timeout
+
+    from edgespec.api.sharing.sockets import loading_lock
+    from edgespec.errors import CancelledError
+
+    lock = None if identity is None else loading_lock(identity.files)
+    for _ in range(_MAX_WAITS if lock is not None else 0):
+        assert lock is not None
+        with suppress(Timeout):
+            lock.acquire(timeout=_WAIT_SECONDS)
+            break
+        if not progress("another chat is loading this model", 0.0):
+            raise CancelledError("loading the model was cancelled")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()

@@ -299,11 +299,13 @@ class SharedReply:
         self._on_end: Callable[[Reply | None], None] = lambda _: None
         self._reply: Reply | None = None
         self._cancelled_at: float | None = None
+        self._has_started = False
+        self._reported = ("waiting for another reply", 0.0)
         self.stats = Stats()
         _, (start, method) = self._receive()
         self.method: MethodReport = method
         self.prompt_tokens, self.dropped_messages, self.reply_start = start
-        self._on_end = on_end
+        self._on_end, self._has_started = on_end, True
 
     @property
     def reply(self) -> Reply:
@@ -353,6 +355,11 @@ class SharedReply:
         try:
             while True:
                 while not self._connection.poll(_POLL_SECONDS):
+                    if not self._has_started:
+                        # The other program may be suspended and report nothing.
+                        self._report(*self._reported)
+                    if self._cancelled_at and not self._has_started:
+                        raise CancelledError("the reply was cancelled before it started")
                     if self._cancelled_at and time.monotonic() > self._cancelled_at + _CANCEL_SECONDS:
                         raise self._lost()
                 word, value = self._connection.recv()
@@ -360,12 +367,16 @@ class SharedReply:
                     raise _raised(value)
                 if word != "progress":
                     return word, value
-                if self._progress is not None and not self._progress(*value):
-                    self.cancel()
+                self._report(*value)
         except (OSError, EOFError):
             raise self._fail(self._lost()) from None
         except Exception as error:
             raise self._fail(error) from None
+
+    def _report(self, description: str, fraction: float) -> None:
+        self._reported = (description, fraction)
+        if self._progress is not None and not self._progress(description, fraction):
+            self.cancel()
 
     def _fail(self, error: Exception) -> Exception:
         """Return an error after ending the reply."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from edgespec import (
     Runtime,
 )
 from edgespec.api.sharing.base import Identity, NamedHead
-from edgespec.api.sharing.sockets import connect, listen
+from edgespec.api.sharing.sockets import connect, limit_sends, listen
 from edgespec.api.stream import ReplyStream
-from edgespec.errors import EdgespecError
+from edgespec.errors import ClosedError, EdgespecError
 from edgespec.store.recommended_sampling import RecommendedSetting
 
 __all__ = ["Facts", "Lend", "Lent", "ModelHost", "Wish", "lending"]
@@ -128,6 +129,7 @@ class ModelHost:
         self._closed = False
         self._listener = listen()
         if self._listener is not None:
+            self._path = Path(str(self._listener.address))
             threading.Thread(target=self._accept, name="edgespec-sharing", daemon=True).start()
 
     def _accept(self) -> None:
@@ -146,6 +148,7 @@ class ModelHost:
     def _answer(self, connection: Connection) -> None:
         # The other program may leave at any time.
         with connection, suppress(_LeftError):
+            limit_sends(connection)
             try:
                 wish = connection.recv()
                 lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
@@ -180,11 +183,13 @@ class ModelHost:
 
     def close(self) -> None:
         """Accept no more calls. Running replies end when their queue is closed."""
+        if self._closed or self._listener is None:
+            return
         self._closed = True
-        if self._listener is not None:
-            # Wake the thread, because closing a socket does not end another thread's `accept`.
-            with suppress(OSError):
-                connect(Path(str(self._listener.address))).close()
+        # Wake the thread, because closing a socket does not end another thread's `accept`.
+        with suppress(OSError):
+            connect(self._path).close()
+        with suppress(OSError):  # Something may have deleted the file.
             self._listener.close()
 
 
@@ -201,34 +206,36 @@ def _send(connection: Connection, value: Any) -> None:
 
 def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
     """Generate a reply, and send it piece by piece. Returns the whole reply."""
-    leaving = threading.Event()
+    leaving, closing = threading.Event(), threading.Event()
     streams: list[ReplyStream] = []
 
-    def cancel() -> None:
-        leaving.set()
+    def cancel(why: threading.Event) -> None:
+        why.set()
         for each in streams:
             each.cancel()
 
     def watch() -> None:
         with suppress(OSError, EOFError):
             connection.recv_bytes()
-        cancel()
+        cancel(leaving)
 
     def progress(description: str, fraction: float) -> bool:
         _send(connection, ("progress", (description, fraction)))
-        return not leaving.is_set()
+        return not (leaving.is_set() or closing.is_set())
 
     threading.Thread(target=watch, name="edgespec-sharing-watch", daemon=True).start()
-    with model.queue.turn(cancel, lambda: progress("waiting for another reply", 0.0)):
+    with model.queue.turn(partial(cancel, closing), lambda: progress("waiting for another reply", 0.0)):
         stream = model.runtime.stream_messages(messages, progress=progress, **options)
         streams.append(stream)
-        if leaving.is_set():
+        if leaving.is_set() or closing.is_set():
             stream.cancel()
         try:
             start = stream.prompt_tokens, stream.dropped_messages, stream.reply_start
             _send(connection, ("started", (start, stream.method)))
             for piece in _pieces(stream):
                 _send(connection, ("text", piece))
+            if closing.is_set():
+                raise ClosedError("the model is being closed", "send the message again")
             return stream.reply
         finally:
             stream.close()

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import stat
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,14 +14,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
+import psutil
+from filelock import FileLock
+
 from edgespec.system.files import data_folder
 
-__all__ = ["connect", "listen", "sockets"]
+__all__ = ["connect", "limit_sends", "listen", "loading_lock", "sockets"]
 
 # Number of connections that may wait to be accepted.
 _BACKLOG = 64
-# Seconds to wait for a program that does not accept connections, because it is suspended.
-_CONNECT_SECONDS = 1.0
+# Seconds to wait for a program that does not accept connections, or does not read, because it is suspended.
+_CONNECT_SECONDS, _SEND_SECONDS = 1.0, 5
 
 
 def listen() -> Listener | None:
@@ -36,9 +40,27 @@ def listen() -> Listener | None:
 
 def sockets() -> Iterator[Path]:
     """Yield the sockets of the user's other programs, those that started first before the others."""
-    if (folder := _folder(create=False)) is not None:
-        found = [(path.lstat().st_mtime, path) for path in folder.glob(f"{_prefix()}-*.sock")]
-        yield from (path for _, path in sorted(found))
+    if (folder := _folder(create=False)) is None:
+        return
+    found = []
+    for path in folder.glob(f"{_prefix()}-*.sock"):
+        with suppress(OSError):  # Its program may have ended just now.
+            found.append((path.lstat().st_mtime, path))
+    yield from (path for _, path in sorted(found))
+
+
+def loading_lock(identity: object) -> FileLock | None:
+    """Return a lock that programs hold while they load a model, or None if there can be none."""
+    if (folder := _folder(create=True)) is None:
+        return None
+    name = hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return FileLock(folder / f"{_prefix()}-{name}.lock")
+
+
+def limit_sends(connection: Connection) -> None:
+    """Make sending to a program that does not read fail with OSError after some seconds."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
 
 
 def connect(path: Path) -> Connection:
@@ -49,10 +71,14 @@ def connect(path: Path) -> Connection:
         try:
             client.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
+            # A program that is just starting or ending refuses connections too.
+            if not psutil.pid_exists(int(path.stem.split("-")[1])):
+                path.unlink(missing_ok=True)
             raise
         client.setblocking(True)
-        return Connection(client.detach())
+        connection = Connection(client.detach())
+    limit_sends(connection)
+    return connection
 
 
 def _folder(*, create: bool) -> Path | None:
@@ -62,9 +88,9 @@ def _folder(*, create: bool) -> Path | None:
     """
     if sys.platform == "win32":
         return None
-    # The path of a socket may have about 100 bytes, so it cannot be in the data folder.
-    folder = Path(tempfile.gettempdir()) / f"edgespec-{os.getuid()}"
     try:
+        # The path of a socket may have about 100 bytes, so it cannot be in the data folder.
+        folder = Path(tempfile.gettempdir()) / f"edgespec-{os.getuid()}"
         if create:
             folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()

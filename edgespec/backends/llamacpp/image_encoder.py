@@ -28,8 +28,7 @@ __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
 # Why a GGUF model without an mmproj file cannot see images, and what to do.
 NO_PROJECTOR = (
     "it was loaded without an mmproj file, so it reads only text",
-    "choose a model that sees images; if this one does, put the mmproj file that was published with it into its"
-    " folder, or name it with --mmproj",
+    "choose a model that sees images; if this one does, put its mmproj file into its folder, or use --mmproj",
 )
 
 _MARKER = b"<__media__>"
