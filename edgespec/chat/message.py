@@ -171,6 +171,7 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
         allows_damage: See `as_attached_files`.
     """
     if isinstance(item, Message):
+        _check_images(number, item.images, item.content)
         return item
     if not isinstance(item, Mapping):
         raise OptionError(
@@ -218,17 +219,22 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
     files = as_attached_files(number, items, allows_damage=allows_damage)
     seconds = _seconds(number, item.get("reasoning_seconds"))
     images = tuple(item.get("images") or ())
-    if not all(isinstance(image, PlacedImage) for image in images):
-        raise OptionError(
-            f"the images of message {number} must be PlacedImage objects",
-            "pass edgespec.PlacedImage(image, at), where `at` is the place of the image in the content",
-            code="messages_invalid",
-        )
+    _check_images(number, images, content)
     return Message(
         *(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files, seconds),
         ended_early=ended_early,
         images=images,
     )
+
+
+def _check_images(number: int, images: tuple[Any, ...], content: str) -> None:
+    for image in images:
+        if not (isinstance(image, PlacedImage) and 0 <= image.at <= len(content)):
+            raise OptionError(
+                f"the images of message {number} must be PlacedImage objects within its content",
+                "pass edgespec.PlacedImage(image, at), where `at` is the place of the image in the content",
+                code="messages_invalid",
+            )
 
 
 def _seconds(number: int, value: object) -> float | None:

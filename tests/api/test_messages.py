@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec import Message, Runtime
+from edgespec import Image, Message, PlacedImage, Runtime
+from edgespec.chat.message import as_messages
 from edgespec.errors import CancelledError, ContextFullError, OptionError, TemplateError
 from tests.api.questions import HOWTO
+from tests.backends.tiny_vision import picture, png_bytes
 from tests.raising import raises
 
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 40, "temperature": 0.7}
@@ -162,3 +164,14 @@ def test_preparing_a_long_prompt_can_be_cancelled(small: Runtime, options: Any) 
     with raises(CancelledError, "being prepared"):
         small.stream("=- " * 2000 if not options else " " * 999_999, progress=progress, **options)
     assert reports == ["preparing the prompt"]
+
+
+def test_images_must_be_placed_within_the_content() -> None:
+    image = PlacedImage(Image.read(png_bytes(picture(4, 4))))
+    assert as_messages([Message("user", "x", images=(image._replace(at=1),))])
+    wrong: tuple[Any, ...] = (image.image, image._replace(at=2), image._replace(at=-1), None)
+    for each in wrong:
+        with raises(OptionError, "message 1", code="messages_invalid"):
+            as_messages([Message("user", "x", images=(each,))])
+        with raises(OptionError, "message 1", code="messages_invalid"):
+            as_messages([{"role": "user", "content": "x", "images": [each]}])
