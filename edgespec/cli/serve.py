@@ -137,6 +137,7 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any], chosen: bool) -> 
         max_waiting=options["max_waiting"],
     )
     server = HttpServer(settings)
+    note(f"loading {settings.model}; the first time, this includes a test of the model on this machine")
 
     def stop_server() -> None:
         note("stopping; replies have a few seconds to finish (press Ctrl-C again to stop at once)")
