@@ -146,7 +146,7 @@ def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
         reused = len(tokens) - 1 if len(exactness.widths) > 1 else 0
         for cached in (0, reused):
             assert reply_to(runtime, tokens).stats.cached_prompt_tokens == cached
-        assert set(widths) == {1}
+        assert reused or set(widths) == {1}
 
 
 def test_exact_with_mlx(tmp_path: Path) -> None:

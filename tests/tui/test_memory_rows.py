@@ -17,7 +17,7 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
 def test_plan_of_one_memory_pool() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
     assert rows["planned"] == "1.9 GiB of at most 2.8 GiB"
-    assert rows["limit set by"] == "--memory"
+    assert rows["limit set by"] == "/set memory"
     assert rows["left out"] == "no draft model: it is short"
 
 
