@@ -23,7 +23,16 @@ from edgespec.errors import BusyError, EdgespecError
 from edgespec.memory import peak_bytes
 from edgespec.model.base import Progress
 
-__all__ = ["ReplyStream"]
+__all__ = ["ReplyStream", "finished"]
+
+
+def finished(reply: Reply | None) -> Reply:
+    """Return the reply of a stream. Raises EdgespecError if the stream has not ended."""
+    if reply is None:
+        raise EdgespecError(
+            "the reply is not finished", "iterate over the stream to its end first", code="reply_unfinished"
+        )
+    return reply
 
 
 class ReplyStream:
@@ -116,13 +125,7 @@ class ReplyStream:
     @property
     def reply(self) -> Reply:
         """The finished reply. Raises EdgespecError if the stream has not ended."""
-        if self._reply is None:
-            raise EdgespecError(
-                "the reply is not finished",
-                "iterate over the stream to its end first",
-                code="reply_unfinished",
-            )
-        return self._reply
+        return finished(self._reply)
 
     @property
     def _is_cut(self) -> bool:

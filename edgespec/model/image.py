@@ -148,7 +148,7 @@ class Image:
             # Pillow would cut off 16-bit values at 255.
             image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode not in _REDUCIBLE:
-            # Pillow cannot blend the numbers of a palette's colours.
+            # Pillow cannot average palette indices, so convert them to colours first.
             image = image.convert("RGBA")
         return self.upright(np.asarray(image.resize(size, reducing_gap=2.0).convert("RGBA")))
 

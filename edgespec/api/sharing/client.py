@@ -26,10 +26,11 @@ from edgespec import (
 from edgespec.api.sharing.base import ChatModel, Identity, NamedHead
 from edgespec.api.sharing.host import Facts, Wish
 from edgespec.api.sharing.sockets import connect, sockets
+from edgespec.api.stream import finished
 from edgespec.decode.reply import exactness_for
 from edgespec.decode.request import StreamArguments
 from edgespec.engine.stats import Stats
-from edgespec.errors import CancelledError, ClosedError, EdgespecError, WorkerLostError
+from edgespec.errors import CancelledError, ClosedError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
 from edgespec.options.reply_options import REPLY_OPTIONS
@@ -310,13 +311,7 @@ class SharedReply:
     @property
     def reply(self) -> Reply:
         """The finished reply. Raises EdgespecError if it has not ended."""
-        if self._reply is None:
-            raise EdgespecError(
-                "the reply is not finished",
-                "iterate over the stream to its end first",
-                code="reply_unfinished",
-            )
-        return self._reply
+        return finished(self._reply)
 
     def __iter__(self) -> Iterator[TextChunk]:
         while self._reply is None:
