@@ -37,11 +37,13 @@ QUESTION = Message("user", "How do I list files by size?")
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
 HOST = """
 import sys, time
+from contextlib import nullcontext
 from edgespec.api.sharing.chat_sharing import ChatSharing
 sharing = ChatSharing()
 sharing.load({"target": "demo", "draft": "auto", "threads": 1, "context": 1024}, lambda *_: True)
-print("ready", flush=True)
-time.sleep(600)
+with sharing.turn(lambda: None, lambda: True) if "hold" in sys.argv else nullcontext():
+    print("ready", flush=True)
+    time.sleep(600)
 """
 
 
@@ -226,10 +228,10 @@ def test_models_elsewhere_have_no_identity(arguments: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def host_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A chat in another process that has loaded the demo model."""
+def host_process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A chat in another process that has loaded the demo model. With the parameter `hold`, it stays busy."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOST],
+        [sys.executable, "-c", HOST, getattr(request, "param", "")],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -343,12 +345,11 @@ def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
             assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
 
 
+@pytest.mark.parametrize("host_process", ["hold"], indirect=True)
 def test_a_waiting_reply_can_be_given_up_although_the_host_is_suspended(
     host_process: subprocess.Popen[str],
 ) -> None:
     shared = load(ChatSharing())
-    first = shared.chat(None, [QUESTION]).continue_reply(**{**SAMPLED, "max_tokens": 900})
-    next(iter(first))
     calls = []
 
     def progress(description: str, _: float) -> bool:
