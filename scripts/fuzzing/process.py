@@ -23,8 +23,7 @@ from scripts.fuzzing.worker import PRODUCT
 __all__ = ["Limits", "Outcome", "WorkerProcess"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Seconds between checks of the worker's memory, and the time limit in seconds for importing its subject.
-_CHECK_SECONDS, _START_SECONDS = 0.25, 60.0
+_CHECK_SECONDS = 0.25  # between checks of the worker's memory
 _FRAME = re.compile(rf'File "{re.escape(PRODUCT)}([\w/]+\.py)", line \d+ in (\w+)')
 
 
@@ -34,6 +33,10 @@ class Limits:
 
     seconds: float = 10.0
     resident_bytes: int = 3 << 30
+
+
+# Importing a subject is no input: it has limits of its own, generous enough for a busy machine.
+_START = Limits(seconds=60.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class WorkerProcess:
         with suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-        outcome = self._answer(process, self._limits.seconds)
+        outcome = self._answer(process, self._limits)
         if outcome.is_finding and outcome.kind != "traceback":
             self.stop()
         return outcome
@@ -117,15 +120,15 @@ class WorkerProcess:
                 start_new_session=True,
             )
         self._buffer = b""
-        started = self._answer(self._process, _START_SECONDS)
+        started = self._answer(self._process, _START)
         if started.kind != "started":
             self.stop()
             raise RuntimeError(f"the worker of {self._subject} failed to start: {started.detail}")
         return self._process
 
-    def _answer(self, process: subprocess.Popen[bytes], seconds: float) -> Outcome:
+    def _answer(self, process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
         assert process.stdout
-        end = time.monotonic() + seconds
+        end = time.monotonic() + limits.seconds
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([process.stdout], [], [], _CHECK_SECONDS)
             if ready:
@@ -135,7 +138,7 @@ class WorkerProcess:
                 self._buffer += received
             elif time.monotonic() > end:
                 return self._hang(process)
-            elif (used := _resident_bytes(process.pid)) > self._limits.resident_bytes:
+            elif (used := _resident_bytes(process.pid)) > limits.resident_bytes:
                 return Outcome("memory", "too much memory", f"{used >> 20} MiB were in use")
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer = json.loads(line)
