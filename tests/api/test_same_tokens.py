@@ -124,7 +124,9 @@ class TestTheSameTokens:
                 logit_bias=dict.fromkeys(ends, -math.inf),
             )
             assert reply.stats.acceptance_rate == 1.0
-            assert reply.stats.target_passes == math.ceil(60 / (draft_length + 1))
+            # A trial on a busy machine may not have tested the widest passes, which are then not used.
+            width = min(draft_length + 1, *twins.target.exactness.widths[-1:])
+            assert reply.stats.target_passes == math.ceil(60 / width)
 
     @pytest.mark.long
     @pytest.mark.parametrize("branches", [(), (3, 2)], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -300,6 +301,8 @@ class SharedReply:
         self._on_end: Callable[[Reply | None], None] = lambda _: None
         self._reply: Reply | None = None
         self._cancelled_at: float | None = None
+        # `cancel` runs in any thread, and must not write to a connection that is being closed.
+        self._connection_lock = threading.Lock()
         self._has_started = False
         self._reported = ("waiting for another reply", 0.0)
         self.stats = Stats()
@@ -324,7 +327,7 @@ class SharedReply:
             else:
                 self._reply = value
                 self.stats, self.method = value.stats, value.method
-                self._connection.close()
+                self._close_connection()
                 self._on_end(value)
 
     def wait(self) -> Reply:
@@ -337,7 +340,7 @@ class SharedReply:
         """End the reply after the current target pass. Can be called from any thread."""
         if self._cancelled_at is None:
             self._cancelled_at = time.monotonic()
-            with suppress(OSError):
+            with self._connection_lock, suppress(OSError):
                 self._connection.send_bytes(b"cancel")
 
     def close(self) -> None:
@@ -375,6 +378,10 @@ class SharedReply:
 
     def _fail(self, error: Exception) -> Exception:
         """Return an error after ending the reply."""
-        self._connection.close()
+        self._close_connection()
         self._on_end(None)
         return error
+
+    def _close_connection(self) -> None:
+        with self._connection_lock:
+            self._connection.close()

@@ -25,7 +25,7 @@ from edgespec import (
     Runtime,
 )
 from edgespec.api.sharing.base import Identity, NamedHead
-from edgespec.api.sharing.sockets import connect, limit_sends, listen
+from edgespec.api.sharing.sockets import connect, limit_sends, listen, stop_receiving
 from edgespec.api.stream import ReplyStream
 from edgespec.errors import ClosedError, EdgespecError
 from edgespec.store.recommended_sampling import RecommendedSetting
@@ -214,17 +214,14 @@ def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str
         for each in streams:
             each.cancel()
 
-    def watch() -> None:
-        with suppress(OSError, EOFError):
-            connection.recv_bytes()
-        cancel(leaving)
-
     def progress(description: str, fraction: float) -> bool:
         _send(connection, ("progress", (description, fraction)))
         return not (leaving.is_set() or closing.is_set())
 
-    threading.Thread(target=watch, name="edgespec-sharing-watch", daemon=True).start()
-    with model.queue.turn(partial(cancel, closing), lambda: progress("waiting for another reply", 0.0)):
+    with (
+        _watching(connection, partial(cancel, leaving)),
+        model.queue.turn(partial(cancel, closing), lambda: progress("waiting for another reply", 0.0)),
+    ):
         stream = model.runtime.stream_messages(messages, progress=progress, **options)
         streams.append(stream)
         if leaving.is_set() or closing.is_set():
@@ -239,6 +236,26 @@ def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str
             return stream.reply
         finally:
             stream.close()
+
+
+@contextmanager
+def _watching(connection: Connection, on_leave: Callable[[], None]) -> Iterator[None]:
+    """Call `on_leave` in another thread when the other program sends anything or closes its connection."""
+
+    def watch() -> None:
+        with suppress(OSError, EOFError):
+            connection.recv_bytes()
+        on_leave()
+
+    thread = threading.Thread(target=watch, name="edgespec-sharing-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        # End the thread before the connection is closed. Otherwise it would go on reading from the number of
+        # the closed file, which the next file to be opened gets.
+        stop_receiving(connection)
+        thread.join()
 
 
 def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from edgespec.system.files import data_folder
 
-__all__ = ["connect", "limit_sends", "listen", "loading_lock", "sockets"]
+__all__ = ["connect", "limit_sends", "listen", "loading_lock", "sockets", "stop_receiving"]
 
 # Number of connections that may wait to be accepted.
 _BACKLOG = 64
@@ -61,6 +61,12 @@ def limit_sends(connection: Connection) -> None:
     """Make sending to a program that does not read fail with OSError after some seconds."""
     with socket.socket(fileno=os.dup(connection.fileno())) as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+
+
+def stop_receiving(connection: Connection) -> None:
+    """Let every thread that receives from a connection get EOFError. Sending goes on."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
+        other.shutdown(socket.SHUT_RD)
 
 
 def connect(path: Path) -> Connection:
