@@ -109,6 +109,12 @@ class TestWhenItRuns:
         assert drafter.finished.is_set()
         assert not idle_threads()
 
+    def test_the_next_reply_reuses_the_prompt(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+        runtime.generate(PROMPT, max_tokens=4)
+        assert drafter.started.wait(SECONDS)
+        again = runtime.generate(PROMPT, max_tokens=4)
+        assert again.stats.cached_prompt_tokens == again.stats.prompt_tokens - 1
+
     def test_no_thread_without_idle_work(self) -> None:
         with with_drafter(table(1), Saying(lambda tokens, length: [1] * length)) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
