@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from edgespec.api.saved_data import delete_data
     from edgespec.api.stream import ReplyStream
     from edgespec.attachments import attach
-    from edgespec.chat.attached_file import AttachedFile
-    from edgespec.chat.message import Message, PlacedImage
+    from edgespec.chat.message import AttachedFile, Message, PlacedImage
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs
     from edgespec.engine.sampling_params import SamplingParams
@@ -100,8 +99,7 @@ _HOMES = {
     "edgespec.attachments": ("attach",),
     "edgespec.model.image": ("Image",),
     "edgespec.model.model_facts": ("Capabilities", "Exactness", "ModelFacts"),
-    "edgespec.chat.attached_file": ("AttachedFile",),
-    "edgespec.chat.message": ("Message", "PlacedImage"),
+    "edgespec.chat.message": ("AttachedFile", "Message", "PlacedImage"),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.api.conversation": ("Chat",),
     "edgespec.api.embedding": ("Embedding",),

@@ -9,9 +9,15 @@ from dataclasses import replace
 from functools import partial
 
 from edgespec.chat.reasoning import piece_with_markers
-from edgespec.chat.reply_splitter import ReplyParts, ReplySplitter, split_reply
-from edgespec.chat.stop_strings import CallLimit, StopSearch
-from edgespec.chat.text import ReleasedText, ReplyText
+from edgespec.chat.reply_text import (
+    CallLimit,
+    ReleasedText,
+    ReplyParts,
+    ReplySplitter,
+    ReplyText,
+    StopSearch,
+    split_reply,
+)
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs, exactness_for
 from edgespec.decode.request import Request

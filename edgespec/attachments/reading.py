@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from edgespec.attachments.finding import find_files, shown_path
 from edgespec.attachments.pdf import pdf_text
-from edgespec.chat.attached_file import AttachedFile
+from edgespec.chat.message import AttachedFile
 from edgespec.errors import AttachmentError
 from edgespec.model.image import MAX_IMAGE_BYTES, Image, looks_like_image
 from edgespec.system.files import error_reason, format_bytes, regular_file_bytes

@@ -39,7 +39,7 @@ class RpcChild:
     """
 
     def __init__(self, cache: Path | None, threads: int | None) -> None:
-        self._process = ChildProcess(module_arguments("edgespec.backends.llamacpp.rpc_server"))
+        self._process = ChildProcess(module_arguments("edgespec.backends.llamacpp.rpc"))
         try:
             options = {"cache": None if cache is None else str(cache), "threads": threads}
             self._process.stdin.write(json.dumps(options).encode() + b"\n")

@@ -28,7 +28,7 @@ from edgespec.memory.prefix_cache import default_memory_bytes
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import read_projector
-from edgespec.model.memory_check import initial_context, requested_context
+from edgespec.model.memory_estimate import initial_context, requested_context
 from edgespec.model.registry import Backend
 from edgespec.options.methods import readers_of
 from edgespec.options.settings import LoadArguments, as_bytes

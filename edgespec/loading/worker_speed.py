@@ -13,7 +13,7 @@ from edgespec.loading.constants import OUTPUT_ROWS
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
 from edgespec.model.memory_estimate import MachineShare
-from edgespec.model.pass_weights import OutputLayer, PassWeights
+from edgespec.model.model_info import OutputLayer, PassWeights
 from edgespec.model.registry import format_of
 from edgespec.store.reference import Resolved
 

@@ -27,7 +27,7 @@ from edgespec.errors import MemoryBudgetError
 from edgespec.losslessness.logit_rows import MAX_ROWS, largest_difference
 from edgespec.memory.target_cache import read_prompt
 from edgespec.model.base import LanguageModel
-from edgespec.model.memory_check import round_up_to_block
+from edgespec.model.memory_estimate import round_up_to_block
 
 __all__ = [
     "Judgement",

@@ -11,7 +11,7 @@ from edgespec.engine.prefix import common_prefix_length
 from edgespec.errors import EdgespecError
 from edgespec.methods.draft_cache import DraftCache
 from edgespec.model.base import Progress, Snapshot
-from edgespec.model.optional_features import HeadModel
+from edgespec.model.hidden_states import HeadModel
 
 __all__ = ["HeadCache"]
 

@@ -9,7 +9,7 @@ from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, LoadedHead, MissingDrafter, why_no_view
 from edgespec.methods.head_cache import HeadCache
 from edgespec.methods.model.making import draft_with
-from edgespec.model.optional_features import HeadModel
+from edgespec.model.hidden_states import HeadModel
 from edgespec.model.registry import all_files
 from edgespec.system.files import file_state
 

@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
-from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
-from edgespec.model.hidden_state_log import HiddenStateLog, OpenLogs
-from edgespec.model.image import Image
-from edgespec.model.image_tokens import PreparedImage, end_of_images
-from edgespec.model.memory_check import check_tokens_fit
+from edgespec.model.base import LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.model.hidden_states import HiddenStateLog, OpenLogs
+from edgespec.model.image import Image, PreparedImage, end_of_images
+from edgespec.model.memory_estimate import check_tokens_fit
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import SelfDraft
 
 __all__ = [
     "MAX_CACHED_PIECES",

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.model.base import Head
 from edgespec.model.model_facts import Adapter
 from edgespec.model.registry import format_of
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["PASSED", "REFUSED", "encode_head", "main"]
 

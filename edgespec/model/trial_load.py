@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from edgespec.errors import BackendError, CancelledError, ModelFileError
-from edgespec.model.base import Progress
+from edgespec.model.base import Head, Progress
 from edgespec.model.model_facts import Adapter
 from edgespec.model.registry import FileFormat, all_files, backend_of
-from edgespec.model.self_draft_methods import Head
 from edgespec.model.trial_child import PASSED, REFUSED, encode_head
 from edgespec.system.facts import Facts
 from edgespec.system.files import file_state

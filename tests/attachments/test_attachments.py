@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec.attachments import read_files
-from edgespec.chat.attached_file import AttachedFile, with_files
+from edgespec.chat.message import AttachedFile, with_files
 from edgespec.errors import AttachmentError
 from tests.attachments import pdfs
 from tests.raising import raises

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.file_matrix import FileMatrix
+from edgespec.backends.llamacpp.matrices import FileMatrix
 from edgespec.errors import ModelFileError
 from tests.raising import raises
 

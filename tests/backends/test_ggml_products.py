@@ -11,7 +11,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
+from edgespec.backends.llamacpp.matrices import GgmlProducts, product_bytes
 from edgespec.errors import OutOfMemoryError
 from tests.raising import raises
 

@@ -22,8 +22,7 @@ from edgespec.decode.drafter_set import DrafterSet
 from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.methods.model.drafter import ModelDrafter
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
 from tests.backends.tiny_models import write_gemma3, write_llama
 from tests.cases import covering

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from edgespec.chat.reasoning import REASONING_MARKERS
-from edgespec.chat.reply_splitter import ReplySplitter, split_reply
-from edgespec.chat.stop_strings import stop_searches
-from edgespec.chat.text import ReplyText
+from edgespec.chat.reply_text import ReplySplitter, ReplyText, split_reply, stop_searches
 from edgespec.chat.tool_calls.formats import HERMES
 from edgespec.chat.tool_calls.parser import CallSyntax
 

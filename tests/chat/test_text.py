@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.chat.stop_strings import stop_searches
-from edgespec.chat.text import ReplyText
+from edgespec.chat.reply_text import ReplyText, stop_searches
 
 END = -1
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.mlx import remote_shards, worker_ring
-from edgespec.backends.mlx.worker_ring import check_addresses, check_neighbour
+from edgespec.backends.mlx import remote_shards
+from edgespec.backends.mlx.tensor_shards import check_addresses, check_neighbour
 from edgespec.cluster import link
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -286,7 +286,7 @@ def test_garbage_in_the_ring_is_an_error(
         return ask(shards, messages, *args)
 
     intruders: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(worker_ring, "JOIN_SECONDS", 5.0)
+    monkeypatch.setattr(remote_shards, "JOIN_SECONDS", 5.0)
     monkeypatch.setattr(remote_shards.RemoteShards, "ask", intrude)
     try:
         with suppress(EdgespecError):
@@ -309,9 +309,9 @@ def test_a_process_that_waits_for_its_neighbour_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         neighbour = f"127.0.0.1:{server.getsockname()[1]}"
         code = (
-            "from edgespec.backends.mlx import worker_ring\n"
-            "worker_ring.JOIN_SECONDS = 2\n"
-            f"worker_ring.join_ring(['127.0.0.1:0', {neighbour!r}], 0, 1)\n"
+            "from edgespec.backends.mlx import tensor_shards\n"
+            "tensor_shards.JOIN_SECONDS = 2\n"
+            f"tensor_shards.join_ring(['127.0.0.1:0', {neighbour!r}], 0, 1)\n"
         )
         ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode
     assert ended == -signal.SIGALRM
@@ -320,7 +320,7 @@ def test_a_process_that_waits_for_its_neighbour_ends() -> None:
 def test_a_process_that_cannot_reach_its_neighbour_ends() -> None:
     code = (
         "import threading\n"
-        "from edgespec.backends.mlx.worker_ring import watch_neighbour\n"
+        "from edgespec.backends.mlx.tensor_shards import watch_neighbour\n"
         "works = threading.Event()\n"
         "works.set()\n"
         "watch_neighbour(['127.0.0.1:1', '127.0.0.1:1'], 0, works)\n"

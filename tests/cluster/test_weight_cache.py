@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from edgespec.backends.llamacpp.native import ContextParams, ggml, library
-from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
+from edgespec.backends.llamacpp.rpc import add_devices, guard_against_aborts
 from edgespec.cluster import weight_cache
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.fnv1a import fnv1a

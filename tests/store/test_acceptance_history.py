@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.store.acceptance_history import (
+from edgespec.store.catalogue import models_folder
+from edgespec.store.drafts import choose_draft, draft_options
+from edgespec.store.installed import find_installed
+from edgespec.store.reference import resolve
+from edgespec.store.speedup_estimate import (
     AcceptanceRecorder,
     LocalModel,
     _key,
     add_acceptance,
     measured_acceptance_rate,
 )
-from edgespec.store.catalogue import models_folder
-from edgespec.store.drafts import choose_draft, draft_options
-from edgespec.store.installed import find_installed
-from edgespec.store.reference import resolve
 from edgespec.system.facts import Facts
 from tests.saved_facts import saved_facts
 from tests.store.fake_stores import add_to_lmstudio

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.store.download import _choose_model
 from edgespec.store.hub_files import HubFile, best_projector
-from edgespec.store.projectors import find_projector
+from edgespec.store.installed import find_projector
 from edgespec.store.reference import resolve
 from tests.backends.tiny_models import write_llama
 from tests.backends.tiny_vision import VisionModel, write_vision_model

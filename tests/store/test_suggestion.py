@@ -9,9 +9,8 @@ import click
 import pytest
 
 from edgespec.cli.commands import load_command
-from edgespec.store.catalogue import load_catalogue
+from edgespec.store.catalogue import load_catalogue, suggest_models
 from edgespec.store.reference import resolve
-from edgespec.store.suggestion import suggest_models
 from edgespec.system.installation import chat_command
 from tests.store import stand_in_hub
 from tests.store.stand_in_hub import StandInHub

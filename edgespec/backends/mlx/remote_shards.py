@@ -17,14 +17,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.mlx import worker_ring
 from edgespec.backends.mlx.absent_layers import AbsentLayer, LastAbsentLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.layer_messages import MAX_STATES_BYTES, array_bytes, array_header, read_array
 from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import read_skeleton
 from edgespec.backends.mlx.remote_block import RemoteBlock, describe_model, send_weights
-from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
+from edgespec.backends.mlx.tensor_shards import (
+    JOIN_SECONDS,
+    ShardIndex,
+    check_addresses,
+    shard_for_transfer,
+)
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.messages import Buffer
 from edgespec.errors import BackendError, WorkerLostError
@@ -224,9 +228,9 @@ def send_shards(
         descriptions = [describe_model(folder, 0, total, kv_bits, ring_index=index) for index in range(count)]
         answers = [header for header, _ in shards.ask(descriptions, lambda: report(0.0))]
         ring = {key: [str(answer.get(f"{key}_address")) for answer in answers] for key in ("ring", "worker")}
-        worker_ring.check_addresses(ring["worker"])
+        check_addresses(ring["worker"])
         token = 1 + secrets.randbelow(_MAX_TOKEN)
-        shards.ask([({**ring, "token": token}, b"")] * count, lambda: report(0.0), worker_ring.JOIN_SECONDS)
+        shards.ask([({**ring, "token": token}, b"")] * count, lambda: report(0.0), JOIN_SECONDS)
         for index, (block, answer) in enumerate(zip(shards.blocks, answers, strict=True)):
             part = read_skeleton(str(folder), name, LoadOptions())
             shard_for_transfer(part.model, part.config, name, ShardIndex(index, count))

@@ -20,7 +20,7 @@ from edgespec.backends.mlx.model_skeleton import (
 from edgespec.errors import CancelledError, ModelFileError, OptionError
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.mlx_files import missing_files, read_json_object, readable_folder
-from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.memory_estimate import check_weights_fit
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.layer_placement import LayerPlacement

@@ -24,7 +24,7 @@ from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.model.base import LanguageModel
-from edgespec.model.image_tokens import whole_images
+from edgespec.model.image import whole_images
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 

@@ -14,7 +14,7 @@ from edgespec.memory.constants import (
     NEW_REUSE_WEIGHT,
     PREFILL_SPEEDUP,
 )
-from edgespec.model.image_tokens import end_of_images, whole_images
+from edgespec.model.image import end_of_images, whole_images
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ReuseCosts", "reusable_tokens"]

@@ -13,8 +13,7 @@ from edgespec.methods.constants import AGREEMENT_TOKENS
 from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.layerskip.exit_table import exit_table
 from edgespec.methods.model.making import draft_with
-from edgespec.model.base import LanguageModel
-from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.model.base import EarlyExit, LanguageModel
 from edgespec.store.prepared.prepared_files import read_prepared
 
 __all__ = ["greedy_reply", "make", "preparation"]

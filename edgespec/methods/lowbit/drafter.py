@@ -6,7 +6,7 @@ from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
 from edgespec.methods.lowbit.copies import check_lowbit, find_lowbit, lowbit_file
 from edgespec.methods.model.making import draft_with
-from edgespec.model.self_draft_methods import LowBit
+from edgespec.model.base import LowBit
 
 __all__ = ["make", "preparation"]
 

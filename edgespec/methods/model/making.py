@@ -12,7 +12,7 @@ from edgespec.methods.draft_cache import DraftCache
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.tree_growth import TreeGrowth
 from edgespec.model.base import LanguageModel
-from edgespec.model.optional_features import Trainable
+from edgespec.model.drafter_training import Trainable
 from edgespec.store.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["draft_with", "make"]

@@ -27,7 +27,7 @@ from edgespec.methods.draft_cache import DraftCache
 from edgespec.methods.model import online as online_drafting
 from edgespec.methods.model.online import OnlineDrafter, OnlineTrainer
 from edgespec.model.base import LoadOptions
-from edgespec.model.optional_features import TrainingExample
+from edgespec.model.drafter_training import TrainingExample
 from edgespec.store.catalogue import models_folder
 from edgespec.store.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint

@@ -20,7 +20,7 @@ from edgespec.methods.head_cache import HeadCache
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.head_files import head_at
 from edgespec.model.heads.residual_layout import read_residual_heads
-from edgespec.model.optional_features import HeadModel
+from edgespec.model.hidden_states import HeadModel
 from tests.backends.mlx.test_eagle_trainer import batch_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering, first

@@ -1,14 +1,27 @@
-"""Log the hidden states of a target's most recent committed tokens, for heads to read."""
+"""The interfaces between heads and the target whose hidden states they read.
+
+A target logs the hidden states of its most recent committed tokens, and a head reads the log.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs", "stream_states"]
+from edgespec.model.base import LanguageModel
+
+__all__ = [
+    "MAX_LOGGED_TOKENS",
+    "POST_NORM",
+    "HeadModel",
+    "HiddenStateLog",
+    "HiddenStateSource",
+    "OpenLogs",
+    "stream_states",
+]
 
 # Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
 # k, and index `layer count` is the output of the last layer, before the final norm.
@@ -122,3 +135,48 @@ class OpenLogs:
         """Discard all hidden states."""
         for log, _ in self._logs:
             log.clear()
+
+
+class HeadModel(LanguageModel, Protocol):
+    """A head: a draft model that reads the target's hidden states.
+
+    `snapshot` copies only the head's own KV cache. If the cache starts after the first requested position, so
+    does the snapshot.
+    """
+
+    @property
+    def log(self) -> HiddenStateLog:
+        """The log of the target's hidden states that the head reads."""
+
+    @property
+    def first_position(self) -> int:
+        """The first position at which a token can be run."""
+
+    @property
+    def last_position(self) -> int:
+        """The last position at which a token can be run."""
+
+    def start_at(self, position: int) -> None:
+        """Clear the KV cache and make it start at `position`. Tokens before `position` are never run."""
+
+
+class HiddenStateSource(LanguageModel, Protocol):
+    """A target that keeps the hidden states of its committed tokens for heads."""
+
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
+        """Start a log of the hidden states of all tokens committed from now on, including prompts.
+
+        Several logs can be open at once. Logging does not change the model's logits.
+
+        Args:
+            states: Numbers of the hidden states to log, in the order in which a row concatenates them. Number
+                k is the input of layer k. The number of layers is the last layer's output before the final
+                norm, and `POST_NORM` is the state after the final norm. See also `stream_states`.
+
+        Raises:
+            CapabilityError: One of the hidden states does not exist in the model or cannot be read.
+            MemoryBudgetError: There is not enough memory for the log.
+        """
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """Stop appending to a log that `log_hidden_states` returned."""

@@ -1,4 +1,4 @@
-"""Load the weights of heads for MLX targets, and check that a head fits its target."""
+"""What heads for MLX targets share: loading weights, checking that a head fits, and KV caches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.head_view import HeadCells
+from edgespec.backends.mlx.attention_cache import AttentionCache, cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.mlx.layer_caches import deserialize_head, serialize_head
+from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.mlx.target_ends import HeadTarget
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
-from edgespec.model.heads.stored_tensor import StoredTensor
-from edgespec.model.memory_check import check_weights_fit
-from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.heads.tensor_files import StoredTensor
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart, check_weights_fit
 from edgespec.model.model_facts import ModelFacts
 
 __all__ = [
+    "BATCH_TOKENS",
+    "MlxHeadCells",
     "check_memory",
     "check_sizes",
     "checked_folder",
@@ -34,6 +38,8 @@ __all__ = [
 
 # On CPUs, heads are computed in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
+# Maximum number of tokens per pass. Bounds how long an interrupt waits, because a pass cannot be interrupted.
+BATCH_TOKENS = 64
 
 
 def head_memory(
@@ -150,3 +156,49 @@ def head_facts(
         notice="",
         rollback="in place",
     )
+
+
+class MlxHeadCells(HeadCells):
+    """The KV caches of the networks of a head that MLX runs.
+
+    Args:
+        counts: Number of caches of each network.
+
+    Attributes:
+        layout: Layout of the next pass.
+        caches: The caches of each network.
+    """
+
+    length = start = 0
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.layout, self._counts = PassLayout(), counts
+        self.restart(0)
+
+    def restart(self, position: int) -> None:
+        self.caches = [[AttentionCache(self.layout) for _ in range(count)] for count in self._counts]
+        self.start = self.length = position
+
+    def truncate(self, length: int) -> None:
+        self.start, self.length = min(self.start, length), length
+        self.rewind(length)
+
+    def rewind(self, length: int) -> None:
+        """Remove all rows from position `length` on."""
+        for cache in self._flat:
+            cache.rewind(length - self.start)
+
+    @property
+    def _flat(self) -> list[AttentionCache]:
+        return [cache for caches in self.caches for cache in caches]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays of all caches."""
+        return [array for cache in self._flat for array in cache.state]
+
+    def export(self, start: int, end: int) -> bytes:
+        return serialize_head(self._flat, self.start, start, end) if start < end else b""
+
+    def append_exported(self, start: int, end: int, data: bytes) -> bool:
+        return start == end or deserialize_head(self._flat, self.start, start, data)

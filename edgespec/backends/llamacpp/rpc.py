@@ -1,25 +1,38 @@
-"""Load llama.cpp's RPC backend, which runs computations on the devices of other machines."""
+"""llama.cpp's RPC backend, which runs computations on the devices of other machines: both of its ends.
+
+A target adds the devices of its workers. `main` is the child process of `edgespec worker` that lends them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
+import logging
+import os
+import re
 import shutil
+import socket
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-from edgespec.backends.llamacpp.extra_libraries import library_path
-from edgespec.backends.llamacpp.native import ggml, library
+from edgespec.backends.llamacpp.native import ggml, library, library_path
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.errors import BackendMissingError
+from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.cluster.weight_cache import hide_unverified
+from edgespec.errors import BackendMissingError, EdgespecError
+from edgespec.system.cores import usable_cores
 from edgespec.system.files import error_reason
 from edgespec.system.installation import setup_command
 
-__all__ = ["add_devices", "guard_against_aborts", "lent_devices", "serve_devices"]
+__all__ = ["add_devices", "guard_against_aborts", "main"]
 
 # Values of `enum ggml_backend_dev_type`.
 _CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2
@@ -34,6 +47,8 @@ _users: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
 _copies = 0
 # Number of `add_devices` calls. It is part of each address, so that each call opens new connections.
 _generation = 0
+_BEAT_SECONDS = 1.0
+_SAVED = re.compile(r"\[set_tensor\] saved to '(.+)'")
 
 
 @cache
@@ -66,7 +81,7 @@ def _rpc(copy: int = 0) -> Any:
     return rpc
 
 
-def lent_devices() -> tuple[list[Any], bool]:
+def _lent_devices() -> tuple[list[Any], bool]:
     """Return the devices that this machine offers as a worker, and whether the CPU is the only one.
 
     If there are GPUs, the CPU is not offered, because the GPUs would sit idle waiting for it.
@@ -79,7 +94,7 @@ def lent_devices() -> tuple[list[Any], bool]:
     return cards or [d for d, kind in zip(devices, kinds, strict=True) if kind == _CPU], not cards
 
 
-def serve_devices(endpoint: str, cache_folder: str | None, threads: int, devices: Sequence[Any]) -> None:
+def _serve_devices(endpoint: str, cache_folder: str | None, threads: int, devices: Sequence[Any]) -> None:
     """Serve devices to RPC clients. Returns only if the port cannot be used."""
     pointers = (ctypes.c_void_p * len(devices))(*devices)
     folder = cache_folder and cache_folder.encode()
@@ -139,3 +154,58 @@ def _on_abort(message: bytes) -> None:
     # Never return, because llama.cpp would then abort the process. `report_abort` has released the thread
     # that was waiting for this one.
     threading.Event().wait()
+
+
+class _SavedWeights(logging.Handler):
+    """Hides each weight file that llama.cpp saves, before the server's next command could read it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hide the file if this log line says that llama.cpp saved one."""
+        if saved := _SAVED.fullmatch(record.getMessage()):
+            with suppress(OSError):
+                hide_unverified(Path(saved[1]))
+
+
+def main() -> None:
+    """Read the options from stdin, report the port and devices on stdout, and serve until stdin closes."""
+    options = json.loads(sys.stdin.buffer.readline())
+    # Duplicate stdout for messages to the parent process, and discard what llama.cpp prints to stdout.
+    parent = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        lib, (devices, on_cpu) = library(), _lent_devices()
+    except EdgespecError as error:
+        parent.write(json.dumps({"error": error.what, "next_step": error.next_step}).encode() + b"\n")
+        return
+    logging.getLogger("edgespec.llamacpp").addHandler(_SavedWeights())
+    port = _free_port()
+    started = {
+        "port": port,
+        "llama_cpp": lib.__version__,
+        "devices": [ggml().ggml_backend_dev_name(device).decode("utf-8", "replace") for device in devices],
+        "on_cpu": on_cpu,
+    }
+    parent.write(json.dumps(started).encode() + b"\n")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_beat, args=(parent,), daemon=True).start()
+    _serve_devices(f"{LOOPBACK}:{port}", options["cache"], options["threads"] or usable_cores(), devices)
+    os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _beat(parent: IO[bytes]) -> None:
+    while True:
+        try:
+            parent.write(b".")
+        except OSError:
+            os._exit(0)
+        time.sleep(_BEAT_SECONDS)
