@@ -34,9 +34,8 @@ if TYPE_CHECKING:
         search_models,
     )
     from edgespec.loading.preview import Preview, plan
-    from edgespec.memory.plan import MemoryPlan
+    from edgespec.memory.plan import MemoryPlan, MemoryUse
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
-    from edgespec.memory.use import MemoryUse
     from edgespec.model.image import Image
     from edgespec.model.model_facts import Capabilities, Exactness, ModelFacts
     from edgespec.options.load_options import LoadArguments
@@ -107,9 +106,8 @@ _HOMES = {
     "edgespec.engine.stats": ("Stats",),
     "edgespec.errors": ("EdgespecError",),
     "edgespec.options.load_options": ("LoadArguments",),
-    "edgespec.memory.plan": ("MemoryPlan",),
+    "edgespec.memory.plan": ("MemoryPlan", "MemoryUse"),
     "edgespec.memory.prefix_cache.cache": ("PrefixCacheUsage",),
-    "edgespec.memory.use": ("MemoryUse",),
     "edgespec.decode.reply": ("MethodReport", "Reply", "TextChunk", "TokenLogprobs"),
     "edgespec.options.reply_options": ("ReplyArguments",),
     "edgespec.api.request_queue": ("QueuedEmbeddings", "QueuedReply", "RequestQueue"),

@@ -39,8 +39,8 @@ from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
+from edgespec.memory.plan import MemoryUse
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
-from edgespec.memory.use import MemoryUse
 from edgespec.methods.context import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts

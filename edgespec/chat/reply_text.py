@@ -360,7 +360,7 @@ class ReplySplitter:
         return ReplyParts(split.reasoning, parsed.text, split.in_reasoning, calls)
 
 
-class _SplitReply(NamedTuple):
+class SplitReply(NamedTuple):
     """The parts of a finished reply."""
 
     reasoning: str
@@ -370,7 +370,7 @@ class _SplitReply(NamedTuple):
 
 def split_reply(
     text: str, reply_start: str = "", syntax: CallSyntax | None = None, *, cut: bool = False
-) -> _SplitReply:
+) -> SplitReply:
     """Split a finished reply. See `ReplySplitter` and `ReplySplitter.finish` for the arguments."""
     parts = ReplySplitter(reply_start, syntax).finish(text, cut=cut)
-    return _SplitReply(parts.reasoning, parts.answer, collect_calls(parts.calls))
+    return SplitReply(parts.reasoning, parts.answer, collect_calls(parts.calls))

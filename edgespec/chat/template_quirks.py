@@ -45,6 +45,11 @@ CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "parts": lambda text: [{"type": "text", "text": text}],
     }
 )
+"""Formats of a message's content, keyed by name. The first with which the text reaches the prompt is used."""
+
+# A word that no template contains or alters.
+PROBE_TEXT = "qzprobetextzq"
+
 _INSTRUCTIONS = """\
 # Tools
 
@@ -53,13 +58,6 @@ You may call one or more tools to help with the user's request. The tools are de
 
 To call a tool, write its name and its arguments like this:
 {example}"""
-
-
-"""Formats of a message's content, keyed by name. The first with which the text reaches the prompt is used."""
-
-# A word that no template contains or alters.
-PROBE_TEXT = "qzprobetextzq"
-
 
 _HELLO = Message("user", "Hello")
 _CALL = ToolCall("probe0001", "probe", "{}")

@@ -34,8 +34,7 @@ from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
-from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
-from edgespec.methods.auto.controller import AutoController
+from edgespec.methods.auto.controller import ACTIVE_REPLIES, AutoController
 from edgespec.methods.base import Drafter
 from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress

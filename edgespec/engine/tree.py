@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Distribution
 
 __all__ = ["TokenTree", "TreeBuilder"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Distribution
 
 __all__ = ["Sample", "holm", "p_value"]
 

@@ -258,7 +258,7 @@ class PreparedImage:
     data: Any
 
 
-class _TokenRun(NamedTuple):
+class TokenRun(NamedTuple):
     """The tokens [start, end) of a sequence, which are either text or a single image."""
 
     start: int
@@ -311,14 +311,14 @@ def end_of_images(tokens: Tokens) -> int:
     return next(end for end in range(len(tokens), 0, -1) if tokens[end - 1] >= _FIRST_ID)
 
 
-def token_runs(tokens: Tokens) -> Iterator[_TokenRun]:
+def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
     """Split a sequence that starts with text or with a whole image into its texts and images."""
     if len(tokens) and not contains_image(tokens):
-        yield _TokenRun(0, len(tokens), False)
+        yield TokenRun(0, len(tokens), False)
         return
     start = 0
     for at in range(1, len(tokens) + 1):
         is_image = tokens[start] >= _FIRST_ID
         if at == len(tokens) or (tokens[at] >= _FIRST_ID) != is_image or (is_image and tokens[at] & 1):
-            yield _TokenRun(start, at, is_image)
+            yield TokenRun(start, at, is_image)
             start = at

@@ -35,12 +35,6 @@ __all__ = [
 
 ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
 MODEL_MEMORY_KINDS: tuple[ModelMemoryKind, ...] = get_args(ModelMemoryKind)
-# Default context size in tokens, unless the model was trained for a smaller one.
-_DEFAULT_CONTEXT_TOKENS = 8192
-# llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
-BLOCK_TOKENS = 256
-
-
 """The purposes for which a model uses memory.
 
 - weights: the model's tensors.
@@ -49,6 +43,11 @@ BLOCK_TOKENS = 256
 - output: logits of the widest verify pass.
 - vocabulary: the text of each token, and the tokenizer's lookup tables.
 """
+
+# Default context size in tokens, unless the model was trained for a smaller one.
+_DEFAULT_CONTEXT_TOKENS = 8192
+# llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
+BLOCK_TOKENS = 256
 
 Pool = Literal["memory", "gpu"]
 """Where memory is allocated: in system memory, or in the separate memory of graphics cards."""

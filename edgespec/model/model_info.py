@@ -9,10 +9,9 @@ from typing import Literal
 __all__ = ["ModelInfo", "ModelKind", "OutputLayer", "PassWeights"]
 
 ModelKind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
-_FLOAT32_BYTES = 4
-
-
 """The kind of a model file. Only a `model` can generate text by itself."""
+
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

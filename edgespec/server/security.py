@@ -12,8 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.server.endpoint import error_response
 from edgespec.server.errors import ApiError, invalid_request
-from edgespec.server.hosts import is_loopback
-from edgespec.server.leniency.origins import is_origin, origins_regex
+from edgespec.server.leniency.origins import is_loopback, is_origin, origins_regex
 from edgespec.server.protocol import Protocol
 from edgespec.server.settings import ServerSettings
 

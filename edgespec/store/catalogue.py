@@ -373,7 +373,7 @@ def _user_table(name: str, example: str) -> dict[str, str]:
     return {name.lower(): reference for name, reference in table.items()}
 
 
-class _Suggestion(NamedTuple):
+class Suggestion(NamedTuple):
     """A target and its draft model, if it has one.
 
     Attributes:
@@ -397,7 +397,7 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
     return round(file_bytes + _OTHER_BYTES + _CACHE_BYTES * math.sqrt(parameters / _CACHE_PARAMETERS))
 
 
-def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[_Suggestion]:
+def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
     """Return the three largest suggested models that fit, with their draft models, smallest first.
 
     Only the catalogue is read.
@@ -417,7 +417,7 @@ def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[_Sugge
         found = load_catalogue().find(entry.drafts[0]) if entry.drafts and not entry.heads else None
         size_bytes = entry.approximate_file_bytes + (found[0].approximate_file_bytes if found else 0)
         if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes(size_bytes, entry.parameters) <= budget_bytes:
-            suggestions.append(_Suggestion(entry.name, found[0].name if found else "", size_bytes))
+            suggestions.append(Suggestion(entry.name, found[0].name if found else "", size_bytes))
     return sorted(suggestions, key=lambda each: each.download_bytes)[-3:]
 
 

@@ -98,7 +98,7 @@ class InstalledModel:
         return (self.path, *self.adapters)
 
 
-class _UnusableModel(NamedTuple):
+class UnusableModel(NamedTuple):
     """A model in another program's store that edgespec cannot run, and the reason."""
 
     name: str
@@ -117,7 +117,7 @@ class InstalledModels:
 
     models: tuple[InstalledModel, ...]
     prepared: tuple[PreparedModel, ...]
-    unusable: tuple[_UnusableModel, ...]
+    unusable: tuple[UnusableModel, ...]
 
 
 def find_installed(*, include_embedded: bool = False) -> InstalledModels:
@@ -145,11 +145,11 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
             if info.doubt:
                 doubtful.append((model, stored.names[0]))
         except (EdgespecError, OSError) as error:
-            unusable.append(_UnusableModel(stored.names[0], str(error)))
+            unusable.append(UnusableModel(stored.names[0], str(error)))
     for (model, name), reason in zip(doubtful, _refusals([model for model, _ in doubtful]), strict=True):
         if reason:
             models.remove(model)
-            unusable.append(_UnusableModel(name, reason))
+            unusable.append(UnusableModel(name, reason))
     return InstalledModels(tuple(models), tuple(list_prepared()), tuple(unusable))
 
 
@@ -336,7 +336,7 @@ def find_projector(model: Resolved) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _RemovalPlan:
+class RemovalPlan:
     """The files to delete when a model is removed.
 
     Attributes:
@@ -369,7 +369,7 @@ class _RemovalPlan:
         return freed_bytes
 
 
-def plan_removal(resolved: Resolved) -> _RemovalPlan:
+def plan_removal(resolved: Resolved) -> RemovalPlan:
     """Find the files that belong only to this cached model.
 
     Raises:
@@ -400,4 +400,4 @@ def plan_removal(resolved: Resolved) -> _RemovalPlan:
             f"{resolved.path} links to files outside the Hugging Face cache {cache}",
             "delete the model yourself",
         )
-    return _RemovalPlan(tuple(links), tuple(sorted(blobs)))
+    return RemovalPlan(tuple(links), tuple(sorted(blobs)))

@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.errors import ModelFileError
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.methods.lowbit.copies import lowbit_file
+from edgespec.methods.lowbit.drafter import lowbit_file
 from edgespec.model.mapped_files import MappedFiles
 from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import write_llama

@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFoundError, OptionError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HiddenStateLog
 from tests.backends.damaged_heads import check_same_replies

@@ -25,7 +25,7 @@ from edgespec.errors import (
     MemoryBudgetError,
     ModelFileError,
 )
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HeadModel
 from edgespec.store.heads import head_options

@@ -18,7 +18,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LanguageModel
 from edgespec.model.formats.head_files import head_at
 from edgespec.model.hidden_states import POST_NORM, HeadModel, HiddenStateSource

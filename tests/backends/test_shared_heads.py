@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel, LoadOptions
 from edgespec.model.hidden_states import HeadModel
 from tests.backends.eagle1.targets import write_eagle1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.engine.draft_length import best_draft_length
+from edgespec.methods.layerskip.drafter import best_draft_length
 
 
 def expected_tokens(agreement: float, length: int) -> float:

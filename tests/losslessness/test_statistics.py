@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Distribution
 from edgespec.losslessness.statistics import holm, p_value
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_SAMPLED_OCCURRENCES
-from edgespec.methods.suffix.suffix_array import SuffixArray, SuffixRange
-from edgespec.methods.suffix.tokens import SEPARATOR
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixArray, SuffixRange
 from tests.methods.exhaustive_search import Text, expected_matches, index_of, places, texts
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS
-from edgespec.methods.suffix.automaton import SuffixAutomaton
-from edgespec.methods.suffix.tokens import SEPARATOR
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixAutomaton
 from tests.cases import first
 from tests.methods.exhaustive_search import (
     Text,

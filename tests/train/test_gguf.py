@@ -15,7 +15,7 @@ from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.model.formats.head_files import head_at

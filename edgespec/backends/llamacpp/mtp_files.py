@@ -38,7 +38,7 @@ ASSISTANT, ASSISTANT_TARGET = "gemma4-assistant", "gemma4"
 _F32 = 0
 
 
-class _MtpGraph(NamedTuple):
+class MtpGraph(NamedTuple):
     """What llama.cpp's computation graph requires of an architecture's MTP layers.
 
     Attributes:
@@ -68,20 +68,20 @@ class _MtpGraph(NamedTuple):
 
 # Architectures whose MTP layers llama.cpp can run. With any other architecture, it aborts.
 MTP_GRAPHS = {
-    "bailingmoe3": _MtpGraph(),
-    "cohere2moe": _MtpGraph(),
-    "deepseek2": _MtpGraph(is_latent=True),
-    "deepseek32": _MtpGraph(is_latent=True),
-    "deepseek4": _MtpGraph(reads_normed=False, streams=4),
-    "glm-dsa": _MtpGraph(is_latent=True),
-    "glm4moe": _MtpGraph(),
-    "hy_v3": _MtpGraph(has_experts=None, max_layers=8),
-    "mimo2": _MtpGraph(reads_normed=False, has_experts=False, max_layers=8, is_fused=True),
-    "nemotron_h_moe": _MtpGraph(),
-    "qwen3next": _MtpGraph(),
-    "qwen35": _MtpGraph(has_experts=False),
-    "qwen35moe": _MtpGraph(),
-    "step35": _MtpGraph(reads_normed=False, has_experts=None, max_layers=8),
+    "bailingmoe3": MtpGraph(),
+    "cohere2moe": MtpGraph(),
+    "deepseek2": MtpGraph(is_latent=True),
+    "deepseek32": MtpGraph(is_latent=True),
+    "deepseek4": MtpGraph(reads_normed=False, streams=4),
+    "glm-dsa": MtpGraph(is_latent=True),
+    "glm4moe": MtpGraph(),
+    "hy_v3": MtpGraph(has_experts=None, max_layers=8),
+    "mimo2": MtpGraph(reads_normed=False, has_experts=False, max_layers=8, is_fused=True),
+    "nemotron_h_moe": MtpGraph(),
+    "qwen3next": MtpGraph(),
+    "qwen35": MtpGraph(has_experts=False),
+    "qwen35moe": MtpGraph(),
+    "step35": MtpGraph(reads_normed=False, has_experts=None, max_layers=8),
 }
 _PROJECTION = "nextn.eh_proj.weight"
 _REQUIRED = (_PROJECTION, "nextn.enorm.weight", "nextn.hnorm.weight", "attn_norm.weight")
@@ -118,7 +118,7 @@ class MtpLayers:
     token_bytes: int
     vocabulary: int
     state_size: int
-    graph: _MtpGraph
+    graph: MtpGraph
 
 
 def read_mtp_layers(path: Path) -> MtpLayers:
@@ -196,7 +196,7 @@ def _unloaded_bytes(path: Path, _file_states: tuple[str, ...]) -> int:
         return 0
 
 
-def _check_streams(path: Path, header: GgufHeader, layers: range, graph: _MtpGraph) -> None:
+def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGraph) -> None:
     """Raise CapabilityError if llama.cpp cannot run these MTP layers with several residual streams.
 
     llama.cpp would abort or read out of bounds.
@@ -216,7 +216,7 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: _MtpGra
         )
 
 
-def _check_complete(path: Path, names: set[str], layer: int, graph: _MtpGraph) -> None:
+def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:
     """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp uses unchecked."""
     block = f"blk.{layer}."
     forms = {True: _EXPERTS, False: _DENSE, None: _EXPERTS + _DENSE}[graph.has_experts]

@@ -245,7 +245,7 @@ def _tensor(state: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerInputApi:
+class LayerInputApi:
     """Functions for reading the inputs of a context's layers.
 
     Attributes:
@@ -258,7 +258,7 @@ class _LayerInputApi:
 
 
 @dataclass(frozen=True, slots=True)
-class _NextnApi:
+class NextnApi:
     """Functions that read the final hidden states and select the multi-token prediction (MTP) layer to run.
 
     Attributes:
@@ -274,7 +274,7 @@ class _NextnApi:
 
 
 @dataclass(frozen=True, slots=True)
-class _TargetLayersApi:
+class TargetLayersApi:
     """Functions that return which target layers a head reads.
 
     Attributes:
@@ -290,34 +290,34 @@ _POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
 
 
 @cache
-def _layer_input_api() -> _LayerInputApi | None:
+def _layer_input_api() -> LayerInputApi | None:
     """Return functions for reading layer inputs, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _POINTER, _NUMBER, _FLAG),
         ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _POINTER, _POINTER, _NUMBER),
     )
-    return _LayerInputApi(*found) if found else None
+    return LayerInputApi(*found) if found else None
 
 
 @cache
-def nextn_api() -> _NextnApi | None:
+def nextn_api() -> NextnApi | None:
     """Return functions for MTP layers and final states, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _POINTER, _FLAG, _FLAG),
         ("_Z26llama_get_embeddings_nextnP13llama_context", _POINTER, _POINTER),
         ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _POINTER, ctypes.c_int32),
     )
-    return _NextnApi(*found) if found else None
+    return NextnApi(*found) if found else None
 
 
 @cache
-def target_layers_api() -> _TargetLayersApi | None:
+def target_layers_api() -> TargetLayersApi | None:
     """Return functions for a head's target layers, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
         ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),
     )
-    return _TargetLayersApi(*found) if found else None
+    return TargetLayersApi(*found) if found else None
 
 
 def _functions(*signatures: tuple[Any, ...]) -> list[Any]:

@@ -137,7 +137,7 @@ class _Goals(NamedTuple):
     indices: list[mx.array]
 
 
-class _HeadGuesser:
+class HeadGuesser:
     """Implements `Guesser` for a head.
 
     Args:
@@ -167,7 +167,7 @@ class _HeadGuesser:
         return np.stack(hits, axis=1), rows // batch.tokens.shape[1]
 
 
-class MlxHeadTrainer(_HeadGuesser):
+class MlxHeadTrainer(HeadGuesser):
     """Implements `DrafterTrainer` for a head of any kind."""
 
     def __init__(self, teacher: TeacherModel, head: TrainableHead) -> None:
@@ -247,7 +247,7 @@ class HeadStudent:
         mx.random.seed(0)
         return MlxHeadTrainer(self._teacher, self._kind.create(self._teacher, examples, counts))
 
-    def published(self, folder: Path) -> _HeadGuesser | None:
+    def published(self, folder: Path) -> HeadGuesser | None:
         return _load_published_head(self._teacher, self._kind, folder)
 
     def untrained(self) -> None:
@@ -256,7 +256,7 @@ class HeadStudent:
 
 def _load_published_head(
     teacher: TeacherModel, kind: type[TrainableHead], folder: Path
-) -> _HeadGuesser | None:
+) -> HeadGuesser | None:
     if not any((folder / name).exists() for name in (_CONFIG, kind.weights_file)):
         return None
     try:
@@ -270,7 +270,7 @@ def _load_published_head(
             "choose another folder for the new head",
             code="output_exists",
         ) from error
-    return _HeadGuesser(teacher, head)
+    return HeadGuesser(teacher, head)
 
 
 def _is_matrix(array: mx.array) -> bool:

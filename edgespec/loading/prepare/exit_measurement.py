@@ -15,8 +15,7 @@ from edgespec.errors import BackendError, CapabilityError
 from edgespec.loading.prepare.calibration import calibration_prompt
 from edgespec.loading.prepare.gguf_parts import GgufParts
 from edgespec.methods.costs.curve import measure_costs
-from edgespec.methods.layerskip.drafter import greedy_reply
-from edgespec.methods.layerskip.exit_table import EXIT_WIDTHS, ExitTable, exit_table
+from edgespec.methods.layerskip.drafter import EXIT_WIDTHS, ExitTable, exit_table, greedy_reply
 from edgespec.model.base import LoadOptions, Progress
 
 __all__ = ["measure_exits"]

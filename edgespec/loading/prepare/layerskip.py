@@ -18,7 +18,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.loading.prepare.exit_measurement import measure_exits
 from edgespec.loading.prepare.gguf_parts import GgufParts, Metadata, Tensors, split_metadata, write_gguf
-from edgespec.methods.layerskip.exit_table import Exit
+from edgespec.methods.layerskip.drafter import Exit
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.formats import layerskip_files
 from edgespec.model.formats.gguf_files import gguf_files

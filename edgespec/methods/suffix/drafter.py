@@ -13,10 +13,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.methods.base import Drafter, DrafterMemory
 from edgespec.methods.constants import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, OTHER_CHATS_TOKENS
 from edgespec.methods.suffix import scoring
-from edgespec.methods.suffix.automaton import SuffixAutomaton
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixArray, SuffixAutomaton, SuffixRange
 from edgespec.methods.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow_draft
-from edgespec.methods.suffix.suffix_array import SuffixArray, SuffixRange
-from edgespec.methods.suffix.tokens import SEPARATOR
 
 __all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
 from edgespec.server.anthropic.messages import (
     AnthropicCount,
+    AnthropicCountRequest,
+    AnthropicMessageRequest,
     AnthropicReply,
     count_tokens,
     create_message,

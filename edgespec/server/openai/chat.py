@@ -37,8 +37,7 @@ from edgespec.server.leniency.tools import (
     offered_tools,
     skipped_tools,
 )
-from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, requests_options
+from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, error_event, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_logprobs
 from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
 from edgespec.server.protocol import Call

@@ -18,8 +18,14 @@ from edgespec.server.errors import invalid_request
 from edgespec.server.fields import MaxTokensOrZero
 from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
 from edgespec.server.models import LoadedModel
-from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, Texts, requests_options, texts_in
+from edgespec.server.openai.fields import (
+    MAX_CHOICES,
+    ChoiceFields,
+    Texts,
+    error_event,
+    requests_options,
+    texts_in,
+)
 from edgespec.server.openai.logprobs import (
     TextLogprobs,
     TextOffsets,

@@ -32,7 +32,7 @@ from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import Event, respond
 from edgespec.server.responses import server_sent_event
-from edgespec.server.stored_items import StoredItems
+from edgespec.server.service import StoredItems
 
 __all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response"]
 

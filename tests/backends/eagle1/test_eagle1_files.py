@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head, LanguageModel
 from edgespec.model.formats.head_files import head_at, head_info
 from edgespec.model.registry import format_at

@@ -18,7 +18,7 @@ from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import Head
 from edgespec.model.hidden_states import POST_NORM
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.engine.draft_length import best_draft_length
 from edgespec.methods.costs.curve import CostCurve, assumed_cost
-from edgespec.methods.layerskip.exit_table import EXIT_WIDTHS, exit_table
+from edgespec.methods.layerskip.drafter import EXIT_WIDTHS, best_draft_length, exit_table
 
 LAYERS = [10, 10, 10, 10, 10]
 HEAD = 5

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from edgespec.memory.prefix_cache import PrefixCacheDisk, headers
+from edgespec.memory.prefix_cache.disk import _MAGIC, _SIZES, PrefixCacheDisk, read_header
 from edgespec.memory.prefix_cache.segments import name_of, tokens_digest
 from edgespec.model.base import Snapshot
 
@@ -26,10 +26,10 @@ def written(disk: PrefixCacheDisk, start: int, end: int) -> bool:
 def forge(path: Path, header: bytes) -> None:
     """Replace the header of a file, with a valid checksum."""
     with path.open("rb") as file:
-        headers.read_header(file)
+        read_header(file)
         rest = file.read()
-    sizes = headers._SIZES.pack(len(header), crc32(header))
-    path.write_bytes(headers._MAGIC + sizes + header + rest)
+    sizes = _SIZES.pack(len(header), crc32(header))
+    path.write_bytes(_MAGIC + sizes + header + rest)
 
 
 @pytest.mark.parametrize("quota_bytes", [1 << 30, 1500])
@@ -42,7 +42,7 @@ def test_files_with_an_invalid_header_are_ignored(tmp_path: Path, key: str, quot
         assert written(disk, 0, 40)
         path = disk.folder / f"{name}.kept"
         with path.open("rb") as file:
-            header = headers.read_header(file) | {key: value}
+            header = read_header(file) | {key: value}
         if value == "missing":
             del header[key]
         forge(path, json.dumps(header).encode())
@@ -58,7 +58,7 @@ def test_files_with_invalid_sizes_of_heads_are_ignored(tmp_path: Path, heads: An
     name = name_of(TEXT[:40], 0)
     path = disk.folder / f"{name}.kept"
     with path.open("rb") as file:
-        header = headers.read_header(file) | {"heads": heads}
+        header = read_header(file) | {"heads": heads}
     forge(path, json.dumps(header).encode())
     assert disk.read(name) is None
 

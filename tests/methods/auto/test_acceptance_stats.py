@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.acceptance_stats import AcceptanceStats
+from edgespec.methods.auto.drafter_stats import AcceptanceStats
 from edgespec.methods.constants import ACCEPTANCE_DECAY
 from edgespec.methods.running_stats import AcceptanceCounts
 

@@ -14,13 +14,12 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.base import Drafter
-from edgespec.methods.costs.curve import CostFunction, assumed_cost
-from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from tests.cases import covering, first
 from tests.engine.exact import ExactModel, Path, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, FixedGuess, Rule, one_round, proposal

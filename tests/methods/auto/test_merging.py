@@ -8,11 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Distribution
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.merging import merge_trees, prune_optional
-from edgespec.methods.costs.curve import assumed_cost
-from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.auto.combined_drafter import merge_trees, prune_optional
+from edgespec.methods.costs.curve import PassLimits, assumed_cost
 
 LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
-from edgespec.methods.auto.worst_case import WorstCaseCosts
+from edgespec.methods.auto.loss_limit import WorstCaseCosts
 from edgespec.methods.costs.curve import CostCurve
 
 BEFORE = Conditions(replies=1, threads=8)

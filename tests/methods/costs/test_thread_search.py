@@ -17,9 +17,9 @@ from edgespec.bench import tuning as tuning_module
 from edgespec.cli.tune import _print
 from edgespec.errors import CancelledError
 from edgespec.losslessness import read_prompts
-from edgespec.methods.costs import thread_search
+from edgespec.methods.costs import target_costs
 from edgespec.methods.costs.curve import CostCurve
-from edgespec.methods.costs.thread_search import fastest_threads, thread_counts, use_fastest_threads
+from edgespec.methods.costs.target_costs import fastest_threads, thread_counts, use_fastest_threads
 from edgespec.model.base import LoadOptions
 from tests.tabular import TabularModel
 
@@ -55,14 +55,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(model.threads)
         return CostCurve((1,), (SECONDS[model.threads],))
 
-    monkeypatch.setattr(thread_search, "measure_costs", measure)
-    monkeypatch.setattr(thread_search, "usable_cores", lambda *, logical=False: LOGICAL if logical else CORES)
+    monkeypatch.setattr(target_costs, "measure_costs", measure)
+    monkeypatch.setattr(target_costs, "usable_cores", lambda *, logical=False: LOGICAL if logical else CORES)
     _set_load(monkeypatch, 0.0)
     return counts
 
 
 def _set_load(monkeypatch: pytest.MonkeyPatch, busy: float) -> None:
-    monkeypatch.setattr(thread_search, "CPU_LOAD", SimpleNamespace(busy_cores=lambda: busy))
+    monkeypatch.setattr(target_costs, "CPU_LOAD", SimpleNamespace(busy_cores=lambda: busy))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_llama_cpp(
     demo_target: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], changes: bool
 ) -> None:
     monkeypatch.setattr(loading, "default_threads", lambda *_: 4)
-    monkeypatch.setattr(thread_search, "usable_cores", lambda **_: 4)
+    monkeypatch.setattr(target_costs, "usable_cores", lambda **_: 4)
     _set_load(monkeypatch, 0.0)
     model = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=256, **options))
     model.prefill([1, 2, 3])
@@ -149,7 +149,7 @@ def test_tune_shows_the_numbers(
     demo_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "default_threads", lambda *_: 3)
-    for module in (thread_search, tuning_module):
+    for module in (target_costs, tuning_module):
         monkeypatch.setattr(module, "usable_cores", lambda **_: 3)
     _set_load(monkeypatch, 0.0)
     with edgespec.load(str(demo_target), "none", context=256) as runtime:

@@ -21,7 +21,7 @@ from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ClosedError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LoadOptions
 from edgespec.model.hidden_states import POST_NORM
 from edgespec.store.catalogue import models_folder
