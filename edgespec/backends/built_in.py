@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
+from edgespec.cluster.status import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.errors import CapabilityError
 from edgespec.model.base import EarlyExit, Head, LanguageModel, LoadOptions, LowBit, Progress
 from edgespec.model.formats.gguf_files import check_gguf_adapters, gguf_files, named_gguf_files

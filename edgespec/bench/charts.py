@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.bench.figures import PHASES, MethodFigures
-from edgespec.bench.report import BenchReport
+from edgespec.bench.figures import PHASES, BenchReport, MethodFigures
 from edgespec.methods.costs.curve import CostCurve
 
 __all__ = ["Bar", "bar_chart", "charts"]

@@ -7,9 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.bench.figures import PHASES, MethodFigures
-from edgespec.bench.plan import PLAIN
-from edgespec.bench.report import BenchReport
+from edgespec.bench.figures import PHASES, BenchReport, MethodFigures
+from edgespec.bench.runs import PLAIN
 from edgespec.errors import BackendMissingError
 from edgespec.system.installation import setup_command
 

@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
-from edgespec.cluster.cancellable import ConnectProgress, wait_for
-from edgespec.cluster.guarded_calls import GuardedCalls
-from edgespec.cluster.libraries import Library
+from edgespec.cluster.guarded_calls import ConnectProgress, GuardedCalls, wait_for
 from edgespec.cluster.link import Link, LinkSpeed, measure_link
 from edgespec.cluster.machines import Machines
 from edgespec.cluster.ssh import reach_workers
+from edgespec.cluster.status import Library
 
 __all__ = ["ConnectedWorkers"]
 

@@ -1,4 +1,7 @@
-"""Run calls that may hang in a separate thread, so that the caller can continue if a worker is lost."""
+"""Run calls that may hang in a separate thread, so that the caller need not wait for them.
+
+The caller can continue if a worker is lost, and the user can cancel the wait for a connection.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from edgespec.errors import CancelledError, WorkerLostError
+from edgespec.system import waiting
 
-__all__ = ["GuardedCalls"]
+__all__ = ["ConnectProgress", "GuardedCalls", "wait_for"]
 
 _Result = TypeVar("_Result")
 # After an interrupt, the current pass has this many seconds to finish before it is abandoned. The next reply
@@ -18,6 +22,8 @@ _Result = TypeVar("_Result")
 _INTERRUPT_SECONDS = 0.2
 # Seconds that `close` waits for an abandoned call to finish.
 _CLOSE_SECONDS = 2.0
+# Called with a description and a fraction. Returning False cancels the connection.
+ConnectProgress: TypeAlias = Callable[[str, float], bool]
 
 
 class _Call:
@@ -144,3 +150,29 @@ class GuardedCalls:
                 self._changed.notify_all()
             # Drop the reference, so that the call's result is freed while waiting for the next call.
             del call
+
+
+def wait_for(
+    work: Callable[[], _Result],
+    description: str,
+    progress: ConnectProgress | None,
+    discard: Callable[[_Result], None] = lambda _: None,
+) -> _Result:
+    """Run `work` in a thread and return its result, or re-raise its exception.
+
+    Args:
+        work: The call. It keeps running if the wait is cancelled.
+        description: What the call does, such as `connecting to host:port`.
+        progress: Called repeatedly during the wait.
+        discard: Called with the result if the wait was cancelled.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
+
+    def check() -> None:
+        if progress is not None and not progress(description, 0.0):
+            raise CancelledError(f"{description} was cancelled")
+
+    check()
+    return waiting.wait_for(work, check, discard)

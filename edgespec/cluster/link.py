@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter as now
 
-from edgespec.cluster.libraries import MLX, Library
 from edgespec.cluster.machines import SshAddress, WorkerAddress
-from edgespec.cluster.status import LAYERS, LEAD, MAX_STATUS_BYTES, MEASURE, PROBE, WorkerStatus
+from edgespec.cluster.status import LAYERS, LEAD, MAX_STATUS_BYTES, MEASURE, MLX, PROBE, Library, WorkerStatus
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.system.files import format_bytes
 

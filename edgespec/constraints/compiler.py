@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgespec.chat.tool_calls.grammar import AnswerRule
 from edgespec.constraints.answer_start import AnswerStart
 from edgespec.constraints.endless import requires_endless_value
-from edgespec.constraints.matcher import as_expression, new_matcher, readable, text_of
+from edgespec.constraints.matcher import Constraint, as_expression, new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
-from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.constraints.trial import ConstraintTrial, borrowed_trial
 from edgespec.errors import OptionError

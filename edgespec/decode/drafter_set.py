@@ -21,9 +21,8 @@ from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
 from edgespec.methods.tree_growth import AdaptiveTreeGrowth, TreeGrowth
 from edgespec.model.base import LanguageModel
 from edgespec.model.model_facts import Capabilities
+from edgespec.options.methods import CHAT, TERMS, methods, parse_method
 from edgespec.options.methods import method as method_of_name
-from edgespec.options.methods import methods, parse_method
-from edgespec.options.wording import CHAT, TERMS
 
 __all__ = ["ANY_REPLY", "DrafterSet", "ReplyKind"]
 

@@ -32,7 +32,7 @@ from edgespec.store.hub_cache import cached_model
 from edgespec.store.hub_search import search_hub
 from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, read_model_info
 from edgespec.store.reference import resolve
-from edgespec.system.disk_speed import read_bytes_per_second
+from edgespec.system.disks import read_bytes_per_second
 from edgespec.system.files import format_bytes
 
 __all__ = [

@@ -22,8 +22,15 @@ from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError, shorten
-from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
-from edgespec.losslessness.prompts import Prompt, prompt_tokens
+from edgespec.losslessness.cases import (
+    DEFAULT_SAMPLES,
+    Case,
+    Prompt,
+    all_cases,
+    check_at_once,
+    count_case_replies,
+    prompt_tokens,
+)
 from edgespec.losslessness.replay import Judgement, MadeReply, PromptRead, Reason, find_fault, judge
 from edgespec.losslessness.report import Divergence, MethodFindings, VerifyReport
 from edgespec.losslessness.sharing import measure_sharing

@@ -18,7 +18,7 @@ import psutil
 from edgespec.errors import MemoryBudgetError
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES, PLANNING_BYTES, RESERVE_SHARE
 from edgespec.model.registry import process_bytes
-from edgespec.system.cgroups import control_groups
+from edgespec.system.cores import control_groups
 from edgespec.system.files import format_bytes
 from edgespec.system.heap import address_space_is_limited
 

@@ -19,11 +19,10 @@ import edgespec
 from edgespec.backends.mlx import probe, remote_block
 from edgespec.backends.mlx.remote_block import RemoteBlock
 from edgespec.cluster import link
-from edgespec.cluster.libraries import LLAMA_CPP, Library, installed_mlx
+from edgespec.cluster.layer_child import Buffer, MessageConnection
 from edgespec.cluster.link import Link, open_layers, probe_worker
 from edgespec.cluster.machines import WorkerAddress
-from edgespec.cluster.messages import Buffer, MessageConnection
-from edgespec.cluster.status import LAYERS, Device, WorkerStatus
+from edgespec.cluster.status import LAYERS, LLAMA_CPP, Device, Library, WorkerStatus, installed_mlx
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.losslessness.logit_rows import Alone, largest_difference, logit_rows
+from edgespec.losslessness.replay import Alone, largest_difference, logit_rows
 
 
 @pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])

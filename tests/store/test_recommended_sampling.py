@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 
 import edgespec
-from edgespec.options.stated_sampling import stated_sampling
+from edgespec.options.reply_options import stated_sampling
 from edgespec.store.catalogue import load_catalogue, models_folder
 from edgespec.store.recommended_sampling import RecommendedSetting, recommended_sampling
 from edgespec.store.reference import Resolved, resolve

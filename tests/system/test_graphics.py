@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.system.graphics import gpu_vendors
+from edgespec.api.machine import gpu_vendors
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from edgespec.model.heads.eagle_files import EagleConfig, EagleFiles, read_eagle
 from edgespec.model.heads.layer_config import LayerConfig, layer_settings, read_config
 from edgespec.model.heads.numpy_layers import ROPE_KINDS, RopeSettings, llama3_divisors
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
-from edgespec.system.disk_checks import explain_write_errors
+from edgespec.system.disks import explain_write_errors
 
 __all__ = ["convert_dflash_head", "convert_draft_model", "convert_eagle_head"]
 

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.cluster.layer_child import remove_folders
-from edgespec.cluster.messages import Buffer, MessageConnection
+from edgespec.cluster.layer_child import Buffer, MessageConnection, remove_folders
 from edgespec.cluster.weight_cache import read_weight, write_weight
 from edgespec.errors import BackendError, EdgespecError, WorkerError
 

@@ -28,8 +28,8 @@ from edgespec.backends.mlx.layer_messages import (
 from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.layer_child import Buffer, MessageConnection
 from edgespec.cluster.link import Link, open_layers
-from edgespec.cluster.messages import Buffer, MessageConnection
 from edgespec.cluster.weight_cache import weight_digest
 from edgespec.errors import BackendError, WorkerLostError
 from edgespec.model.formats.mlx_files import MAX_JSON_BYTES, weight_files

@@ -30,7 +30,7 @@ from edgespec.backends.mlx.tensor_shards import (
     shard_for_transfer,
 )
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.messages import Buffer
+from edgespec.cluster.layer_child import Buffer
 from edgespec.errors import BackendError, WorkerLostError
 from edgespec.model.base import LoadOptions
 
