@@ -30,7 +30,7 @@ from edgespec.loading.pairing import (
 )
 from edgespec.loading.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.loading.prefix_cache_options import create_prefix_cache, file_states
-from edgespec.loading.worker_options import connect_workers
+from edgespec.loading.workers import connect_workers
 from edgespec.memory import check_room_to_plan
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import EarlyExit, LoadOptions, Progress

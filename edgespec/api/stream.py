@@ -22,7 +22,7 @@ from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs, exactness_for
 from edgespec.decode.request import Request
 from edgespec.decode.session import SessionPool
-from edgespec.engine.logprobs import TokenLogprob
+from edgespec.engine.logits import TokenLogprob
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import BusyError, EdgespecError

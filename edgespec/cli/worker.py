@@ -102,7 +102,7 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
     from edgespec import __version__
     from edgespec.cluster.weight_cache import WeightCache
     from edgespec.cluster.worker_server import WorkerServer
-    from edgespec.loading.worker_speed import saved_speed_json
+    from edgespec.loading.workers import saved_speed_json
 
     memory, cache = options["memory"], options["cache"]
     memory_bytes = None if memory is None else parse_size("--memory", memory)

@@ -60,7 +60,7 @@ class WorkerStatus:
         devices: The devices that the worker offers.
         memory_bytes: The total memory that the worker offers, across all devices.
         busy: Whether another target uses the worker.
-        speed: The measured speed of the machine, as written by `edgespec.loading.worker_speed`. Empty if
+        speed: The measured speed of the machine, as written by `edgespec.loading.workers`. Empty if
             it was not measured.
         mlx_lm: The versions of mlx-lm and mlx, which must be the same on all machines of an MLX target. Empty
             if they are not installed.

@@ -12,9 +12,9 @@ from edgespec.errors import OptionError
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.auto.constants import TEXT_KIND_TOKENS
 from edgespec.methods.auto.controller import AutoConfig, AutoController
+from edgespec.methods.auto.drafter_stats import text_kind
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossTracker
-from edgespec.methods.auto.text_kind import text_kind
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import LoadedHead, MissingDrafter
 from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost

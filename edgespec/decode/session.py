@@ -22,8 +22,7 @@ from edgespec.decode.idle import IdleWorker, drafters_with_idle_work
 from edgespec.decode.reply import MethodReport
 from edgespec.decode.request import Request
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
-from edgespec.engine.logits import Logits
-from edgespec.engine.logprobs import TokenLogprob
+from edgespec.engine.logits import Logits, TokenLogprob
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats

@@ -28,7 +28,7 @@ from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
 from edgespec.store.catalogue import ModelEntry, load_catalogue, needed_bytes, short_name
 from edgespec.store.drafts import DraftOption, choose_draft, draft_options
-from edgespec.store.hub_cache import cached_model
+from edgespec.store.hub_files import cached_model
 from edgespec.store.hub_search import search_hub
 from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, read_model_info
 from edgespec.store.reference import resolve

@@ -16,11 +16,10 @@ from edgespec.api.runtime import Runtime
 from edgespec.constraints import ConstraintCompiler
 from edgespec.decode.reply import Reply
 from edgespec.decode.request import ReplySettings, StreamArguments
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.sampling_params import SamplingParams
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, OptionError, shorten
 from edgespec.losslessness.cases import (
     DEFAULT_SAMPLES,

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter as now
 
-from edgespec.engine.logits import Logits
-from edgespec.engine.logprobs import TokenLogprob, token_logprobs
+from edgespec.engine.logits import Logits, TokenLogprob, token_logprobs
 from edgespec.engine.loop import Verifier
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.stats import Stats
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.engine.logits import Logits
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import Candidates
+from edgespec.engine.tree import common_prefix_length
 from edgespec.errors import EdgespecError
 from edgespec.methods.constants import SINK_TOKENS, TOP_TOKENS
 from edgespec.model.base import LanguageModel, Progress, Snapshot

@@ -33,8 +33,7 @@ from edgespec.model.registry import FileFormat, format_at
 from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.download import HEAD, Progress, fetch
-from edgespec.store.hub_cache import cached_model
-from edgespec.store.hub_files import hub_name
+from edgespec.store.hub_files import cached_model, hub_name
 from edgespec.store.installed import model_info_or_none, read_model_info
 from edgespec.store.prepared.head import convert_once, converted_path
 from edgespec.store.reference import (

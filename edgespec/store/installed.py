@@ -22,8 +22,7 @@ from edgespec.model.registry import format_of, same_backend
 from edgespec.model.token_list import TokenList
 from edgespec.model.trial_load import TrialModel, why_refused
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
-from edgespec.store.hub_cache import hub_cache_folder, hub_models
-from edgespec.store.hub_files import best_projector
+from edgespec.store.hub_files import best_projector, hub_cache_folder, hub_models
 from edgespec.store.lmstudio import lmstudio_models
 from edgespec.store.ollama import ollama_models
 from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared

@@ -27,8 +27,7 @@ from edgespec.store.catalogue import (
     user_aliases_path,
 )
 from edgespec.store.download import Progress, fetch
-from edgespec.store.hub_cache import cached_model
-from edgespec.store.hub_files import hub_name, is_quantisation
+from edgespec.store.hub_files import cached_model, hub_name, is_quantisation
 from edgespec.store.ollama import ollama_model
 from edgespec.store.other_programs import (
     are_same_size,

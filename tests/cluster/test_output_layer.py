@@ -22,7 +22,7 @@ from edgespec.cluster.link import LinkSpeed, measure_link
 from edgespec.cluster.machines import WorkerAddress, parse_machines
 from edgespec.cluster.status import LLAMA_CPP, Library
 from edgespec.engine.tree import TokenTree
-from edgespec.loading.worker_speed import _saves_time
+from edgespec.loading.workers import _saves_time
 from edgespec.methods.costs import machine_speed
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed

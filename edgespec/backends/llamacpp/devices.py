@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 
 from edgespec.backends.llamacpp.native import ggml, library
-from edgespec.cluster.layer_split import split_layers
 from edgespec.cluster.link import Link
+from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_files import gguf_files

@@ -12,8 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.llamacpp.adapters import adapter_bytes
-from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext, adapter_bytes
 from edgespec.backends.llamacpp.context_plan import ContextPlan, KvTypes
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,

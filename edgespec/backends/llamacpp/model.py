@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import Checkpoint, open_checkpoints
-from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext, LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context_plan import parse_kv_types
 from edgespec.backends.llamacpp.context_planning import (
     cache_variant,

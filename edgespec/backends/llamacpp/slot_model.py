@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
-from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext, LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context_plan import parse_kv_types
 from edgespec.backends.llamacpp.context_planning import cache_variant, plan_context
 from edgespec.backends.llamacpp.embedding import Pooling

@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.model_skeleton import parameter_bytes, read_skeleton, trace_one_token
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.layer_split import split_layers
+from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MachineShare

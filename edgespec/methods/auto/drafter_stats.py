@@ -1,7 +1,11 @@
-"""Track the acceptance rate, draft costs and retries of one drafter."""
+"""Track the acceptance rate, draft costs and retries of one drafter.
+
+Acceptance rates differ between code, numbers and prose, so prompts are roughly classified.
+"""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
@@ -15,10 +19,14 @@ from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.backoff import RetrySchedule
 from edgespec.methods.auto.constants import (
     ASSUMED_PREFILL_COST,
+    CODE_SHARE,
+    DIGIT_SHARE,
+    INSPECTED_CHARACTERS,
     LONG_TERM_PRIOR_WEIGHT,
     LOOKUP_PRIOR,
     MAX_PROB_SUM,
     MEASURED_ROUNDS,
+    MIN_DOCUMENT_CHARACTERS,
     MODEL_PRIOR,
     PREFILL_ROUNDS,
     STREAKS,
@@ -27,7 +35,11 @@ from edgespec.methods.base import Drafter
 from edgespec.methods.constants import PRIOR_WEIGHT, WEIGHT_AFTER_PAUSE
 from edgespec.methods.running_stats import AcceptanceCounts, RunningMean
 
-__all__ = ["AcceptanceStats", "DrafterStats"]
+__all__ = ["TEXT_KINDS", "AcceptanceStats", "DrafterStats", "text_kind"]
+
+TEXT_KINDS = ("talk", "document", "code", "numbers")
+_CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#include|return\b|\}|@\w+)|\s{4,}\S")
+_CODE_END = re.compile(r"[{};]\s*$")
 
 
 class DrafterStats:
@@ -235,3 +247,15 @@ def _categories(tree: TokenTree) -> list[tuple[int, int]]:
         categories.append((min(parent, 1), min(ranks[parent], 2)))
         ranks[parent] += 1
     return categories
+
+
+def text_kind(text: str) -> str:
+    """Classify a prompt by its last 2,000 characters as one of `TEXT_KINDS`, such as `code`."""
+    text = text[-INSPECTED_CHARACTERS:]
+    lines = [line for line in text.splitlines() if line.strip()]
+    code_lines = sum(bool(_CODE_BEGIN.match(line) or _CODE_END.search(line)) for line in lines)
+    if "```" in text or code_lines > CODE_SHARE * max(len(lines), 4):
+        return "code"
+    if sum(map(str.isdigit, text)) > DIGIT_SHARE * max(len(text), 40):
+        return "numbers"
+    return "document" if len(text) > MIN_DOCUMENT_CHARACTERS else "talk"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.methods.auto.text_kind import TEXT_KINDS, text_kind
+from edgespec.methods.auto.drafter_stats import TEXT_KINDS, text_kind
 
 CODE = "Rename `total` here:\n\ndef mean(xs):\n    total = sum(xs)\n    return total / len(xs)\n"
 SUM = "What is 17 * 23 + 4096 / 64 - 12.5?"
