@@ -34,14 +34,13 @@ from edgespec.loading.workers import connect_workers
 from edgespec.memory import check_room_to_plan
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import EarlyExit, LoadOptions, Progress
-from edgespec.model.mapped_files import MappedFiles
 from edgespec.options.methods import method
 from edgespec.options.settings import LoadArguments, as_bytes
 from edgespec.store.recommended_sampling import recommended_sampling
 from edgespec.store.reference import Resolved
 from edgespec.store.speedup_estimate import AcceptanceRecorder, measured_acceptance_rate
 from edgespec.system.facts import Facts
-from edgespec.system.files import unwritable_cache
+from edgespec.system.files import MappedFiles, unwritable_cache
 
 __all__ = ["always_draft", "load"]
 

@@ -46,12 +46,12 @@ from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
 from edgespec.model.image import Image, PreparedImage, text_tokens
-from edgespec.model.mapped_files import MappedFiles
 from edgespec.model.model_facts import Exactness, ModelFacts
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.recommended_sampling import RecommendedSetting
 from edgespec.store.speedup_estimate import AcceptanceRecorder
+from edgespec.system.files import MappedFiles
 
 __all__ = ["Runtime"]
 

@@ -31,9 +31,8 @@ from edgespec.losslessness.cases import (
     prompt_tokens,
 )
 from edgespec.losslessness.replay import Judgement, MadeReply, PromptRead, Reason, find_fault, judge
-from edgespec.losslessness.report import Divergence, MethodFindings, VerifyReport
+from edgespec.losslessness.report import Divergence, MethodFindings, Sample, VerifyReport, p_value
 from edgespec.losslessness.sharing import measure_sharing
-from edgespec.losslessness.statistics import Sample, p_value
 from edgespec.model.base import LanguageModel
 from edgespec.system.checks import check_integer, check_number
 from edgespec.system.cores import CPU_LOAD

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from edgespec import __version__
 from edgespec.server.anthropic import ANTHROPIC
-from edgespec.server.endpoint import PathEndpoint, error_response
+from edgespec.server.endpoint import Call, Endpoint, PathEndpoint, Protocol, error_response
 from edgespec.server.errors import ApiError
 from edgespec.server.leniency.origins import ANY_ORIGIN, origins_regex
 from edgespec.server.leniency.paths import unknown_path_advice, with_canonical_paths
@@ -29,7 +29,6 @@ from edgespec.server.metrics import ModelGauges
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openai.fields import error_body
-from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import json_response
 from edgespec.server.security import Guard
 from edgespec.server.service import Service

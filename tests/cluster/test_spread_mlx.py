@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.mlx import probe, remote_block
-from edgespec.backends.mlx.remote_block import RemoteBlock
+from edgespec.backends.mlx import probe, remote_layers
+from edgespec.backends.mlx.remote_layers import RemoteBlock
 from edgespec.cluster import link
 from edgespec.cluster.layer_child import Buffer, MessageConnection
 from edgespec.cluster.link import Link, open_layers, probe_worker
@@ -240,7 +240,7 @@ def test_several_machines_give_the_same_tokens_and_the_plan_is_that_of_the_loade
 def test_a_cached_weight_is_not_sent_again(
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(remote_block, "_CACHED_BYTES", 1 << 12)
+    monkeypatch.setattr(remote_layers, "_CACHED_BYTES", 1 << 12)
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     folder = write_checkpoint(tmp_path / "llama", "llama")
     worker = start_worker("--cache", "1GiB")

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from edgespec.engine.sampling import Distribution
-from edgespec.losslessness.statistics import holm, p_value
+from edgespec.losslessness.report import holm, p_value
 
 
 class TestStatistics:

@@ -15,8 +15,13 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.kv_cells import KvCells
-from edgespec.backends.llamacpp.kv_sequences import export_text, first_part, import_text, sized_parts
-from edgespec.backends.llamacpp.merged_kv import merge_kv
+from edgespec.backends.llamacpp.kv_sequences import (
+    export_text,
+    first_part,
+    import_text,
+    merge_kv,
+    sized_parts,
+)
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.engine.logits import HostLogits

@@ -82,8 +82,7 @@ def read_layer_sizes(
         CapabilityError: The layers cannot be spread over several machines.
         ModelFileError: The model is damaged or not supported.
     """
-    from edgespec.backends.mlx.absent_layers import check_separable
-    from edgespec.backends.mlx.layers import LayerList
+    from edgespec.backends.mlx.layers import LayerList, check_separable
     from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
 
     try:

@@ -23,10 +23,11 @@ from edgespec.chat.tool_calls.form import (
     OptionalPart,
     Part,
     TextPart,
+    TextReader,
+    Wait,
     read_arguments_object,
     read_closes,
 )
-from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["HERMES", "call_form"]
 

@@ -11,7 +11,7 @@ from edgespec.server.anthropic.messages import (
     create_message,
     error_body,
 )
-from edgespec.server.protocol import Endpoint, Protocol
+from edgespec.server.endpoint import Endpoint, Protocol
 
 __all__ = ["ANTHROPIC"]
 

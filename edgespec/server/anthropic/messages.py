@@ -14,6 +14,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.chat.tool_calls.calls import parse_object
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import ApiError, unsupported_content
 from edgespec.server.fields import (
     Ignored,
@@ -36,7 +37,6 @@ from edgespec.server.leniency.content import (
 )
 from edgespec.server.leniency.tools import checked_choice, offered_tools, skipped_tools
 from edgespec.server.openai.report import ReplyReport, Timings
-from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import Event, respond
 from edgespec.server.responses import json_response, server_sent_event
 

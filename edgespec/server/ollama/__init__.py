@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
+from edgespec.server.endpoint import Call, Endpoint, Protocol
 from edgespec.server.ollama.embed import (
     OllamaEmbedding,
     OllamaEmbeddingRequest,
@@ -35,7 +36,6 @@ from edgespec.server.ollama.replies import (
     error_body,
     generate,
 )
-from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import json_response
 
 __all__ = ["OLLAMA"]

@@ -19,6 +19,7 @@ from typing_extensions import TypeAliasType, TypedDict
 from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.decode.reply import TokenLogprobs
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import ItemFields
 from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
@@ -34,7 +35,6 @@ from edgespec.server.leniency.tools import checked_choice, offered_tools, skippe
 from edgespec.server.ollama.fields import OllamaFields, ignored_fields, options_of, read_images
 from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
 from edgespec.server.openai.report import ReplyReport, report
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_line, json_response, open_stream
 
 __all__ = [
