@@ -36,7 +36,7 @@ from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import EarlyExit, LoadOptions, Progress
 from edgespec.options.methods import method
 from edgespec.options.settings import LoadArguments, as_bytes
-from edgespec.store.recommended_sampling import recommended_sampling
+from edgespec.store.installed import recommended_sampling
 from edgespec.store.reference import Resolved
 from edgespec.store.speedup_estimate import AcceptanceRecorder, measured_acceptance_rate
 from edgespec.system.facts import Facts

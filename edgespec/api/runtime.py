@@ -49,7 +49,7 @@ from edgespec.model.image import Image, PreparedImage, text_tokens
 from edgespec.model.model_facts import Exactness, ModelFacts
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
 from edgespec.store.speedup_estimate import AcceptanceRecorder
 from edgespec.system.files import MappedFiles
 

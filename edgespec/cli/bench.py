@@ -30,7 +30,7 @@ from edgespec.cli.measuring import (
 from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import note, print_json, printable
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import Integer, ListOf, Text
+from edgespec.options.option import Integer, ListOf, Text
 
 if TYPE_CHECKING:
     from edgespec.bench import BenchPlan, BenchReport

@@ -10,8 +10,7 @@ from typing import Any
 
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import rate
-from edgespec.cluster.guarded_calls import wait_for
-from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes
+from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes, wait_for
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.ssh import reach_workers
 from edgespec.cluster.status import LLAMA_CPP, Library, WorkerStatus

@@ -80,8 +80,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     from edgespec.store.catalogue import load_catalogue
     from edgespec.store.drafts import choose_draft, draft_options
     from edgespec.store.heads import head_options, published_heads, resolve_head
-    from edgespec.store.installed import find_installed, read_model_info, refusal_of
-    from edgespec.store.recommended_sampling import recommended_sampling
+    from edgespec.store.installed import find_installed, read_model_info, recommended_sampling, refusal_of
     from edgespec.store.reference import resolve
 
     head = published_head(reference)

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from edgespec.store.catalogue import HeadEntry, ModelEntry, ModelFormat
     from edgespec.store.drafts import DraftChoice, DraftOption
     from edgespec.store.heads import HeadOption
-    from edgespec.store.installed import InstalledModel
+    from edgespec.store.installed import InstalledModel, RecommendedSetting
     from edgespec.store.prepared.prepared_files import PreparedModel
-    from edgespec.store.recommended_sampling import RecommendedSetting
     from edgespec.store.reference import Resolved
 
 __all__ = [

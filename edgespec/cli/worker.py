@@ -21,7 +21,7 @@ from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import parse_address
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import Integer, Size
+from edgespec.options.option import Integer, Size
 from edgespec.system.checks import parse_size
 from edgespec.system.files import cache_folder, format_bytes
 

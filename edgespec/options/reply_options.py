@@ -13,18 +13,23 @@ from typing import Annotated, Any, TypedDict
 
 from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import OptionError
-from edgespec.options.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
-from edgespec.options.option_kinds import (
+from edgespec.options.option import (
+    ACCEPTANCE,
+    DRAFT_LENGTH,
+    MAX_LOSS,
+    METHOD,
     AdapterScales,
     Choice,
     Choices,
     Integer,
     JsonSchema,
+    Option,
     SamplingNumber,
     Text,
     TextFile,
     TextList,
     TokenBiases,
+    declared_options,
 )
 from edgespec.system.spelling import FOREIGN_NAMES
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import TokenBiases
+from edgespec.options.option import TokenBiases
 from edgespec.options.settings import LOAD_OPTIONS, REPLY_OPTIONS, Option, ReplyArguments
 from edgespec.server.errors import invalid_request
 from edgespec.server.leniency.values import (

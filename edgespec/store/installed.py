@@ -1,13 +1,14 @@
 """The models on this machine, whichever program installed them: find, describe and remove them.
 
-Metadata is cached across runs until one of a model's files changes. Models that belong to other programs are
-never modified or deleted.
+Metadata is cached across runs until one of a model's files changes. The sampling settings that a model's
+makers recommend are the defaults of its replies. Models that belong to other programs are never modified or
+deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -34,6 +35,7 @@ from edgespec.system.files import delete_files, error_reason, write_advice
 __all__ = [
     "InstalledModel",
     "InstalledModels",
+    "RecommendedSetting",
     "files_fingerprint",
     "find_installed",
     "find_projector",
@@ -41,6 +43,7 @@ __all__ = [
     "model_info_or_none",
     "plan_removal",
     "read_model_info",
+    "recommended_sampling",
     "refusal_of",
     "same_token_ids",
     "shared_token_fraction",
@@ -400,3 +403,38 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
             "delete the model yourself",
         )
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))
+
+
+class RecommendedSetting(NamedTuple):
+    """The recommended value of one sampling setting.
+
+    Attributes:
+        value: The value.
+        source: Who states it: `Ollama`, `the model's files` or `the catalogue`.
+    """
+
+    value: float
+    source: str
+
+
+def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> dict[str, RecommendedSetting]:
+    """Return the recommended sampling settings of a model, by name.
+
+    What a user sets has precedence over these settings. If several sources state a setting, the first counts:
+    the program that stores the model, the model's files, the catalogue.
+
+    Args:
+        model: The model, or None if it is not on this machine.
+        entry: The model's entry in the catalogue, if it has one.
+    """
+    info = model_info_or_none(model) if model else None
+    sources: dict[str, Mapping[str, float]] = {
+        "Ollama": model.sampling if model else {},
+        "the model's files": info.sampling if info else {},
+        "the catalogue": entry.sampling if entry else {},
+    }
+    found: dict[str, RecommendedSetting] = {}
+    for source, settings in sources.items():
+        for name, value in settings.items():
+            found.setdefault(name, RecommendedSetting(value, source))
+    return found

@@ -25,8 +25,7 @@ from edgespec.chat.exporting import (
 )
 from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import AttachedFile, Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError, OptionError

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import AttachedFile, Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore, search
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)

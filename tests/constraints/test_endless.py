@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.constraints.endless import requires_endless_value
 from edgespec.errors import OptionError
+from edgespec.options.schemas.enforceable import requires_endless_value
 from tests.constraints.vocabularies import ByteVocabulary
 from tests.raising import raises
 

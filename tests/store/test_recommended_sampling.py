@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from edgespec.options.reply_options import stated_sampling
 from edgespec.store.catalogue import load_catalogue, models_folder
-from edgespec.store.recommended_sampling import RecommendedSetting, recommended_sampling
+from edgespec.store.installed import RecommendedSetting, recommended_sampling
 from edgespec.store.reference import Resolved, resolve
 from tests.backends.tiny_models import write_llama
 from tests.store.fake_stores import OllamaStore
