@@ -45,7 +45,8 @@ from edgespec.methods.context import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
-from edgespec.model.image import Image, PreparedImage, text_tokens
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, text_tokens
 from edgespec.model.model_facts import Exactness, ModelFacts
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments

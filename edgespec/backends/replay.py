@@ -21,7 +21,8 @@ from edgespec.errors import BackendError, CapabilityError
 from edgespec.model.base import Head, LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.model.base_model import BaseModel, scaled_progress
 from edgespec.model.hidden_states import OpenLogs
-from edgespec.model.image import Image, PreparedImage, cut_between_images
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, cut_between_images
 from edgespec.model.model_facts import ModelFacts
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]

@@ -15,7 +15,8 @@ from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.chat.tool_calls.tool_set import ToolSet
 from edgespec.errors import TemplateError
 from edgespec.model.base import Progress, Vocabulary
-from edgespec.model.image import Image, PreparedImage
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage
 
 __all__ = ["MessagePrompt", "MessagePrompts"]
 

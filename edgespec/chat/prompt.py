@@ -26,7 +26,8 @@ from edgespec.chat.tokenizing import (
 from edgespec.chat.tool_calls.tool_set import render_with_tools
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from edgespec.model.base import Progress, Vocabulary
-from edgespec.model.image import Image, PreparedImage, contains_image
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, contains_image
 
 __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "build_single_prompt", "check_context_full"]
 

@@ -15,7 +15,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods.constants import FIXED_DRAFT_LENGTH, MAX_DRAFT_LENGTH
 from edgespec.model.base import Progress
-from edgespec.model.image import PreparedImage, contains_image, text_tokens
+from edgespec.model.image_tokens import PreparedImage, contains_image, text_tokens
 from edgespec.model.model_facts import ModelFacts
 from edgespec.options.reply_options import CONSTRAINT_NAMES
 from edgespec.options.settings import REPLY_OPTIONS, ReplyArguments, check_names

@@ -38,7 +38,7 @@ from edgespec.methods.base import Drafter
 from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
-from edgespec.model.image import text_tokens
+from edgespec.model.image_tokens import text_tokens
 from edgespec.system.checks import check_process
 
 __all__ = ["ReplyDecoder", "Session", "SessionModels", "SessionPool", "measure_target_step"]

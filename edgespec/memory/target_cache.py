@@ -20,7 +20,7 @@ from edgespec.memory.prefix_cache import HeadState, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.model.base import LanguageModel, Progress
 from edgespec.model.base_model import scaled_progress
-from edgespec.model.image import end_of_images, token_runs, whole_images
+from edgespec.model.image_tokens import end_of_images, token_runs, whole_images
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["TargetCache", "read_prompt", "score"]

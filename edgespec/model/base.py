@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.model.image import Image, PreparedImage
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage
 from edgespec.model.model_facts import Adapter, ModelFacts
 
 __all__ = [

@@ -22,7 +22,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
 from edgespec.model.base import LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.model.hidden_states import HiddenStateLog, OpenLogs
-from edgespec.model.image import Image, PreparedImage, end_of_images
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, end_of_images
 from edgespec.model.memory_estimate import check_tokens_fit
 from edgespec.model.model_facts import Capabilities, ModelFacts
 

@@ -1,45 +1,28 @@
-"""Images that users send to models: how they are checked and decoded, and how prompts contain them.
-
-In prompts, token ids stand for images. They are larger than all ids of vocabularies.
-"""
+"""Images that users send to models, and how they are checked and decoded."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256, shake_256
+from hashlib import sha256
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from edgespec.errors import AttachmentError
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image as PillowImage
 
-__all__ = [
-    "MAX_IMAGE_BYTES",
-    "Image",
-    "PreparedImage",
-    "contains_image",
-    "cut_between_images",
-    "end_of_images",
-    "image_token_ids",
-    "looks_like_image",
-    "text_tokens",
-    "token_runs",
-    "whole_images",
-]
+__all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
 
 # Names of the supported formats, by the name that Pillow gives them.
-_FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
+FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
 # Brands of HEIC and AVIF files, in which phones store photos.
 _PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
 # What Pillow calls a JPEG file with several images, such as some cameras write.
@@ -72,7 +55,7 @@ class Image:
         name: The name to show, such as the file's path.
         data: The file's contents.
         width, height: The size in pixels, after the rotation that the file asks for.
-        format: One of the values of `_FORMATS`.
+        format: One of the values of `FORMATS`.
         orientation: EXIF's number for the rotation that the file asks for. 1 if there is none.
     """
 
@@ -99,7 +82,7 @@ class Image:
                 "reduce its size with an image editor",
                 code="attachment_too_large",
             )
-        form = _FORMATS["JPEG" if image.format == _SEVERAL_JPEGS else str(image.format)]
+        form = FORMATS["JPEG" if image.format == _SEVERAL_JPEGS else str(image.format)]
         _load(name, image)
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation >= _FIRST_TRANSPOSED else image.size
@@ -196,7 +179,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
         try:
-            return PIL.Image.open(BytesIO(data), formats=tuple(_FORMATS))
+            return PIL.Image.open(BytesIO(data), formats=tuple(FORMATS))
         except PIL.Image.DecompressionBombError:
             size = "more pixels than any photo"
         except Exception:
@@ -234,91 +217,3 @@ def _load(name: str, image: PillowImage) -> None:
             "open it in an image editor and save it again",
             code="attachment_unreadable",
         ) from error
-
-
-Tokens: TypeAlias = Sequence[int] | NDArray[np.int32]
-
-# Image tokens fill the upper half of the ids that fit in 32 bits. The lowest bit marks the first token of an
-# image, so that neighbouring images can be told apart, and the others are a hash of its content.
-_FIRST_ID = 1 << 30
-_HASH_BITS = 29
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PreparedImage:
-    """An image that a model's `prefill` accepts as long as this object exists.
-
-    Attributes:
-        tokens: The tokens that stand for the image in a prompt: runs of image tokens, and the control tokens
-            around them.
-        data: What the backend needs to run the image.
-    """
-
-    tokens: tuple[int, ...]
-    data: Any
-
-
-class TokenRun(NamedTuple):
-    """The tokens [start, end) of a sequence, which are either text or a single image."""
-
-    start: int
-    end: int
-    is_image: bool
-
-
-def image_token_ids(content: bytes, count: int) -> list[int]:
-    """Return the ids of an image's `count` tokens. Images with other content have other ids.
-
-    Prefixes that contain an image can therefore be compared and cached like any others.
-    """
-    words = np.frombuffer(shake_256(content).digest(4 * count), "<u4") % (1 << _HASH_BITS)
-    ids = _FIRST_ID + 2 * words.astype(np.int64)
-    ids[0] += 1
-    return [int(each) for each in ids]
-
-
-def contains_image(tokens: Tokens) -> bool:
-    """Return whether a sequence contains image tokens."""
-    return len(tokens) > 0 and max(tokens) >= _FIRST_ID
-
-
-def text_tokens(tokens: Tokens) -> list[int]:
-    """Return the tokens without those of images."""
-    return [token for token in tokens if token < _FIRST_ID]
-
-
-def whole_images(tokens: Tokens, length: int) -> int:
-    """Return `length`, or the start of the image that it would cut in two."""
-    while 0 < length < len(tokens) and tokens[length] >= _FIRST_ID and not tokens[length] & 1:
-        length -= 1
-    return length
-
-
-def cut_between_images(tokens: Tokens, start: int, count: int) -> int:
-    """Return the end of a piece of about `count` tokens from `start` on, which contains only whole images."""
-    end = whole_images(tokens, min(len(tokens), start + count))
-    if end <= start:
-        end = start + 1
-        while whole_images(tokens, end) < end:
-            end += 1
-    return end
-
-
-def end_of_images(tokens: Tokens) -> int:
-    """Return the position after the last image, or 0 if there is none."""
-    if not contains_image(tokens):
-        return 0
-    return next(end for end in range(len(tokens), 0, -1) if tokens[end - 1] >= _FIRST_ID)
-
-
-def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
-    """Split a sequence that starts with text or with a whole image into its texts and images."""
-    if len(tokens) and not contains_image(tokens):
-        yield TokenRun(0, len(tokens), False)
-        return
-    start = 0
-    for at in range(1, len(tokens) + 1):
-        is_image = tokens[start] >= _FIRST_ID
-        if at == len(tokens) or (tokens[at] >= _FIRST_ID) != is_image or (is_image and tokens[at] & 1):
-            yield TokenRun(start, at, is_image)
-            start = at

@@ -18,7 +18,8 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, EdgespecError, ModelFileError
 from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.image import Image, contains_image
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import contains_image
 from tests.backends.tiny_models import write_lfm2
 from tests.backends.tiny_vision import KINDS, VisionKind, VisionModel, picture, png_bytes, write_vision_model
 from tests.raising import raises

@@ -19,7 +19,8 @@ from edgespec.errors import AttachmentError, BackendError, ModelFileError
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.base_model import scaled_progress
 from edgespec.model.formats.projector import read_projector
-from edgespec.model.image import Image, PreparedImage, image_token_ids, token_runs
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, image_token_ids, token_runs
 from edgespec.system.files import file_state
 
 __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]

@@ -36,7 +36,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
 from edgespec.model.base import Head, LanguageModel, LoadOptions, LowBit, Progress
 from edgespec.model.base_model import SelfDraftView, check_progress, split_last_batch
-from edgespec.model.image import Image, PreparedImage, contains_image
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
 
 __all__ = ["LlamaCppModel", "load"]

@@ -43,7 +43,8 @@ from edgespec.errors import (
 )
 from edgespec.model.base import Head, LanguageModel, LoadOptions, LowBit, Progress, SelfDraft, Snapshot
 from edgespec.model.base_model import check_progress, split_last_batch
-from edgespec.model.image import Image, PreparedImage, contains_image
+from edgespec.model.image import Image
+from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.memory_estimate import check_draft_width
 from edgespec.model.model_facts import ModelFacts
 

@@ -23,7 +23,7 @@ from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import ReuseCosts, SegmentStore, reusable_tokens
 from edgespec.model.base import LanguageModel
-from edgespec.model.image import whole_images
+from edgespec.model.image_tokens import whole_images
 
 __all__ = ["HeadState", "PrefixCache", "PrefixCacheUsage"]
 

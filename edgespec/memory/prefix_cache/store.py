@@ -28,7 +28,7 @@ from edgespec.memory.constants import (
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_digest
 from edgespec.model.base import Snapshot
-from edgespec.model.image import end_of_images, whole_images
+from edgespec.model.image_tokens import end_of_images, whole_images
 from edgespec.model.model_facts import Capabilities
 
 __all__ = ["ReuseCosts", "SegmentStore", "default_memory_bytes", "max_copy_bytes", "reusable_tokens"]

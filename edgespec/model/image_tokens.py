@@ -1,0 +1,110 @@
+"""The token ids that stand for images in prompts. They are larger than all ids of vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import shake_256
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "PreparedImage",
+    "TokenRun",
+    "contains_image",
+    "cut_between_images",
+    "end_of_images",
+    "image_token_ids",
+    "text_tokens",
+    "token_runs",
+    "whole_images",
+]
+
+Tokens: TypeAlias = Sequence[int] | NDArray[np.int32]
+
+# Image tokens fill the upper half of the ids that fit in 32 bits. The lowest bit marks the first token of an
+# image, so that neighbouring images can be told apart, and the others are a hash of its content.
+_FIRST_ID = 1 << 30
+_HASH_BITS = 29
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedImage:
+    """An image that a model's `prefill` accepts as long as this object exists.
+
+    Attributes:
+        tokens: The tokens that stand for the image in a prompt: runs of image tokens, and the control tokens
+            around them.
+        data: What the backend needs to run the image.
+    """
+
+    tokens: tuple[int, ...]
+    data: Any
+
+
+class TokenRun(NamedTuple):
+    """The tokens [start, end) of a sequence, which are either text or a single image."""
+
+    start: int
+    end: int
+    is_image: bool
+
+
+def image_token_ids(content: bytes, count: int) -> list[int]:
+    """Return the ids of an image's `count` tokens. Images with other content have other ids.
+
+    Prefixes that contain an image can therefore be compared and cached like any others.
+    """
+    words = np.frombuffer(shake_256(content).digest(4 * count), "<u4") % (1 << _HASH_BITS)
+    ids = _FIRST_ID + 2 * words.astype(np.int64)
+    ids[0] += 1
+    return [int(each) for each in ids]
+
+
+def contains_image(tokens: Tokens) -> bool:
+    """Return whether a sequence contains image tokens."""
+    return len(tokens) > 0 and max(tokens) >= _FIRST_ID
+
+
+def text_tokens(tokens: Tokens) -> list[int]:
+    """Return the tokens without those of images."""
+    return [token for token in tokens if token < _FIRST_ID]
+
+
+def whole_images(tokens: Tokens, length: int) -> int:
+    """Return `length`, or the start of the image that it would cut in two."""
+    while 0 < length < len(tokens) and tokens[length] >= _FIRST_ID and not tokens[length] & 1:
+        length -= 1
+    return length
+
+
+def cut_between_images(tokens: Tokens, start: int, count: int) -> int:
+    """Return the end of a piece of about `count` tokens from `start` on, which contains only whole images."""
+    end = whole_images(tokens, min(len(tokens), start + count))
+    if end <= start:
+        end = start + 1
+        while whole_images(tokens, end) < end:
+            end += 1
+    return end
+
+
+def end_of_images(tokens: Tokens) -> int:
+    """Return the position after the last image, or 0 if there is none."""
+    if not contains_image(tokens):
+        return 0
+    return next(end for end in range(len(tokens), 0, -1) if tokens[end - 1] >= _FIRST_ID)
+
+
+def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
+    """Split a sequence that starts with text or with a whole image into its texts and images."""
+    if len(tokens) and not contains_image(tokens):
+        yield TokenRun(0, len(tokens), False)
+        return
+    start = 0
+    for at in range(1, len(tokens) + 1):
+        is_image = tokens[start] >= _FIRST_ID
+        if at == len(tokens) or (tokens[at] >= _FIRST_ID) != is_image or (is_image and tokens[at] & 1):
+            yield TokenRun(start, at, is_image)
+            start = at
