@@ -1,4 +1,4 @@
-"""Tests of memory limits, read from copies of other machines' /proc and /sys."""
+"""Tests of memory figures and limits, from the system and from copies of other machines' /proc and /sys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from edgespec.memory import budget, find_budget
+from edgespec.memory import available_bytes, budget, find_budget, peak_bytes, resident_bytes
 from edgespec.memory.budget import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 from edgespec.system.files import format_bytes
 
@@ -200,3 +200,8 @@ def test_a_real_address_space_limit() -> None:
 
 def test_limits_of_this_process() -> None:
     assert min(limit.free_bytes for limit in process_limits()) > 0
+
+
+def test_memory_of_this_process() -> None:
+    assert 0 < resident_bytes() <= peak_bytes() * 1.1
+    assert available_bytes() > 0

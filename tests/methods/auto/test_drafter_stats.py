@@ -1,4 +1,4 @@
-"""AcceptanceStats and AcceptanceCounts: counting, decay and streaks."""
+"""AcceptanceStats and AcceptanceCounts: counting, decay and streaks, and the classification of prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.drafter_stats import AcceptanceStats
+from edgespec.methods.auto.drafter_stats import TEXT_KINDS, AcceptanceStats, text_kind
 from edgespec.methods.constants import ACCEPTANCE_DECAY
 from edgespec.methods.running_stats import AcceptanceCounts
 
 CHAIN = TokenTree.chain(9, [1, 2, 3])
 FORK = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 1), (None,) * 5)
+CODE = "Rename `total` here:\n\ndef mean(xs):\n    total = sum(xs)\n    return total / len(xs)\n"
+SUM = "What is 17 * 23 + 4096 / 64 - 12.5?"
 
 
 class TestAcceptanceCounts:
@@ -78,3 +80,23 @@ class TestAcceptanceStats:
         assert len(survival) == 8
         assert 1.0 > survival[0] > survival[7] > 0.0
         assert survival == sorted(survival, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("How do I list files by size?", "talk"),
+        (CODE, "code"),
+        ("```\nls -l\n```\nWhat does this do?", "code"),
+        (SUM, "numbers"),
+        ("The harbour was quiet in the morning. " * 50 + "Summarise this.", "document"),
+        ("", "talk"),
+    ],
+)
+def test_kind_of_examples(text: str, kind: str) -> None:
+    assert text_kind(text) == kind
+
+
+@given(st.text())
+def test_every_text_has_a_kind(text: str) -> None:
+    assert text_kind(text) in TEXT_KINDS
