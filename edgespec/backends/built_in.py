@@ -21,8 +21,7 @@ from edgespec.model.formats.gguf_metadata import (
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.mtp_files import MTP_MODELS
-from edgespec.model.model_facts import Adapter
-from edgespec.model.model_info import PassWeights
+from edgespec.model.model_facts import Adapter, PassWeights
 from edgespec.model.registry import (
     Backend,
     BenchmarkModels,

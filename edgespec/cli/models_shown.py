@@ -14,7 +14,7 @@ from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.model.model_info import ModelInfo
+    from edgespec.model.model_facts import ModelInfo
     from edgespec.store.catalogue import HeadEntry, ModelEntry, ModelFormat
     from edgespec.store.drafts import DraftChoice, DraftOption
     from edgespec.store.heads import HeadOption

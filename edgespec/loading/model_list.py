@@ -23,7 +23,7 @@ from edgespec.memory import available_bytes
 from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
-from edgespec.model.model_info import PassWeights
+from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
 from edgespec.store.catalogue import ModelEntry, load_catalogue, needed_bytes, short_name

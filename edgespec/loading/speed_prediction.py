@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgespec.loading.constants import PREDICTED_PROMPT_TOKENS, TYPICAL_LAYERS
 from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.machine_speed import MachineSpeed, saved_machine_speed
-from edgespec.model.model_info import PassWeights
+from edgespec.model.model_facts import PassWeights
 from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 

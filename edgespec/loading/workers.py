@@ -22,7 +22,7 @@ from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.memory_estimate import MachineShare
-from edgespec.model.model_info import OutputLayer, PassWeights
+from edgespec.model.model_facts import OutputLayer, PassWeights
 from edgespec.model.registry import FileFormat, format_of
 from edgespec.options.methods import head_names, methods
 from edgespec.options.settings import LOAD_OPTIONS, LoadArguments

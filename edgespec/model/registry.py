@@ -18,8 +18,7 @@ from edgespec.errors import BackendMissingError, ModelFileError
 from edgespec.model.base import Head, LanguageModel, LoadOptions, Progress
 from edgespec.model.drafter_training import Teacher
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryEstimator
-from edgespec.model.model_facts import Adapter
-from edgespec.model.model_info import ModelInfo, PassWeights
+from edgespec.model.model_facts import Adapter, ModelInfo, PassWeights
 from edgespec.model.token_list import TokenList
 from edgespec.options.methods import methods
 

@@ -26,7 +26,7 @@ from edgespec.errors import (
     NotDownloadedError,
     WorkerLostError,
 )
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import load_catalogue, user_aliases

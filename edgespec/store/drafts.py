@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from edgespec.errors import EdgespecError, ModelNotFoundError
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import backend_of, same_backend
 from edgespec.store.aliases import preferred_draft
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue

@@ -28,7 +28,7 @@ from edgespec.model.formats.head_files import (
 )
 from edgespec.model.formats.mlx_files import missing_from_head
 from edgespec.model.heads.residual_layout import residual_head_method
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import FileFormat, format_at
 from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue

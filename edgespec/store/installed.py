@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.projector import read_projector
-from edgespec.model.model_info import ModelInfo, ModelKind
+from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.registry import format_of, same_backend
 from edgespec.model.token_list import TokenList
 from edgespec.model.trial_load import TrialModel, why_refused

@@ -23,7 +23,7 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.formats.mlx_metadata import read_mlx_info
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.store.catalogue import models_folder
 from edgespec.store.installed import model_info, shared_token_fraction

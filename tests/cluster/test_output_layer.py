@@ -27,7 +27,7 @@ from edgespec.methods.costs import machine_speed
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LoadOptions
-from edgespec.model.model_info import OutputLayer
+from edgespec.model.model_facts import OutputLayer
 from edgespec.model.registry import format_of
 from edgespec.options.load_options import LoadArguments
 from tests.cases import first

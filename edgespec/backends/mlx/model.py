@@ -86,7 +86,7 @@ class MlxModel(HeadTarget):
         return self._runner.length
 
     def _check(self, more: int) -> None:
-        # Every operation goes through here, on any thread. See `streams.py`.
+        # Every operation goes through here, on any thread. See `evaluation.py`.
         reuse_stream()
         super()._check(more)
 

@@ -8,7 +8,7 @@ from edgespec.errors import ModelFileError, shorten
 from edgespec.model.base import Head
 from edgespec.model.formats.mlx_metadata import read_head_info
 from edgespec.model.heads.residual_layout import residual_head_method
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import format_at
 from edgespec.options.methods import Method, head_kinds
 
