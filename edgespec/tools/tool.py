@@ -126,7 +126,7 @@ class ToolResult:
     @classmethod
     def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
         """Convert an MCP SDK result, replacing non-text content with a short description."""
-        parts = [_text(content) for content in result.content]
+        parts = [_result_text(content) for content in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         text = "\n".join(parts) or "(The tool returned nothing.)"
@@ -148,7 +148,7 @@ class ToolResult:
         return self.text.removeprefix(_FAILED)
 
 
-def _text(content: Any) -> str:
+def _result_text(content: Any) -> str:
     if content.type == "text":
         return str(content.text)
     if content.type == "resource":

@@ -66,7 +66,7 @@ _DFLASH_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.*)\.weight")
+_DFLASH_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.*)\.weight")
 # Architectures that can be converted, by `model_type` in config.json.
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -92,9 +92,10 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
         OSError: A file cannot be read or written.
     """
     head = read_eagle(folder)
-    layers = _layers(folder, head, target_layers)
+    layers = _eagle_layers(folder, head, target_layers)
     tensors = (
-        (_EAGLE_NAMES[name], _values(name, tensor, head.config)) for name, tensor in head.tensors.items()
+        (_EAGLE_NAMES[name], _eagle_values(name, tensor, head.config))
+        for name, tensor in head.tensors.items()
     )
     add_settings = partial(_add_eagle_settings, config=head.config, layers=layers)
     _write_converted(
@@ -102,13 +103,13 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
     )
 
 
-def _values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArray[Any]:
+def _eagle_values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArray[Any]:
     """Return a tensor's values in the order in which llama.cpp reads them."""
     values = tensor.read()
     return _interleaved(values, config.head_size) if name.endswith(_ROTATED) else values
 
 
-def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
+def _eagle_layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
     """Return the indices of the target layers whose inputs the head reads.
 
     Raises:
@@ -161,20 +162,20 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
         OSError: A file cannot be read or written.
     """
     head = read_dflash(folder)
-    if problem := _head_problem(head.config, target_layers):
+    if problem := _dflash_problem(head.config, target_layers):
         raise ModelFileError(
             f"the head in {folder} cannot be converted: {problem}",
             "choose a DFlash or DSpark head for this target",
             code="model_file_not_supported",
         )
-    tensors = ((_gguf_name(name), tensor.read()) for name, tensor in head.tensors.items())
+    tensors = ((_dflash_name(name), tensor.read()) for name, tensor in head.tensors.items())
     add_settings = partial(_add_dflash_settings, config=head.config)
     _write_converted(
         output, "dflash", f"the head in {folder}", head.config, tensors, head.target_ids, add_settings
     )
 
 
-def _head_problem(config: DFlashConfig, target_layers: int) -> str:
+def _dflash_problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
         return f"it reads the layers {list(config.states)}, but the target has {target_layers} layers"
     if config.rope.kind not in ROPE_KINDS:
@@ -184,8 +185,8 @@ def _head_problem(config: DFlashConfig, target_layers: int) -> str:
     return ""
 
 
-def _gguf_name(name: str) -> str:
-    match = _NAME.fullmatch(name)
+def _dflash_name(name: str) -> str:
+    match = _DFLASH_NAME.fullmatch(name)
     assert match is not None
     layer, part = match.groups()
     return f"{'' if layer is None else f'blk.{layer}.'}{_DFLASH_NAMES[part]}.weight"
@@ -227,7 +228,7 @@ def convert_draft_model(folder: Path, tokenizer: Mapping[str, tuple[Any, Any, An
         raise _unusable(folder, problem)
     kind = _ARCHITECTURES[settings["model_type"]]
     names = gguf.get_tensor_name_map(kind, layers)
-    tensors = _tensors(folder, stored, settings, config, names)
+    tensors = _draft_tensors(folder, stored, settings, config, names)
 
     def add_settings(writer: gguf.GGUFWriter) -> None:
         writer.add_block_count(layers)
@@ -264,7 +265,7 @@ def _draft_problem(
     return ""
 
 
-def _tensors(
+def _draft_tensors(
     folder: Path,
     stored: Mapping[str, StoredTensor],
     settings: Mapping[str, Any],

@@ -183,12 +183,12 @@ def _load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
         plan = ContextPlan(0, target.max_plan.kv_types, sequences=1, rows=BATCH_TOKENS)
         free = partial(library().llama_model_free, weights)
         found = HeadWeights(weights, path, name, options, plan, free, path)
-        return HeadFile(found, (POST_NORM,), partial(_open_context, found), _checked_view)
+        return HeadFile(found, (POST_NORM,), partial(_open_assistant_context, found), _checked_assistant)
 
     return load_head_file(target, head, ASSISTANT, "a Gemma 4 assistant", make)
 
 
-def _checked_view(parts: HeadParts) -> _AssistantHead:
+def _checked_assistant(parts: HeadParts) -> _AssistantHead:
     """Create a view of an assistant. Raises ModelFileError if its logits are not finite."""
     head, target = _AssistantHead(parts), parts.target
     if target.length or not target.free_tokens:
@@ -294,7 +294,7 @@ class _AssistantHead(HeadView[HeadTarget]):
         super().close()
 
 
-def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:
+def _open_assistant_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:
     """Return a context for a head that reads the target's KV cells."""
     shared, options = target.context, weights.options
     plan = weights.max_plan.with_tokens(shared.tokens)

@@ -317,7 +317,7 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         ModelFileError: A file is damaged.
     """
     own, needed = (read_header(gguf_files(each)[0]) for each in (path, target))
-    if problem := _problem(own):
+    if problem := _assistant_problem(own):
         raise ModelFileError(
             f"the head {path} is damaged: {problem}", "download it again, or use --head none"
         )
@@ -329,7 +329,7 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         )
 
 
-def _problem(header: GgufHeader) -> str:
+def _assistant_problem(header: GgufHeader) -> str:
     """Return why llama.cpp cannot run the head with any target, or an empty string."""
     layers, predicting = map(header.architecture_number, ("block_count", "nextn_predict_layers"))
     windowed = _windowed(header)

@@ -394,12 +394,12 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         header = json.loads(encoded)
     except RecursionError as error:
         raise ValueError("the header of the segment file is nested too deeply") from error
-    if not _is_valid(header):
+    if not _is_valid_header(header):
         raise ValueError("the header of the segment file has missing or invalid values")
     return dict(header)
 
 
-def _is_valid(header: Any) -> bool:
+def _is_valid_header(header: Any) -> bool:
     if not isinstance(header, dict) or not all(isinstance(header.get(key), str) for key in _TEXTS):
         return False
     if not all(type(header.get(key)) is int and 0 <= header[key] < _MAX_COUNT for key in _COUNTS):

@@ -280,7 +280,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
     body = call.body
     if not body.messages:
         return await load_model(call, _formatted_message)
-    converted = [_converted(index, message) for index, message in enumerate(body.messages)]
+    converted = [_converted_message(index, message) for index, message in enumerate(body.messages)]
     messages = [*system_messages(body.system), *converted]
     offered = offered_tools(body.tools or ())
     choice = checked_choice(body.tool_choice, offered, body.tools or ())
@@ -288,7 +288,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
     return await respond(call, ReplyRequest(prompt, options_of(body)), _formatted_message)
 
 
-def _converted(index: int, message: OllamaMessage) -> dict[str, Any]:
+def _converted_message(index: int, message: OllamaMessage) -> dict[str, Any]:
     place, images = f"messages.{index}.content", []
     if message.role == "tool":
         # An agent cannot take back a tool result, so images in it must not end the conversation.
@@ -366,10 +366,12 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
         )
     if not body.prompt:
         return await load_model(call, _formatted_text)
-    return await respond(call, ReplyRequest(_prompt(body, body.prompt), options_of(body)), _formatted_text)
+    return await respond(
+        call, ReplyRequest(_generate_prompt(body, body.prompt), options_of(body)), _formatted_text
+    )
 
 
-def _prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
+def _generate_prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
     images = read_images(body.images, "images")
     if body.raw:
         return TextPrompt(prompt, tuple(each.image for each in images))
