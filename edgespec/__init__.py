@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from edgespec.api.saved_data import delete_data
     from edgespec.api.stream import ReplyStream
     from edgespec.attachments import attach
-    from edgespec.chat.attached_file import AttachedFile
-    from edgespec.chat.message import Message, PlacedImage
+    from edgespec.chat.message import AttachedFile, Message, PlacedImage
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs
     from edgespec.engine.sampling_params import SamplingParams
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
         search_models,
     )
     from edgespec.loading.preview import Preview, plan
-    from edgespec.memory.plan import MemoryPlan
+    from edgespec.memory.plan import MemoryPlan, MemoryUse
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
-    from edgespec.memory.use import MemoryUse
     from edgespec.model.image import Image
     from edgespec.model.model_facts import Capabilities, Exactness, ModelFacts
     from edgespec.options.load_options import LoadArguments
@@ -100,8 +98,7 @@ _HOMES = {
     "edgespec.attachments": ("attach",),
     "edgespec.model.image": ("Image",),
     "edgespec.model.model_facts": ("Capabilities", "Exactness", "ModelFacts"),
-    "edgespec.chat.attached_file": ("AttachedFile",),
-    "edgespec.chat.message": ("Message", "PlacedImage"),
+    "edgespec.chat.message": ("AttachedFile", "Message", "PlacedImage"),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.api.conversation": ("Chat",),
     "edgespec.api.embedding": ("Embedding",),
@@ -109,9 +106,8 @@ _HOMES = {
     "edgespec.engine.stats": ("Stats",),
     "edgespec.errors": ("EdgespecError",),
     "edgespec.options.load_options": ("LoadArguments",),
-    "edgespec.memory.plan": ("MemoryPlan",),
+    "edgespec.memory.plan": ("MemoryPlan", "MemoryUse"),
     "edgespec.memory.prefix_cache.cache": ("PrefixCacheUsage",),
-    "edgespec.memory.use": ("MemoryUse",),
     "edgespec.decode.reply": ("MethodReport", "Reply", "TextChunk", "TokenLogprobs"),
     "edgespec.options.reply_options": ("ReplyArguments",),
     "edgespec.api.request_queue": ("QueuedEmbeddings", "QueuedReply", "RequestQueue"),

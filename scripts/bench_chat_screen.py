@@ -29,8 +29,7 @@ from textual.screen import Screen
 
 import edgespec
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, quick_screen

@@ -15,9 +15,9 @@ import time
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from edgespec.backends.llamacpp.ggml_products import GgmlProducts
+from edgespec.backends.llamacpp.matrices import GgmlProducts
 from edgespec.backends.llamacpp.native import ggml
-from edgespec.model.heads.products import Array, Product
+from edgespec.model.heads.numpy_layers import Array, Product
 
 _SECONDS, _MIN_RUNS = 0.7, 3
 _HEADER = ("matrix", "rows", "NumPy F32", "ggml F32", "ggml F16", "ggml BF16", "ggml Q8_0")

@@ -14,7 +14,7 @@ from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import ProgressLine, print_table
 from edgespec.errors import DownloadError, EdgespecError
 from edgespec.model.formats.head_files import head_info, method_of, why_not_made_for
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.store.catalogue import Catalogue, HeadEntry, ModelEntry, load_catalogue
 from edgespec.store.download import HEAD, MODEL, Progress
 from edgespec.store.remote_header import fetch_metadata

@@ -35,7 +35,7 @@ import numpy as np
 
 import edgespec
 from edgespec import Reply, Runtime
-from edgespec.losslessness.logit_rows import Alone, largest_difference, logit_rows
+from edgespec.losslessness.replay import Alone, largest_difference, logit_rows
 
 OPEN_CHATS = 6
 CACHED_CHATS = 3

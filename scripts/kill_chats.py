@@ -37,7 +37,7 @@ import edgespec
 import edgespec.api.loading
 import edgespec.backends.llamacpp  # Import once, before any fork.
 from edgespec.api.requests import ReplyRequest
-from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import MessageTree
 from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
 from edgespec.errors import ChatFileError

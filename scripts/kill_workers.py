@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 
 import edgespec
-from edgespec.cluster.rpc_probe import HELLO
+from edgespec.cluster.rpc_child import HELLO
 from edgespec.cluster.status import LEAD, MEASURE, PROBE
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError
-from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
+from edgespec.model.base import EarlyExit, LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.model.base_model import BaseModel, SelfDraftView
 from edgespec.model.model_facts import Capabilities, ModelFacts
-from edgespec.model.self_draft_methods import EarlyExit, SelfDraft
 
 __all__ = ["LetterVocabulary", "TabularModel"]
 

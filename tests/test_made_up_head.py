@@ -21,14 +21,13 @@ from edgespec.cli.program import program
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.head_method import head_method
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.base_model import BaseModel
 from edgespec.model.heads.tensor_files import read_folder_tensors
-from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog
+from edgespec.model.hidden_states import POST_NORM, HiddenStateLog
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.registry import HeadSupport, register_head
-from edgespec.model.self_draft_methods import Head
 from edgespec.options.methods import HeadKind, MethodDocs, register
 from edgespec.store.reference import resolve
 from tests.safetensors_files import write_safetensors

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol
 from typing_extensions import TypeVar
 
 from edgespec.api.stream import ReplyStream
-from edgespec.attachments.images import ImageSource, as_image
+from edgespec.attachments.reading import ImageSource, as_image
 from edgespec.chat.message import Message, PlacedImage, Role, reply_message
 from edgespec.chat.prompt import ContextFull
 from edgespec.chat.reply_start import text_to_continue

@@ -30,19 +30,17 @@ from edgespec.loading.pairing import (
 )
 from edgespec.loading.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.loading.prefix_cache_options import create_prefix_cache, file_states
-from edgespec.loading.worker_options import connect_workers
+from edgespec.loading.workers import connect_workers
 from edgespec.memory import check_room_to_plan
 from edgespec.methods.costs.target_costs import FreeCosts
-from edgespec.model.base import LoadOptions, Progress
-from edgespec.model.mapped_files import MappedFiles
-from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.model.base import EarlyExit, LoadOptions, Progress
 from edgespec.options.methods import method
 from edgespec.options.settings import LoadArguments, as_bytes
-from edgespec.store.acceptance_history import AcceptanceRecorder, measured_acceptance_rate
-from edgespec.store.recommended_sampling import recommended_sampling
+from edgespec.store.installed import recommended_sampling
 from edgespec.store.reference import Resolved
+from edgespec.store.speedup_estimate import AcceptanceRecorder, measured_acceptance_rate
 from edgespec.system.facts import Facts
-from edgespec.system.files import unwritable_cache
+from edgespec.system.files import MappedFiles, unwritable_cache
 
 __all__ = ["always_draft", "load"]
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from edgespec.memory import available_bytes
 from edgespec.model.formats.mlx_files import mlx_installed
 from edgespec.store.catalogue import user_aliases_path
 from edgespec.system.files import cache_folder, log_folder
-from edgespec.system.graphics import gpu_vendors
 
-__all__ = ["Folders", "Gpu", "MachineInfo", "MlxInfo", "inspect_machine"]
+__all__ = ["Gpu", "MachineInfo", "MlxInfo", "gpu_vendors", "inspect_machine"]
+
+# PCI vendor numbers. Other devices, such as the screens of virtual machines, cannot run models.
+_VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +153,15 @@ def _mlx() -> MlxInfo:
         return MlxInfo(*mlx_build_info())
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
+
+
+def gpu_vendors(root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the vendors of the GPUs. `root` contains /proc and /sys."""
+    found = set()
+    for file in root.glob("sys/class/drm/renderD*/device/vendor"):
+        with suppress(OSError, ValueError):
+            found.add(_VENDORS.get(int(file.read_text(), 16), ""))
+    # NVIDIA's driver for computations does not need the kernel's graphics interface.
+    if (root / "proc/driver/nvidia/version").exists():
+        found.add("NVIDIA")
+    return tuple(sorted(found - {""}))

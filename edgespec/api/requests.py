@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, Unpack
 
-from edgespec.attachments.images import ImageSource, as_image
+from edgespec.attachments.reading import ImageSource, as_image
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, check_context_full
 from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set

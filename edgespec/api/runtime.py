@@ -19,8 +19,7 @@ from edgespec.chat.message import Message, as_message
 from edgespec.chat.message_prompts import MessagePrompts
 from edgespec.chat.prompt import ContextFull, build_single_prompt, check_context_full
 from edgespec.chat.reasoning import opening_marker
-from edgespec.chat.reply_splitter import ReplySplitter
-from edgespec.chat.stop_strings import stop_searches
+from edgespec.chat.reply_text import ReplySplitter, stop_searches
 from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.grammar import AnswerRule, arguments_grammar
 from edgespec.chat.tool_calls.parser import CallSyntax
@@ -40,20 +39,20 @@ from edgespec.engine.processors import MinTokens
 from edgespec.errors import CapabilityError, ClosedError, OptionError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.constants import DEFAULT_RESERVE_BYTES
+from edgespec.memory.plan import MemoryUse
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
-from edgespec.memory.use import MemoryUse
 from edgespec.methods.context import LoadedHead
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model.base import LanguageModel, LoadOptions, Progress, Vocabulary
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, text_tokens
-from edgespec.model.mapped_files import MappedFiles
 from edgespec.model.model_facts import Exactness, ModelFacts
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
-from edgespec.store.acceptance_history import AcceptanceRecorder
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
+from edgespec.store.speedup_estimate import AcceptanceRecorder
+from edgespec.system.files import MappedFiles
 
 __all__ = ["Runtime"]
 

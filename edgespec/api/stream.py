@@ -9,14 +9,20 @@ from dataclasses import replace
 from functools import partial
 
 from edgespec.chat.reasoning import piece_with_markers
-from edgespec.chat.reply_splitter import ReplyParts, ReplySplitter, split_reply
-from edgespec.chat.stop_strings import CallLimit, StopSearch
-from edgespec.chat.text import ReleasedText, ReplyText
+from edgespec.chat.reply_text import (
+    CallLimit,
+    ReleasedText,
+    ReplyParts,
+    ReplySplitter,
+    ReplyText,
+    StopSearch,
+    split_reply,
+)
 from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.decode.reply import MethodReport, Reply, TextChunk, TokenLogprobs, exactness_for
 from edgespec.decode.request import Request
 from edgespec.decode.session import SessionPool
-from edgespec.engine.logprobs import TokenLogprob
+from edgespec.engine.logits import TokenLogprob
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import BusyError, EdgespecError

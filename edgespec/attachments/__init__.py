@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.attachments.images import ImageSource, as_image
-from edgespec.attachments.reading import ReadFiles, read_files
-from edgespec.chat.attached_file import with_files
+from edgespec.attachments.reading import ImageSource, ReadFiles, as_image, read_files
+from edgespec.chat.message import with_files
 from edgespec.errors import AttachmentError
 
 __all__ = ["ImageSource", "ReadFiles", "as_image", "attach", "read_files"]

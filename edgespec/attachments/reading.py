@@ -1,20 +1,28 @@
-"""Read attached files as text or as images, and reject other binary files."""
+"""Read attached files as text or as images, and reject other binary files.
+
+The text of a PDF file is extracted in a child process, because a malicious file can hang or exhaust memory.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
+import os
+from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from edgespec.attachments.finding import find_files, shown_path
-from edgespec.attachments.pdf import pdf_text
-from edgespec.chat.attached_file import AttachedFile
-from edgespec.errors import AttachmentError
+from edgespec.chat.message import AttachedFile
+from edgespec.errors import AttachmentError, EdgespecError, OptionError
 from edgespec.model.image import MAX_IMAGE_BYTES, Image, looks_like_image
+from edgespec.system.child_process import ChildProcess, module_arguments
 from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
+from edgespec.system.waiting import wait_for
 
-__all__ = ["ReadFiles", "read_files"]
+__all__ = ["ImageSource", "ReadFiles", "as_image", "read_files"]
 
 # Maximum size in bytes of one file, and of all files in a folder. Both far exceed the context of any model.
 _MAX_BYTES = 16 << 20
@@ -30,6 +38,13 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+ImageSource: TypeAlias = Image | bytes | str | PathLike[str]
+"""An image, the contents of an image file, or its path."""
+# Maximum memory of the child process in bytes. Python and pypdf use about 60 MiB, and extracting a book uses
+# a few times the size of its file.
+_PDF_MEMORY_BYTES = 1 << 30
+# Maximum size in bytes of the extracted text as JSON.
+_MAX_TEXT_BYTES = 32 << 20
 
 
 class ReadFiles(NamedTuple):
@@ -111,7 +126,7 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
     if is_image:
         return AttachedFile(name, "", image=Image.read(data, name))
     is_pdf = b"%PDF-" in start
-    return AttachedFile(name, pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
+    return AttachedFile(name, _pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
 
 
 def _decoded(name: str, data: bytes) -> str:
@@ -127,3 +142,80 @@ def _decoded(name: str, data: bytes) -> str:
             code="attachment_not_text",
         )
     return text
+
+
+def as_image(source: ImageSource) -> Image:
+    """Read an image. Raises AttachmentError if it cannot be read, and OptionError for another type."""
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, bytes):
+        return Image.read(source)
+    if not isinstance(source, str | PathLike):
+        raise OptionError(
+            f"an image must be a path, bytes or an Image, not {type(source).__name__}", "pass the file's path"
+        )
+    path = Path(os.path.expanduser(source))
+    name = shown_path(path)
+    try:
+        regular_file_bytes(path)
+        with path.open("rb") as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise AttachmentError(
+            f"{name} cannot be read: {error_reason(error)}",
+            "choose another file",
+            code="attachment_unreadable",
+        ) from error
+    return Image.read(data, name)
+
+
+def _pdf_text(name: str, data: bytes, max_seconds: float) -> str:
+    """Return the text of a PDF file.
+
+    Args:
+        name: The name of the file, for error messages.
+        data: The contents of the file.
+        max_seconds: Time limit for the extraction. A page of text takes about 20 ms.
+
+    Raises:
+        AttachmentError: The file is damaged, encrypted or too large, or contains no text.
+    """
+    try:
+        process = ChildProcess(module_arguments("edgespec.attachments.pdf_worker"))
+    except EdgespecError as error:
+        raise AttachmentError(
+            f"{name} cannot be read: {error.what}", error.next_step, code=error.code
+        ) from error
+    deadline = monotonic() + max_seconds
+
+    def extract() -> bytes:
+        with suppress(OSError, ValueError):
+            process.stdin.write(data)
+            process.stdin.close()
+            return process.stdout.read(_MAX_TEXT_BYTES + 1)
+        return b""
+
+    def poll() -> None:
+        if monotonic() > deadline:
+            raise _pdf_failure(name, f"extracting the text takes more than {max_seconds:.0f} seconds")
+        if process.memory_bytes > _PDF_MEMORY_BYTES:
+            raise _pdf_failure(
+                name, f"extracting the text needs more than {format_bytes(_PDF_MEMORY_BYTES)} of memory"
+            )
+
+    try:
+        answer = wait_for(extract, poll)
+    finally:
+        process.close()
+    if len(answer) > _MAX_TEXT_BYTES:
+        raise _pdf_failure(name, f"the file contains more than {format_bytes(_MAX_TEXT_BYTES)} of text")
+    if not answer:
+        raise _pdf_failure(name, "extracting the text needs too much memory or time")
+    text, problem = json.loads(answer)
+    if problem:
+        raise _pdf_failure(name, problem)
+    return str(text)
+
+
+def _pdf_failure(name: str, reason: str) -> AttachmentError:
+    return AttachmentError(f"{name} cannot be attached: {reason}", "copy the text you need to a text file")

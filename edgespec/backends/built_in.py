@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
+from edgespec.cluster.status import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.errors import CapabilityError
-from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.base import EarlyExit, Head, LanguageModel, LoadOptions, LowBit, Progress
 from edgespec.model.formats.gguf_files import check_gguf_adapters, gguf_files, named_gguf_files
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import (
@@ -21,8 +21,7 @@ from edgespec.model.formats.gguf_metadata import (
 from edgespec.model.formats.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.mtp_files import MTP_MODELS
-from edgespec.model.model_facts import Adapter
-from edgespec.model.pass_weights import PassWeights
+from edgespec.model.model_facts import Adapter, PassWeights
 from edgespec.model.registry import (
     Backend,
     BenchmarkModels,
@@ -31,7 +30,6 @@ from edgespec.model.registry import (
     HeadNetwork,
     HeadSupport,
 )
-from edgespec.model.self_draft_methods import EarlyExit, Head, LowBit
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 
 if TYPE_CHECKING:
@@ -104,20 +102,19 @@ def _network(module: str) -> Callable[[], HeadNetwork]:
 
 
 def _taps_layers(_architecture: str) -> bool:
-    from edgespec.backends.llamacpp.staging_api import target_layers_api
+    from edgespec.backends.llamacpp.state_taps import target_layers_api
 
     return target_layers_api() is not None
 
 
 def _returns_states(_architecture: str) -> bool:
-    from edgespec.backends.llamacpp.staging_api import nextn_api
+    from edgespec.backends.llamacpp.state_taps import nextn_api
 
     return nextn_api() is not None
 
 
 def _has_mtp_graph(architecture: str) -> bool:
-    from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
-    from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
+    from edgespec.backends.llamacpp.mtp_files import ASSISTANT_TARGET, MTP_GRAPHS
 
     return architecture in (*MTP_GRAPHS, ASSISTANT_TARGET) and _returns_states(architecture)
 

@@ -18,13 +18,12 @@ from edgespec.engine.noise import Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
+from edgespec.model.base import Head, LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.model.base_model import BaseModel, scaled_progress
-from edgespec.model.hidden_state_log import OpenLogs
+from edgespec.model.hidden_states import OpenLogs
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, cut_between_images
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import Head, SelfDraft
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 

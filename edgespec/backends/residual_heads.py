@@ -16,18 +16,26 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.base_model import BaseModel
-from edgespec.model.heads.cached_attention import CachedAttention, Projections
-from edgespec.model.heads.products import Array, MakeProduct, Product, WeightLoader, rms_norm, silu
+from edgespec.model.heads.numpy_layers import (
+    Array,
+    CachedAttention,
+    MakeProduct,
+    Product,
+    Projections,
+    RopeSettings,
+    Rotation,
+    WeightLoader,
+    rms_norm,
+    silu,
+)
 from edgespec.model.heads.residual_layout import (
     AttentionLayer,
     ResidualHead,
     ResidualHeads,
     read_residual_heads,
 )
-from edgespec.model.heads.rotation import RopeSettings, Rotation
-from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
-from edgespec.model.memory_check import check_weights_fit
-from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.model.hidden_states import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
+from edgespec.model.memory_estimate import MemoryEstimate, MemoryPart, check_weights_fit
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
 __all__ = [

@@ -1,8 +1,15 @@
 """Benchmarks that compare every method with plain decoding: measurements, statistics, tables and plots."""
 
-from edgespec.bench.plan import BenchPlan, MethodConfig, bench_prompts, method_configs
-from edgespec.bench.report import BenchReport, make_report
-from edgespec.bench.runs import BenchRun, Measurement, run
+from edgespec.bench.figures import BenchReport, make_report
+from edgespec.bench.runs import (
+    BenchPlan,
+    BenchRun,
+    Measurement,
+    MethodConfig,
+    bench_prompts,
+    method_configs,
+    run,
+)
 
 __all__ = [
     "BenchPlan",

@@ -18,7 +18,7 @@ from edgespec.bench.constants import (
 from edgespec.decode.reply import Reply
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.base import Progress
-from edgespec.options.wording import CHAT, TERMS, Wording
+from edgespec.options.methods import CHAT, TERMS, Wording
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 

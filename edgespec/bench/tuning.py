@@ -15,7 +15,7 @@ from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.methods.constants import MAX_DRAFT_LENGTH
 from edgespec.methods.costs.curve import CostCurve
-from edgespec.methods.costs.thread_search import fastest_threads
+from edgespec.methods.costs.target_costs import fastest_threads
 from edgespec.system.cores import usable_cores
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]

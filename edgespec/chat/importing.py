@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from edgespec.chat.message import Message, Role
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat, chat_from_json, in_utc
+from edgespec.chat.saved_chat import MessageTree, SavedChat, chat_from_json, in_utc
 from edgespec.errors import ChatFileError
 from edgespec.system.files import error_reason, regular_file_bytes
 

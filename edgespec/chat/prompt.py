@@ -10,12 +10,19 @@ from functools import partial
 from itertools import accumulate
 from typing import Literal
 
-from edgespec.chat.escaping import ControlTokenEscaping, TextScanner, is_control, literal
 from edgespec.chat.message import Message, PlacedImage
 from edgespec.chat.reasoning import opening_marker, split_at_markers
 from edgespec.chat.reply_start import fitted_to_prompt, whole_characters
 from edgespec.chat.template import DEFAULT_SETTINGS, ChatTemplate, TemplateSettings
-from edgespec.chat.tokenizing import check_size, tokenize, tokenize_whole
+from edgespec.chat.tokenizing import (
+    ControlTokenEscaping,
+    TextScanner,
+    check_size,
+    is_control,
+    literal,
+    tokenize,
+    tokenize_whole,
+)
 from edgespec.chat.tool_calls.tool_set import render_with_tools
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from edgespec.model.base import Progress, Vocabulary

@@ -1,19 +1,40 @@
-"""Tokenize text so that Ctrl-C can interrupt long calls, and reject text that cannot fit in the context."""
+"""Tokenize text: long calls can be interrupted with Ctrl-C, and text that cannot fit in the context is
+rejected.
+
+Control tokens in messages are escaped, so that users cannot inject them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
+from typing import Any
 
+from edgespec.chat.message import Message
+from edgespec.chat.tool_calls.calls import parse_object
 from edgespec.errors import ContextFullError
 from edgespec.model.base import Progress, Vocabulary
 from edgespec.system.files import format_bytes
 from edgespec.system.waiting import check_cancelled, wait_for
 
-__all__ = ["check_size", "tokenize", "tokenize_whole"]
+__all__ = [
+    "ControlTokenEscaping",
+    "TextScanner",
+    "check_size",
+    "is_control",
+    "literal",
+    "tokenize",
+    "tokenize_whole",
+]
 
 # Texts up to this length are tokenized in the calling thread. This took at most 0.1 seconds in all tests.
 _SHORT_CHARACTERS = 30_000
+# Maximum number of texts whose token counts are cached, which takes about 5 MB.
+_MAX_CACHED_SCANS = 16_384
 
 
 def tokenize(
@@ -62,3 +83,151 @@ def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int
             prompt_tokens=least,
             context_tokens=context_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The token count and the control tokens of text.
+
+    Attributes:
+        token_count: Number of tokens.
+        control_tokens: The distinct control tokens in the text, in order of first appearance.
+    """
+
+    token_count: int
+    control_tokens: tuple[int, ...]
+
+
+class TextScanner:
+    """Counts the tokens in texts and finds control tokens in them. Tokenizes each text only once."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        # Cached results, keyed by a hash of the text.
+        self._scans: dict[bytes, Scan] = {}
+
+    def scan(self, text: str, progress: Progress | None) -> Scan:
+        """Return the token count and the control tokens of text. Raises CancelledError."""
+        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        scan = self._scans.get(key)
+        if scan is None:
+            check_cancelled(progress)
+            tokens = tokenize(self._vocabulary, text, special=True, start=False, progress=progress)
+            control = [token for token in dict.fromkeys(tokens) if is_control(self._vocabulary, token)]
+            scan = self._scans[key] = Scan(len(tokens), tuple(control))
+            while len(self._scans) > _MAX_CACHED_SCANS:
+                self._scans.pop(next(iter(self._scans)), None)
+        return scan
+
+
+class ControlTokenEscaping:
+    """Replaces control tokens typed by the user with placeholders, so that they are tokenized as plain text.
+
+    Attributes:
+        literals: The text of each replaced control token, by token id.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self._vocabulary = vocabulary
+        self.literals: dict[int, str] = {}
+        texts = (text for message in messages for text in (message.reasoning, *message.prompt_texts))
+        used_characters = set().union(*texts, *_strings(list(tools)))
+        # Mark placeholders with two Unicode private-use characters that occur in no message.
+        unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
+        self._left, self._right = next(unused), next(unused)
+
+    def escape(self, message: Message, scanner: TextScanner, progress: Progress | None) -> Message:
+        """Return the message with its control tokens replaced by placeholders."""
+
+        def escape(text: str) -> str:
+            return self._escape(text, scanner.scan(text, progress).control_tokens) if text else ""
+
+        calls = (
+            replace(
+                call,
+                id=escape(call.id),
+                name=escape(call.name),
+                arguments=_mapped_json(call.arguments, escape),
+            )
+            for call in message.tool_calls
+        )
+        return replace(
+            message,
+            content=escape(message.content),
+            reasoning=escape(message.reasoning),
+            tool_calls=tuple(calls),
+            tool_call_id=escape(message.tool_call_id),
+            name=escape(message.name),
+        )
+
+    def image_mark(self, name: str) -> str:
+        """Return the mark for an image with this name, which occurs in no message. See `split_at_images`."""
+        return f"{self._left}image {name}{self._right}"
+
+    def split_at_images(self, text: str) -> list[str]:
+        """Split text at the marks of images. The items are text and the names of images in turn."""
+        return re.split(f"{self._left}image ([0-9a-f]+){self._right}", text)
+
+    def escape_tools(
+        self, tools: Sequence[Mapping[str, Any]], scanner: TextScanner, progress: Progress | None
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Return the definitions of tools with their control tokens replaced by placeholders."""
+        # Scan all strings at once, because most tools contain no control tokens.
+        control_tokens = scanner.scan("\n".join(_strings(list(tools))), progress).control_tokens
+        if not control_tokens:
+            return tuple(tools)
+        return tuple(_mapped(tool, lambda text: self._escape(text, control_tokens)) for tool in tools)
+
+    def _escape(self, text: str, control_tokens: Sequence[int]) -> str:
+        for token in control_tokens:
+            found = literal(self._vocabulary, token)
+            if found in text:
+                text = text.replace(found, f"{self._left}{token}{self._right}")
+                self.literals[token] = found
+        return text
+
+    def unescape(self, text: str) -> str:
+        """Return the text with placeholders replaced by the user's original text."""
+        return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
+
+
+def is_control(vocabulary: Vocabulary, token: int) -> bool:
+    """Return whether a token is a control token: one that has a text form but adds no text to a reply."""
+    return vocabulary.piece(token) == b"" and vocabulary.raw_piece(token) != b""
+
+
+def literal(vocabulary: Vocabulary, token: int) -> str:
+    """Return the text form of a control token."""
+    return vocabulary.raw_piece(token).decode("utf-8", "replace")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _mapped(value: Any, function: Callable[[str], str]) -> Any:
+    """Apply a function to all strings in a JSON value."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {function(key): _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_mapped(item, function) for item in value]
+    return value
+
+
+def _mapped_json(text: str, function: Callable[[str], str]) -> str:
+    """Apply a function to all strings in `text` if it is a JSON object, or else to the whole text."""
+    value = parse_object(text)
+    return function(text) if value is None else json.dumps(_mapped(value, function), ensure_ascii=False)

@@ -14,7 +14,7 @@ from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.loading.preview import MemoryPlan, Pool, Preview
-    from edgespec.loading.worker_speed import SpreadPrediction
+    from edgespec.loading.workers import SpreadPrediction
 
 __all__ = ["bar", "picture"]
 

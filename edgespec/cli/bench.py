@@ -30,7 +30,7 @@ from edgespec.cli.measuring import (
 from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import note, print_json, printable
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import Integer, ListOf, Text
+from edgespec.options.option import Integer, ListOf, Text
 
 if TYPE_CHECKING:
     from edgespec.bench import BenchPlan, BenchReport
@@ -134,7 +134,7 @@ def command(
         save.write_text(json.dumps(report.to_json(rows=True) | {"machine": machine}), "utf-8")
         note(f"saved: {save}")
     if plots:
-        from edgespec.bench.plots import save_plots
+        from edgespec.bench.charts import save_plots
 
         for path in save_plots(report, plots):
             note(f"plotted: {path}")
@@ -167,7 +167,7 @@ def _check_outputs(save: Path | None, plots: Path | None) -> None:
             f"cannot write to {save}", "specify a file in an existing folder", code="file_not_written"
         )
     if plots is not None:
-        from edgespec.bench.plots import check_plots
+        from edgespec.bench.charts import check_plots
 
         check_plots()
         if plots.exists() and not plots.is_dir():

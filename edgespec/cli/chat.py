@@ -195,8 +195,7 @@ def _choose_models(
 
 def _models_of_chat(wanted: str) -> ModelReferences | None:
     """Return the models of a saved chat, or None if they are unknown or no longer on this machine."""
-    from edgespec.chat.search import find_chat
-    from edgespec.chat.store import ChatStore
+    from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 
     # The chat reports a damaged file when it opens it.

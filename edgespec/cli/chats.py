@@ -16,8 +16,7 @@ from edgespec.cli.screen import is_terminal, note, print_json, print_table, prin
 from edgespec.errors import ChatFileError, OptionError
 
 if TYPE_CHECKING:
-    from edgespec.chat.search import FoundChat
-    from edgespec.chat.store import ChatStore, StoredChat
+    from edgespec.chat.store import ChatStore, FoundChat, StoredChat
 
 __all__ = ["command"]
 
@@ -76,7 +75,7 @@ def search_chats(text: Sequence[str], as_json: bool) -> None:
 
 
 def _print_found(query: str, as_json: bool) -> None:
-    from edgespec.chat.search import search
+    from edgespec.chat.store import search
 
     found = search(_store().list(), query)
     if as_json:
@@ -256,7 +255,7 @@ def _find(store: ChatStore, wanted: str, *, only: bool = False) -> StoredChat:
         ChatFileError: There is no such chat.
         OptionError: `only` is True, and several chats match.
     """
-    from edgespec.chat.search import find_chat
+    from edgespec.chat.store import find_chat
 
     chats = store.list()
     found = find_chat(chats, wanted)

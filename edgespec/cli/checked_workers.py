@@ -10,12 +10,10 @@ from typing import Any
 
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import rate
-from edgespec.cluster.cancellable import wait_for
-from edgespec.cluster.libraries import LLAMA_CPP, Library
-from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes
+from edgespec.cluster.link import LinkSpeed, measure_link, probe_worker, usable_bytes, wait_for
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.ssh import reach_workers
-from edgespec.cluster.status import WorkerStatus
+from edgespec.cluster.status import LLAMA_CPP, Library, WorkerStatus
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.system.files import format_bytes
 

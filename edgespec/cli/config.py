@@ -26,7 +26,7 @@ from edgespec.cli.settings import (
     variable_of,
 )
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import TokenBiases
+from edgespec.options.option import TokenBiases
 from edgespec.options.settings import setting_value, unknown_setting
 from edgespec.options.settings_file import KeyPath, quoted, settings_path, write_value
 from edgespec.system.files import cache_folder, config_folder, data_folder

@@ -17,7 +17,7 @@ from edgespec.cli.options import declared_options, json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.options.default_model import default_model, why_toy
-from edgespec.system.disk_checks import free_bytes, write_error
+from edgespec.system.disks import free_bytes, write_error
 from edgespec.system.files import error_reason, format_bytes, write_advice
 from edgespec.system.installation import pip_command, setup_command
 

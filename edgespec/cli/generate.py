@@ -117,7 +117,7 @@ class _Prompt(NamedTuple):
 def _with_files(prompt: str, paths: tuple[str, ...], images: tuple[str, ...]) -> _Prompt:
     """Add files and images to the prompt, and print the number of files in each folder."""
     from edgespec.attachments import as_image, read_files
-    from edgespec.chat.attached_file import with_files
+    from edgespec.chat.message import with_files
 
     files: list[AttachedFile] = []
     for path in paths:

@@ -15,7 +15,7 @@ from edgespec.cli.interrupt import Stop
 from edgespec.cli.options import KindType
 from edgespec.cli.screen import ProgressLine, is_terminal
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import Integer, ListOf, MethodName, Number
+from edgespec.options.option import Integer, ListOf, MethodName, Number
 from edgespec.options.settings import MAX_DRAFT_LENGTH
 
 __all__ = [

@@ -79,10 +79,8 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     from edgespec.model.formats.head_files import head_info
     from edgespec.store.catalogue import load_catalogue
     from edgespec.store.drafts import choose_draft, draft_options
-    from edgespec.store.head_reference import resolve_head
-    from edgespec.store.heads import head_options, published_heads
-    from edgespec.store.installed import find_installed, read_model_info, refusal_of
-    from edgespec.store.recommended_sampling import recommended_sampling
+    from edgespec.store.heads import head_options, published_heads, resolve_head
+    from edgespec.store.installed import find_installed, read_model_info, recommended_sampling, refusal_of
     from edgespec.store.reference import resolve
 
     head = published_head(reference)
@@ -221,7 +219,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     Ollama and LM Studio models and your own files are never deleted.
     """
     from edgespec.store.catalogue import user_aliases
-    from edgespec.store.removal import plan_removal
+    from edgespec.store.installed import plan_removal
 
     name = reference.strip()
     if name.lower() in user_aliases():
@@ -245,7 +243,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
 def _resolver(reference: str) -> Callable[..., Resolved]:
     """Return `resolve_head` if the catalogue lists `reference` as a head, and `resolve` otherwise."""
-    from edgespec.store.head_reference import resolve_head
+    from edgespec.store.heads import resolve_head
     from edgespec.store.reference import resolve
 
     return resolve_head if published_head(reference) else resolve

@@ -193,7 +193,7 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
         checked: The workers.
     """
     from edgespec.loading.speed_prediction import recommended_draft
-    from edgespec.store.suggestion import needed_bytes
+    from edgespec.store.catalogue import needed_bytes
 
     draft = recommended_draft(entry)
     draft_bytes = draft.approximate_file_bytes if draft else 0

@@ -14,13 +14,12 @@ from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.model.model_info import ModelInfo
+    from edgespec.model.model_facts import ModelInfo
     from edgespec.store.catalogue import HeadEntry, ModelEntry, ModelFormat
     from edgespec.store.drafts import DraftChoice, DraftOption
     from edgespec.store.heads import HeadOption
-    from edgespec.store.installed import InstalledModel
+    from edgespec.store.installed import InstalledModel, RecommendedSetting
     from edgespec.store.prepared.prepared_files import PreparedModel
-    from edgespec.store.recommended_sampling import RecommendedSetting
     from edgespec.store.reference import Resolved
 
 __all__ = [

@@ -14,7 +14,7 @@ from edgespec.cli.settings import SettingOption, use_preset
 from edgespec.errors import OptionError
 from edgespec.options.default_model import why_toy
 from edgespec.options.methods import method_names, methods_by_need
-from edgespec.options.option_kinds import (
+from edgespec.options.option import (
     Choice,
     Flag,
     HeadName,

@@ -151,7 +151,7 @@ def head(head: str, reference: str, to: Path, as_json: bool) -> None:
     HEAD is the head's folder, as published on Hugging Face, its name in edgespec's catalogue, or its Hugging
     Face repository. REF is the GGUF model that the head was trained for.
     """
-    from edgespec.store.head_reference import resolve_head
+    from edgespec.store.heads import resolve_head
     from edgespec.store.prepared.head import prepare_head
 
     def find(progress: ProgressLine) -> Path:

@@ -17,7 +17,7 @@ from edgespec.cli.options import Decorator, KindType, OutputPath, json_option, m
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.options.methods import HeadTraining, methods
-from edgespec.options.option_kinds import Integer
+from edgespec.options.option import Integer
 
 if TYPE_CHECKING:
     from edgespec.train import DrafterFigures, TrainingPrompt, TrainingResult

@@ -26,7 +26,7 @@ from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_o
 from edgespec.cli.screen import print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.options.methods import methods as known_methods
-from edgespec.options.option_kinds import Number
+from edgespec.options.option import Number
 from edgespec.options.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import parse_address
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import Integer, Size
+from edgespec.options.option import Integer, Size
 from edgespec.system.checks import parse_size
 from edgespec.system.files import cache_folder, format_bytes
 
@@ -102,7 +102,7 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
     from edgespec import __version__
     from edgespec.cluster.weight_cache import WeightCache
     from edgespec.cluster.worker_server import WorkerServer
-    from edgespec.loading.worker_speed import saved_speed_json
+    from edgespec.loading.workers import saved_speed_json
 
     memory, cache = options["memory"], options["cache"]
     memory_bytes = None if memory is None else parse_size("--memory", memory)

@@ -1,18 +1,22 @@
-"""The connected workers of a target, and the calls that run on them."""
+"""The connected workers of a target, and the calls that run on them.
+
+Calls that may hang run in a separate thread, so that the caller can continue if a worker is lost.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
-from edgespec.cluster.cancellable import ConnectProgress, wait_for
-from edgespec.cluster.guarded_calls import GuardedCalls
-from edgespec.cluster.libraries import Library
-from edgespec.cluster.link import Link, LinkSpeed, measure_link
+from edgespec.cluster.link import ConnectProgress, Link, LinkSpeed, measure_link, wait_for
 from edgespec.cluster.machines import Machines
 from edgespec.cluster.ssh import reach_workers
+from edgespec.cluster.status import Library
+from edgespec.errors import CancelledError, WorkerLostError
 
 __all__ = ["ConnectedWorkers"]
 
@@ -20,6 +24,11 @@ _Result = TypeVar("_Result")
 # When llama.cpp loses a connection, the worker's link usually breaks too. Wait this long for the link's
 # error, which names the worker.
 _REASON_SECONDS = 2.0
+# After an interrupt, the current pass has this many seconds to finish before it is abandoned. The next reply
+# has to wait for an abandoned pass, so a pass that is about to finish is not abandoned.
+_INTERRUPT_SECONDS = 0.2
+# Seconds that `close` waits for an abandoned call to finish.
+_CLOSE_SECONDS = 2.0
 
 
 class ConnectedWorkers:
@@ -51,7 +60,7 @@ class ConnectedWorkers:
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
             self._undo = undo.pop_all()
-        self._calls = GuardedCalls()
+        self._calls = _GuardedCalls()
         for link in self.links:
             link.watch(self._calls.fail)
         self._speeds: dict[Link, LinkSpeed] = {}
@@ -98,3 +107,129 @@ class ConnectedWorkers:
             self._calls.close(last)
         finally:
             self._undo.close()
+
+
+class _Call:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.is_done = self.is_abandoned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class _GuardedCalls:
+    """Runs calls one after another in its own thread.
+
+    llama.cpp aborts the process if it loses a worker, and waits forever for a worker that hangs. In both
+    cases, the thread that called llama.cpp is abandoned and stays blocked until the process exits.
+
+    A pass on workers can take seconds, so `interrupt` makes the caller return immediately. The thread
+    finishes the pass before it runs later calls.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._lost = self._next_step = ""
+        self._is_interrupted = False
+        self._abandoned: _Call | None = None
+        self._thread = threading.Thread(target=self._run, name="edgespec-workers", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `fail` was called."""
+        return bool(self._lost)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether an abandoned call is still running."""
+        return self._abandoned is not None and not self._abandoned.is_done
+
+    def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
+        """Run `work` in the thread and return its result, or re-raise its exception.
+
+        Args:
+            work: The call.
+            can_abandon: Whether an interrupt can abandon the call while it runs. A call that is still waiting
+                for an abandoned one can always be abandoned.
+
+        Raises:
+            WorkerLostError: `fail` was called, before this call or during it.
+            CancelledError: The call was abandoned.
+        """
+        call = _Call(work)
+        self._calls.put(call)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    call.is_done or self._lost or (self._is_interrupted and (can_abandon or self._is_stuck))
+                )
+            )
+            if not self._changed.wait_for(lambda: call.is_done or self._lost, _INTERRUPT_SECONDS):
+                call.is_abandoned, self._abandoned = True, call
+                raise CancelledError("the model's computation was cancelled")
+        if not call.is_done:
+            raise WorkerLostError(self._lost, self._next_step)
+        if call.error is not None:
+            raise call.error
+        result: _Result = call.result
+        return result
+
+    def interrupt(self, enabled: bool) -> None:
+        """Abandon the current call and all later ones until called with False. See `call`."""
+        with self._changed:
+            self._is_interrupted = enabled
+            self._changed.notify_all()
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Queue `work` to run in the thread after all earlier calls, without waiting for it."""
+        self._calls.put(_Call(work))
+
+    def fail(self, what: str, next_step: str) -> None:
+        """Make the current call and all later ones fail. Can be called from any thread.
+
+        Only the first call sets the message.
+
+        Args:
+            what: Which worker was lost, and why.
+            next_step: What the user can do about it.
+        """
+        with self._changed:
+            if not self._lost:
+                self._lost, self._next_step = what, next_step
+            self._changed.notify_all()
+
+    def wait_for_failure(self, timeout_seconds: float) -> None:
+        """Wait up to `timeout_seconds` for `fail` to be called."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost, timeout_seconds)
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """End the thread after its current call.
+
+        Args:
+            last: A final call to run. Skipped if a worker was lost or an abandoned call does not return.
+        """
+        if last is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost or not self._is_stuck, _CLOSE_SECONDS)
+            if not self._is_stuck:
+                with suppress(WorkerLostError):
+                    self.call(last)
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if self._lost:
+                continue
+            if not call.is_abandoned:
+                try:
+                    call.result = call.work()
+                except BaseException as error:
+                    call.error = error
+            with self._changed:
+                call.is_done = True
+                self._changed.notify_all()
+            # Drop the reference, so that the call's result is freed while waiting for the next call.
+            del call

@@ -1,4 +1,7 @@
-"""The connection that reserves a worker for a target, detects its loss, and measures its network speed."""
+"""The connection that reserves a worker for a target, detects its loss, and measures its network speed.
+
+The user can cancel the wait for a connection.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter as now
+from typing import TypeAlias, TypeVar
 
-from edgespec.cluster.libraries import MLX, Library
 from edgespec.cluster.machines import SshAddress, WorkerAddress
-from edgespec.cluster.status import LAYERS, LEAD, MAX_STATUS_BYTES, MEASURE, PROBE, WorkerStatus
-from edgespec.errors import MemoryBudgetError, WorkerError
+from edgespec.cluster.status import LAYERS, LEAD, MAX_STATUS_BYTES, MEASURE, MLX, PROBE, Library, WorkerStatus
+from edgespec.errors import CancelledError, MemoryBudgetError, WorkerError
+from edgespec.system import waiting
 from edgespec.system.files import format_bytes
 
 __all__ = [
+    "ConnectProgress",
     "Link",
     "LinkSpeed",
     "answer_messages",
@@ -27,6 +32,7 @@ __all__ = [
     "probe_worker",
     "set_timeouts",
     "usable_bytes",
+    "wait_for",
 ]
 
 _CONNECT_SECONDS = 5.0
@@ -46,6 +52,9 @@ _ROUND_TRIPS = 9
 _ENOUGH_SECONDS = 0.1
 _FIRST_BYTES, _MAX_BYTES, _GROWTH = 1 << 16, 1 << 26, 4
 _CHUNK = bytes(1 << 20)
+_Result = TypeVar("_Result")
+# Called with a description and a fraction. Returning False cancels the connection.
+ConnectProgress: TypeAlias = Callable[[str, float], bool]
 
 
 def set_timeouts(connection: socket.socket) -> None:
@@ -309,3 +318,29 @@ def answer_messages(connection: socket.socket) -> None:
                 return
             left -= received
         connection.sendall(b".")
+
+
+def wait_for(
+    work: Callable[[], _Result],
+    description: str,
+    progress: ConnectProgress | None,
+    discard: Callable[[_Result], None] = lambda _: None,
+) -> _Result:
+    """Run `work` in a thread and return its result, or re-raise its exception.
+
+    Args:
+        work: The call. It keeps running if the wait is cancelled.
+        description: What the call does, such as `connecting to host:port`.
+        progress: Called repeatedly during the wait.
+        discard: Called with the result if the wait was cancelled.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
+
+    def check() -> None:
+        if progress is not None and not progress(description, 0.0):
+            raise CancelledError(f"{description} was cancelled")
+
+    check()
+    return waiting.wait_for(work, check, discard)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from edgespec.cluster.cancellable import ConnectProgress
+from edgespec.cluster.link import ConnectProgress
 from edgespec.cluster.machines import SshAddress, WorkerAddress
 from edgespec.cluster.rpc_child import LOOPBACK
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS

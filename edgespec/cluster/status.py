@@ -1,4 +1,8 @@
-"""The status line that a worker sends to a target before the target uses it."""
+"""The status line that a worker sends to a target before the target uses it.
+
+It contains the versions of the libraries that run a target's layers, which must be the same on all of its
+machines.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from edgespec.cluster.libraries import LLAMA_CPP, MLX
-
 __all__ = [
     "LAYERS",
     "LEAD",
+    "LLAMA_CPP",
     "MAX_STATUS_BYTES",
     "MEASURE",
+    "MLX",
     "PROBE",
     "STDIN_SILENCE_SECONDS",
     "Device",
+    "Library",
     "WorkerStatus",
+    "installed_mlx",
 ]
 
 # The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
@@ -32,6 +38,7 @@ _MAX_BYTES = 1 << 63
 # Once the program that started a worker has written to the worker's stdin, it must keep writing at least this
 # often. A connection can break unnoticed, for example when a laptop goes to sleep.
 STDIN_SILENCE_SECONDS = 60.0
+LLAMA_CPP, MLX = "llama-cpp-python", "mlx-lm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class WorkerStatus:
         devices: The devices that the worker offers.
         memory_bytes: The total memory that the worker offers, across all devices.
         busy: Whether another target uses the worker.
-        speed: The measured speed of the machine, as written by `edgespec.loading.worker_speed`. Empty if
+        speed: The measured speed of the machine, as written by `edgespec.loading.workers`. Empty if
             it was not measured.
         mlx_lm: The versions of mlx-lm and mlx, which must be the same on all machines of an MLX target. Empty
             if they are not installed.
@@ -114,3 +121,22 @@ class WorkerStatus:
 
 def _short(text: object) -> str:
     return str(text)[:100]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library's package name, `LLAMA_CPP` or `MLX`, and its version."""
+
+    name: str
+    version: str
+
+
+def installed_mlx() -> str:
+    """Return the versions of mlx-lm and mlx, or an empty string if they are not installed."""
+    # Importing this module takes 20 ms, and `edgespec --help` does not need it.
+    from importlib import metadata
+
+    try:
+        return f"{metadata.version('mlx-lm')} (mlx {metadata.version('mlx')})"
+    except metadata.PackageNotFoundError:
+        return ""

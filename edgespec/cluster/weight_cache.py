@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.cluster.messages import Buffer
+from edgespec.cluster.layer_child import Buffer
 from edgespec.errors import WorkerError
-from edgespec.system.disk_checks import free_bytes
+from edgespec.system.disks import free_bytes
 from edgespec.system.files import (
     error_reason,
     file_state,

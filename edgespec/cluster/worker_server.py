@@ -15,11 +15,9 @@ from typing import Any
 import psutil
 
 from edgespec.cluster.layer_child import LayerChild
-from edgespec.cluster.libraries import installed_mlx
 from edgespec.cluster.link import answer_messages, set_timeouts
-from edgespec.cluster.rpc_child import LOOPBACK, RpcChild
-from edgespec.cluster.rpc_probe import HELLO
-from edgespec.cluster.status import LAYERS, LEAD, MEASURE, PROBE, Device, WorkerStatus
+from edgespec.cluster.rpc_child import HELLO, LOOPBACK, RpcChild
+from edgespec.cluster.status import LAYERS, LEAD, MEASURE, PROBE, Device, WorkerStatus, installed_mlx
 from edgespec.cluster.weight_cache import WeightCache
 from edgespec.errors import EdgespecError, WorkerError
 

@@ -1,31 +1,34 @@
-"""Compile constraints for the vocabulary of a model."""
+"""Compile constraints for the vocabulary of a model.
+
+Each new constraint is compiled in a child process first, because some crash llguidance or take minutes.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore, Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.chat.tool_calls.grammar import AnswerRule
 from edgespec.constraints.answer_start import AnswerStart
-from edgespec.constraints.endless import requires_endless_value
-from edgespec.constraints.matcher import as_expression, new_matcher, readable, text_of
+from edgespec.constraints.matcher import Constraint, as_expression, new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
-from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
-from edgespec.constraints.trial import ConstraintTrial, borrowed_trial
-from edgespec.errors import OptionError
+from edgespec.errors import CapabilityError, EdgespecError, OptionError
 from edgespec.model.base import Vocabulary
-from edgespec.options.schemas.enforceable import enforceable_schema, subschemas
+from edgespec.options.schemas.enforceable import enforceable_schema, requires_endless_value, subschemas
+from edgespec.system.child_process import ChildProcess, module_arguments
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["ConstraintCompiler"]
+__all__ = ["ConstraintCompiler", "ConstraintTrial"]
 
 # Maximum length of a constraint, in characters.
 _MAX_CHARACTERS = 1 << 18
@@ -48,6 +51,15 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # request. The size is limited because a constraint of 10 characters can use 50 MiB.
 _MAX_KEPT = 8
 _MAX_KEPT_BYTES = 48 << 20
+# Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
+_TRIAL_CPU_SECONDS = 5.0
+# Maximum time in seconds to wait for the child process, which may get little CPU time.
+_MAX_TRIAL_SECONDS = 30.0
+# Seconds to wait for a crashed process to exit.
+_TRIAL_EXIT_SECONDS = 5.0
+# Maximum number of constraints to compile concurrently. More than one, so that a slow constraint does not
+# delay all others.
+_MAX_TRIALS = 2
 
 
 class _Kind(NamedTuple):
@@ -149,7 +161,7 @@ class ConstraintCompiler:
         if matcher := self._kept_matcher(constraint):
             return matcher
         text = _checked_text(constraint)
-        with borrowed_trial() as trial:
+        with _borrowed_trial() as trial:
             # Another thread may have compiled this constraint while this one was waiting.
             if matcher := self._kept_matcher(constraint):
                 return matcher
@@ -293,3 +305,93 @@ def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
+
+
+class ConstraintTrial:
+    """A child process that tries to compile constraints. It is started for the first one.
+
+    Not thread-safe. The child process exits when this object is deleted or the parent process exits.
+    """
+
+    def __init__(self) -> None:
+        self._process: ChildProcess | None = None
+
+    def run(self, option: str, text: str) -> int | str:
+        """Compile a constraint in the child process.
+
+        The result does not say whether the constraint is valid. That can be checked without a child process.
+
+        Args:
+            option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
+            text: The constraint as text, from `text_of`.
+
+        Returns:
+            The approximate memory of the compiled constraint in bytes, or the reason why compiling it failed.
+
+        Raises:
+            CapabilityError: The process cannot be started.
+        """
+        if self._process is None or not self._process.alive:
+            self._process = _start()
+        process, answers = self._process, SimpleQueue[bytes]()
+
+        def exchange() -> None:
+            answer = b""
+            with suppress(OSError, ValueError):
+                process.stdin.write(json.dumps([option, text, _TRIAL_CPU_SECONDS]).encode() + b"\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            answers.put(answer)
+
+        Thread(target=exchange, name="edgespec-constraint-trial", daemon=True).start()
+        try:
+            if answer := answers.get(timeout=_MAX_TRIAL_SECONDS):
+                return int(answer)
+        except Empty:
+            process.close()
+            return f"compiling it takes more than {_MAX_TRIAL_SECONDS:.0f} seconds"
+        # The process has closed its output, so it is about to exit. Its exit status tells why.
+        process.wait(_TRIAL_EXIT_SECONDS)
+        process.close()
+        if process.exceeded_cpu_limit:
+            return f"compiling it takes more than {_TRIAL_CPU_SECONDS:g} seconds"
+        return "it is nested too deeply, or needs too much memory"
+
+    def close(self) -> None:
+        """Stop the child process."""
+        if self._process:
+            self._process.close()
+
+
+_trial_places = BoundedSemaphore(_MAX_TRIALS)
+# Keep at most one idle child process, which all models share, because each uses about 40 MiB.
+_idle_trials: list[ConstraintTrial] = []
+_trial_lock = Lock()
+
+
+@contextmanager
+def _borrowed_trial() -> Iterator[ConstraintTrial]:
+    """Provide a trial for exclusive use. If two are already in use, wait for one of them."""
+    with _trial_places:
+        try:
+            trial = _idle_trials.pop()
+        except IndexError:
+            trial = ConstraintTrial()
+        try:
+            yield trial
+        finally:
+            with _trial_lock:
+                is_surplus = bool(_idle_trials)
+                if not is_surplus:
+                    _idle_trials.append(trial)
+            if is_surplus:
+                trial.close()
+
+
+def _start() -> ChildProcess:
+    try:
+        return ChildProcess(module_arguments("edgespec.constraints.trial_worker"))
+    except EdgespecError as error:
+        raise CapabilityError(
+            f"constraints cannot be used: {error.what}", error.next_step, code=error.code
+        ) from error

@@ -1,19 +1,20 @@
-"""Create llguidance matchers, which decide which tokens a constraint allows."""
+"""Read a reply's constraint, and create llguidance matchers, which decide which tokens it allows."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgespec.constraints.specification import Constraint
+from edgespec.errors import OptionError
+from edgespec.options.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["as_expression", "new_matcher", "readable", "text_of"]
+__all__ = ["Constraint", "as_expression", "constraint_from", "new_matcher", "readable", "text_of"]
 
 # Parts of llguidance's messages to strip: an internal marker and the trailing stack trace.
 _NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
@@ -87,3 +88,25 @@ def readable(message: str) -> str:
 def _choices(texts: Sequence[str]) -> str:
     """Return a regular expression that matches the texts. A grammar is limited to 2,000 alternatives."""
     return "|".join(re.escape(text) for text in texts)
+
+
+class Constraint(NamedTuple):
+    """A constraint on a reply: the name of the option that sets it, and the option's validated value."""
+
+    option: str
+    value: Any
+
+
+def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
+    """Return the constraint set by a reply's options, or None.
+
+    Raises:
+        OptionError: Several options set a constraint.
+    """
+    given = [Constraint(name, values[name]) for name in CONSTRAINT_NAMES if values[name] not in (None, ())]
+    if len(given) > 1:
+        names = " and ".join(constraint.option for constraint in given)
+        raise OptionError(
+            f"{names} cannot be used together", "choose one of them for each reply", code="option_conflict"
+        )
+    return given[0] if given else None

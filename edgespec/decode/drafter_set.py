@@ -9,23 +9,20 @@ from typing import NamedTuple
 
 from edgespec.decode.reply import MethodReport
 from edgespec.errors import OptionError
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.auto.constants import TEXT_KIND_TOKENS
 from edgespec.methods.auto.controller import AutoConfig, AutoController
+from edgespec.methods.auto.drafter_stats import text_kind
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossTracker
-from edgespec.methods.auto.text_kind import text_kind
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import LoadedHead, MissingDrafter
-from edgespec.methods.costs.curve import CostFunction, assumed_cost
-from edgespec.methods.costs.pass_limits import PassLimits
-from edgespec.methods.tree_growth import TreeGrowth
+from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth, TreeGrowth
 from edgespec.model.base import LanguageModel
 from edgespec.model.model_facts import Capabilities
+from edgespec.options.methods import CHAT, TERMS, methods, parse_method
 from edgespec.options.methods import method as method_of_name
-from edgespec.options.methods import methods, parse_method
-from edgespec.options.wording import CHAT, TERMS
 
 __all__ = ["ANY_REPLY", "DrafterSet", "ReplyKind"]
 

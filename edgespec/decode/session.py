@@ -22,8 +22,7 @@ from edgespec.decode.idle import IdleWorker, drafters_with_idle_work
 from edgespec.decode.reply import MethodReport
 from edgespec.decode.request import Request
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
-from edgespec.engine.logits import Logits
-from edgespec.engine.logprobs import TokenLogprob
+from edgespec.engine.logits import Logits, TokenLogprob
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
@@ -34,8 +33,7 @@ from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
-from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
-from edgespec.methods.auto.controller import AutoController
+from edgespec.methods.auto.controller import ACTIVE_REPLIES, AutoController
 from edgespec.methods.base import Drafter
 from edgespec.methods.costs.constants import PLAIN_STEP_WEIGHT
 from edgespec.model.base import LanguageModel, Progress

@@ -10,10 +10,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
 from edgespec.engine.noise import Stream, gumbel, uniform
-from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "Rejection"]

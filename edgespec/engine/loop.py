@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.logits import Logits
-from edgespec.engine.logprobs import TokenLogprob, token_logprobs
+from edgespec.engine.logits import Logits, TokenLogprob, token_logprobs
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Round, RoundTimer, Stats
 from edgespec.engine.tree import TokenTree

@@ -1,4 +1,7 @@
-"""Token trees, the drafts that one verify pass checks."""
+"""Token trees, the drafts that one verify pass checks.
+
+`common_prefix_length` compares token sequences, whose common prefix can share KV cells.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Distribution
 
-__all__ = ["TokenTree", "TreeBuilder"]
+__all__ = ["TokenTree", "TreeBuilder", "common_prefix_length"]
 
 
 @dataclass(frozen=True)
@@ -227,3 +230,11 @@ class TreeBuilder:
     def build(self, block_verifiable: bool = False) -> TokenTree:
         """Return a token tree of all nodes added so far. See `TokenTree.block_verifiable`."""
         return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs), block_verifiable)
+
+
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two token sequences."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

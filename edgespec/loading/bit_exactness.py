@@ -53,9 +53,8 @@ from edgespec.loading.constants import (
     UNTESTED_BLOCK_TOKENS,
     WIDE_PASSES,
 )
-from edgespec.model.base import LanguageModel, Progress
+from edgespec.model.base import EarlyExit, LanguageModel, Progress
 from edgespec.model.model_facts import Capabilities
-from edgespec.model.self_draft_methods import EarlyExit
 
 __all__ = ["WidthClass", "find_width_classes", "restricted_to"]
 

@@ -141,7 +141,7 @@ ANY_SPLIT, BLOCK_SPLIT, BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
 # tokens. The value was chosen to limit the number of passes over a prompt.
 UNTESTED_BLOCK_TOKENS = 256
 
-# --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `advice.py`) ---
+# --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `planning.py`) ---
 
 # Share of a model's file that can be read from disk in every pass. The value was chosen a little below the
 # share of the feed-forward weights in common models, because the first layer's are kept.
@@ -174,7 +174,7 @@ MAX_WEIGHTS_SHARE = 0.85
 # length. The value was chosen as enough for a short question.
 MIN_SUGGESTED_CONTEXT_TOKENS = 512
 
-# --- Workers (`worker_speed.py`) ---
+# --- Workers (`workers.py`) ---
 
 # Rows of logits per pass when deciding where the output layer is. The value was chosen as in passes over a
 # draft of `FIXED_DRAFT_LENGTH` tokens, because the draft length changes with the text.

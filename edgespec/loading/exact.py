@@ -33,9 +33,8 @@ from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.methods.costs.target_costs import TargetCosts, settings_key
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import Exactness
-from edgespec.store.acceptance_history import measured_acceptance_rate
 from edgespec.store.constants import ASSUMED_SIZE_RATIO, HEAD_RATE
-from edgespec.store.speedup_estimate import estimate_acceptance_rate
+from edgespec.store.speedup_estimate import estimate_acceptance_rate, measured_acceptance_rate
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
 from edgespec.system.facts import Facts
 

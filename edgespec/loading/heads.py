@@ -11,10 +11,9 @@ from typing import NamedTuple, TypeAlias
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.model.base import Progress
-from edgespec.model.memory_check import BLOCK_TOKENS
+from edgespec.model.memory_estimate import BLOCK_TOKENS
 from edgespec.options.methods import head_names
-from edgespec.store.head_reference import resolve_head
-from edgespec.store.heads import HeadOption, head_options, named_head
+from edgespec.store.heads import HeadOption, head_options, named_head, resolve_head
 from edgespec.store.reference import Resolved
 from edgespec.store.remote_header import resolve_head_metadata
 from edgespec.system.files import format_bytes

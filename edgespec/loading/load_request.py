@@ -11,7 +11,7 @@ from edgespec.cluster.machines import Machines, parse_machines
 from edgespec.errors import OptionError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.planning import PlanRequest
-from edgespec.loading.worker_options import for_workers
+from edgespec.loading.workers import for_workers
 from edgespec.memory import Preference, available_bytes
 from edgespec.memory.constants import INITIAL_CONTEXT_TOKENS
 from edgespec.model.base import LoadOptions

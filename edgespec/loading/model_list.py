@@ -23,17 +23,16 @@ from edgespec.memory import available_bytes
 from edgespec.methods.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
-from edgespec.model.pass_weights import PassWeights
+from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
-from edgespec.store.catalogue import ModelEntry, load_catalogue
+from edgespec.store.catalogue import ModelEntry, load_catalogue, needed_bytes, short_name
 from edgespec.store.drafts import DraftOption, choose_draft, draft_options
-from edgespec.store.hub_cache import cached_model
+from edgespec.store.hub_files import cached_model
 from edgespec.store.hub_search import search_hub
 from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, read_model_info
 from edgespec.store.reference import resolve
-from edgespec.store.suggestion import needed_bytes, short_name
-from edgespec.system.disk_speed import read_bytes_per_second
+from edgespec.system.disks import read_bytes_per_second
 from edgespec.system.files import format_bytes
 
 __all__ = [

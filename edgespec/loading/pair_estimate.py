@@ -19,7 +19,7 @@ from edgespec.options.methods import method as method_of_name
 from edgespec.options.methods import methods
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
-from edgespec.system.disk_speed import read_bytes_per_second
+from edgespec.system.disks import read_bytes_per_second
 
 __all__ = ["PairEstimator", "open_estimator"]
 

@@ -10,8 +10,7 @@ from edgespec.loading.constants import FOREIGN_CONTEXT_TOKENS, TOKEN_RATIO
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, options_in_pair
 from edgespec.methods.base import Drafter
-from edgespec.methods.costs.target_costs import settings_key
-from edgespec.methods.costs.thread_search import use_fastest_threads
+from edgespec.methods.costs.target_costs import settings_key, use_fastest_threads
 from edgespec.methods.model.vocabularies import (
     RetokenisedDrafter,
     TranslatedModel,

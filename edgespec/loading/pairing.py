@@ -21,8 +21,7 @@ from edgespec.model.trial_load import TrialModel, check_loadable
 from edgespec.options.methods import methods
 from edgespec.store.drafts import DraftChoice, choose_draft
 from edgespec.store.heads import HeadOption
-from edgespec.store.installed import model_info_or_none
-from edgespec.store.projectors import find_projector
+from edgespec.store.installed import find_projector, model_info_or_none
 from edgespec.store.reference import Resolved, refused_head, resolve
 
 __all__ = [

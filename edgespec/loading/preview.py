@@ -23,8 +23,7 @@ from edgespec.loading.pairing import (
 )
 from edgespec.loading.planning import LoadPlan, budget_for, plan_pair
 from edgespec.loading.speed_prediction import SpeedPrediction, predict_pair
-from edgespec.loading.worker_options import connect_workers
-from edgespec.loading.worker_speed import SpreadPrediction, predict_spread
+from edgespec.loading.workers import SpreadPrediction, connect_workers, predict_spread
 from edgespec.memory import MemoryPlan, check_room_to_plan
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import Progress

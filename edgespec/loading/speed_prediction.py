@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from edgespec.loading.constants import PREDICTED_PROMPT_TOKENS, TYPICAL_LAYERS
 from edgespec.loading.pairing import ModelPair
 from edgespec.methods.costs.machine_speed import MachineSpeed, saved_machine_speed
-from edgespec.model.pass_weights import PassWeights
-from edgespec.store.acceptance_history import measured_acceptance_rate
+from edgespec.model.model_facts import PassWeights
 from edgespec.store.catalogue import ModelEntry, load_catalogue
-from edgespec.store.speedup_estimate import estimate_speedup
+from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 
 __all__ = [
     "SpeedPrediction",

@@ -10,6 +10,7 @@ difference is due to rounding. Otherwise, it is a fault.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,25 +25,28 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Round
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import MemoryBudgetError
-from edgespec.losslessness.logit_rows import MAX_ROWS, largest_difference
 from edgespec.memory.target_cache import read_prompt
 from edgespec.model.base import LanguageModel
-from edgespec.model.memory_check import round_up_to_block
+from edgespec.model.memory_estimate import round_up_to_block
 
 __all__ = [
+    "Alone",
     "Judgement",
     "MadeReply",
     "PromptRead",
     "Reason",
-    "Replayed",
     "Verdict",
     "find_fault",
     "judge",
-    "plain_rounds",
+    "largest_difference",
+    "logit_rows",
     "replay",
 ]
 
 Verdict = Literal["rounding", "fault"]
+# Maximum number of tokens whose logits are compared. This bounds memory use: with a vocabulary of 262,144
+# tokens, each row of logits takes 1 MiB.
+_MAX_ROWS = 64
 
 
 class Reason(StrEnum):
@@ -133,7 +137,7 @@ class Judgement(NamedTuple):
     largest_difference: float | None = None
 
 
-def plain_rounds(made: MadeReply, count: int) -> list[Round]:
+def _plain_rounds(made: MadeReply, count: int) -> list[Round]:
     """Return the plain-decoding rounds that compute the first `count` tokens of a reply."""
     starts_in_prompt = made.rounds[0].in_prompt_pass
     return [Round((0,), (-1,), (), 1, in_prompt_pass=starts_in_prompt and i == 0) for i in range(count)]
@@ -191,7 +195,7 @@ class _LastRows:
         self._end, self._rows = end, list[NDArray[np.float32]]()
 
     def add(self, position: int, row: NDArray[np.float32]) -> None:
-        if self._end - MAX_ROWS <= position < self._end:
+        if self._end - _MAX_ROWS <= position < self._end:
             self._rows.append(row)
 
     def stacked(self) -> NDArray[np.float32]:
@@ -292,7 +296,7 @@ def judge(target: LanguageModel, made: MadeReply, plain: MadeReply, position: in
         return Judgement("fault", _why_not_reproduced(target, made, first))
     if made.has_dropped_tokens and (leak := _find_leak(target, made, first)):
         return Judgement("fault", leak[0])
-    alone = replace(plain, rounds=plain_rounds(plain, position + 1), tokens=plain.tokens[: position + 1])
+    alone = replace(plain, rounds=_plain_rounds(plain, position + 1), tokens=plain.tokens[: position + 1])
     single = replay(target, alone, rows_end=position + 1)
     if single.position is not None:
         return Judgement("fault", Reason.NOT_REPEATABLE)
@@ -346,3 +350,61 @@ def _why_not_reproduced(target: LanguageModel, made: MadeReply, first: Replayed)
 
 def _why_dropped_tokens_matter(made: MadeReply) -> Reason:
     return Reason.REJECTED_TOKENS if made.has_rejected_tokens else Reason.STALE_CACHE
+
+
+class Alone:
+    """Runs passes over a text while no other reply is in the context.
+
+    Args:
+        batch_tokens: Maximum number of prompt tokens per pass.
+    """
+
+    def __init__(self, batch_tokens: int = sys.maxsize) -> None:
+        self.batch_tokens = batch_tokens
+
+    def before_pass(self, model: LanguageModel) -> int:  # noqa: ARG002
+        """Prepare the context for the next pass, and return how many prompt tokens it may contain."""
+        return self.batch_tokens
+
+    def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
+        """Run a verify pass of `model`."""
+        return model.verify(tree)
+
+
+def logit_rows(
+    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], passes: Alone | None = None
+) -> NDArray[np.float32]:
+    """Compute the logits along a reply with single-token passes.
+
+    Overwrites the model's KV cache.
+
+    Args:
+        model: The model.
+        prompt: Tokens of the prompt.
+        reply: The first tokens of the reply.
+        passes: Runs the passes. By default, a single pass prefills the prompt.
+
+    Returns:
+        The logits after up to 64 last tokens of `reply`, as float32 [tokens, vocab].
+    """
+    passes = passes or Alone()
+    model.truncate(0)
+    while model.length < len(prompt) - 1:
+        end = min(model.length + passes.before_pass(model), len(prompt) - 1)
+        model.prefill(prompt[model.length : end])
+    everything = np.arange(model.facts.vocab_size)
+    rows: list[NDArray[np.float32]] = []
+    for token in (prompt[-1], *reply):
+        passes.before_pass(model)
+        logits = passes.verify(model, TokenTree.chain(token))
+        rows.append(logits.at(0, everything).astype(np.float32))
+        del rows[:-_MAX_ROWS]
+        model.commit(())
+    return np.stack(rows)
+
+
+def largest_difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """Return the largest absolute difference between two arrays, or infinity if one contains a NaN."""
+    with np.errstate(invalid="ignore"):
+        distance = np.where(a == b, np.float32(0), np.abs(a - b))
+    return float(np.where(np.isnan(distance), np.float32(np.inf), distance).max(initial=0.0))

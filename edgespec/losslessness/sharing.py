@@ -17,7 +17,7 @@ import numpy as np
 
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.losslessness.logit_rows import Alone, largest_difference, logit_rows
+from edgespec.losslessness.replay import Alone, largest_difference, logit_rows
 from edgespec.model.base import LanguageModel
 
 __all__ = ["SharingErrors", "measure_sharing"]

@@ -16,19 +16,23 @@ from edgespec.api.runtime import Runtime
 from edgespec.constraints import ConstraintCompiler
 from edgespec.decode.reply import Reply
 from edgespec.decode.request import ReplySettings, StreamArguments
-from edgespec.engine.distribution import Distribution
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.processors import LogitsProcessor
-from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.sampling_params import SamplingParams
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, OptionError, shorten
-from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
-from edgespec.losslessness.prompts import Prompt, prompt_tokens
+from edgespec.losslessness.cases import (
+    DEFAULT_SAMPLES,
+    Case,
+    Prompt,
+    all_cases,
+    check_at_once,
+    count_case_replies,
+    prompt_tokens,
+)
 from edgespec.losslessness.replay import Judgement, MadeReply, PromptRead, Reason, find_fault, judge
-from edgespec.losslessness.report import Divergence, MethodFindings, VerifyReport
+from edgespec.losslessness.report import Divergence, MethodFindings, Sample, VerifyReport, p_value
 from edgespec.losslessness.sharing import measure_sharing
-from edgespec.losslessness.statistics import Sample, p_value
 from edgespec.model.base import LanguageModel
 from edgespec.system.checks import check_integer, check_number
 from edgespec.system.cores import CPU_LOAD

@@ -2,6 +2,7 @@
 
 from edgespec.memory.budget import (
     Budget,
+    Limit,
     available_bytes,
     check_room_to_plan,
     find_budget,
@@ -9,7 +10,6 @@ from edgespec.memory.budget import (
     resident_bytes,
 )
 from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget, stream_least
-from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, Streaming, create_items, shared_items
 
 __all__ = [

@@ -10,7 +10,7 @@ from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.constants import MIN_DRAFT_TOKENS, MIN_ROOM_TOKENS
 from edgespec.memory.plan import MemoryPlan
 from edgespec.model.base import LanguageModel
-from edgespec.model.memory_check import round_up_to_block
+from edgespec.model.memory_estimate import round_up_to_block
 
 __all__ = ["ResizableContext", "has_room_to_resize"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory.constants import MIN_CONTEXT_TOKENS, SAVING_WINDOW_TOKENS, SHORT_CONTEXT_TOKENS
 from edgespec.memory.plan import Decision, MemoryPlan
-from edgespec.model.memory_check import BLOCK_TOKENS
+from edgespec.model.memory_estimate import BLOCK_TOKENS
 
 __all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget", "stream_least"]
 

@@ -1,4 +1,7 @@
-"""The memory plan, which lists the memory that a load needs and compares it with the budget."""
+"""The memory plan, which lists the memory that a load needs and compares it with the budget.
+
+`MemoryUse` is the memory that a loaded runtime currently uses.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
 from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES
+from edgespec.memory.prefix_cache import PrefixCacheUsage
 from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.system.files import format_bytes
 
-__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "Streaming", "create_items", "shared_items"]
+__all__ = ["Decision", "Item", "MemoryPlan", "MemoryUse", "Streaming", "create_items", "shared_items"]
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
@@ -207,3 +211,31 @@ def shared_items(models_bytes: int, process_bytes: int, headroom_bytes: int | No
         Item("Python", "Python and its libraries", "process", process_bytes),
         Item("free", "headroom", "headroom", headroom_bytes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory currently used by a runtime.
+
+    Attributes:
+        weight_bytes: Size of the target's and draft model's weights.
+        kv_bytes: Current size of the target's and draft model's KV caches.
+        resident_bytes: Resident memory of the process, including memory-mapped weights read so far.
+        plan: The memory plan made before loading.
+        context_tokens: Current context size of the target.
+        max_context_tokens: Maximum context size.
+        available_bytes: Memory still available to other programs.
+        reclaimed_bytes: Total memory freed for other programs so far.
+        last_reclaim: What was freed last, and why.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    resident_bytes: int
+    prefix_cache: PrefixCacheUsage
+    plan: MemoryPlan | None = None
+    context_tokens: int = 0
+    max_context_tokens: int = 0
+    available_bytes: int = 0
+    reclaimed_bytes: int = 0
+    last_reclaim: str = ""

@@ -1,4 +1,7 @@
-"""Manage the target's KV cache: save its contents and load the prompt before each reply."""
+"""Manage the target's KV cache: save its contents and load the prompt before each reply.
+
+Reading a prompt can also score it: compute the log-probability of each of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter as now
 
-from edgespec.engine.logits import Logits
-from edgespec.engine.logprobs import TokenLogprob
-from edgespec.engine.prefix import common_prefix_length
-from edgespec.engine.scoring import score
+from edgespec.engine.logits import Logits, TokenLogprob, token_logprobs
+from edgespec.engine.loop import Verifier
 from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.memory.constants import IDLE_READ_TOKENS, READ_TOKENS, SCORED_TOKENS
 from edgespec.memory.context_resize import ResizableContext
@@ -21,7 +23,7 @@ from edgespec.model.base_model import scaled_progress
 from edgespec.model.image_tokens import end_of_images, token_runs, whole_images
 from edgespec.model.model_facts import Capabilities
 
-__all__ = ["TargetCache", "read_prompt"]
+__all__ = ["TargetCache", "read_prompt", "score"]
 
 
 class TargetCache:
@@ -331,3 +333,29 @@ def _pass_ends(tokens: Sequence[int], begin: int, block: int) -> Iterator[int]:
                     yield whole
             yield stop
     yield len(tokens)
+
+
+def score(
+    target: Verifier, tokens: Sequence[int], count: int, *, max_width: int
+) -> Iterator[tuple[TokenLogprob, ...]]:
+    """Compute the log-probability of each token of a text after the first, given the preceding tokens.
+
+    Afterwards, the target's KV cache contains all tokens except the last.
+
+    Args:
+        target: The target. Its KV cache must be empty.
+        tokens: The text.
+        count: How many of the most likely tokens' log-probabilities to return at each position.
+        max_width: Maximum number of tokens in a pass.
+
+    Yields:
+        The log-probabilities computed by one pass.
+    """
+    end = len(tokens) - 1
+    for start in range(0, end, max_width):
+        chain = tokens[start : min(start + max_width, end)]
+        nodes = range(len(chain))
+        logits = target.verify(TokenTree.chain(chain[0], chain[1:]))
+        computed = token_logprobs(logits, nodes, tokens[start + 1 :], count)
+        target.commit(tuple(nodes[1:]))
+        yield computed

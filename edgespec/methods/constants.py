@@ -75,7 +75,7 @@ TREE_BRANCHES = 16
 # the longest draft of other drafters.
 MAX_FORCED_TOKENS = 16
 
-# --- Adaptive trees (`adaptive_tree.py`) ---
+# --- Adaptive trees (`tree_growth.py`) ---
 
 # Maximum number of tree levels to plan ahead. The value was chosen because estimates for deeper levels are
 # too uncertain.
@@ -97,7 +97,7 @@ DRAFT_PROB_PRIOR = (0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93,
 # value was chosen so high that draft models are tried.
 TYPICAL_PRIOR = 0.7
 
-# --- Running statistics (`running_stats.py`, `auto/acceptance_stats.py`) ---
+# --- Running statistics (`running_stats.py`, `auto/drafter_stats.py`) ---
 
 # Number of recent values in a running mean. The value was chosen to follow changes within a reply.
 MEAN_VALUES = 10

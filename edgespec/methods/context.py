@@ -10,10 +10,9 @@ from typing import NamedTuple
 from edgespec.errors import CapabilityError
 from edgespec.methods.base import Drafter
 from edgespec.methods.costs.curve import CostCurve
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LanguageModel, Progress
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import LanguageModel, Progress, SelfDraft
 from edgespec.model.registry import FileFormat
-from edgespec.model.self_draft_methods import SelfDraft
 from edgespec.options.load_options import LoadArguments
 from edgespec.store.heads import HeadOption
 from edgespec.store.reference import Resolved

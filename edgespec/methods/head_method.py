@@ -27,7 +27,7 @@ def head_method(
 
     def make(context: DrafterContext) -> Drafter | MissingDrafter:
         # Import this only when used, because `edgespec --help` reads all method records.
-        from edgespec.methods.head_drafter import make_head_drafter
+        from edgespec.methods.model.making import make_head_drafter
 
         return make_head_drafter(context, name)
 

@@ -1,7 +1,12 @@
-"""Base classes for models with their own KV cache, and for draft views that share a target's."""
+"""Base classes for models.
+
+They are for models with their own KV cache, for draft views that share a target's, and for draft models that
+wrap another model and feed it a different token sequence.
+"""
 
 from __future__ import annotations
 
+import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,24 +19,25 @@ from numpy.typing import NDArray
 
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
-from edgespec.model.base import LanguageModel, Progress, Snapshot, Vocabulary
-from edgespec.model.hidden_state_log import HiddenStateLog, OpenLogs
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
+from edgespec.model.base import LanguageModel, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.model.hidden_states import HiddenStateLog, OpenLogs
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, end_of_images
-from edgespec.model.memory_check import check_tokens_fit
-from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import SelfDraft
+from edgespec.model.memory_estimate import check_tokens_fit
+from edgespec.model.model_facts import Capabilities, ModelFacts
 
 __all__ = [
     "MAX_CACHED_PIECES",
     "BaseModel",
     "M",
     "SelfDraftView",
+    "WrappedModel",
     "check_progress",
     "in_batches",
     "scaled_progress",
     "split_last_batch",
+    "wrapped_capabilities",
 ]
 
 # A vocabulary caches the bytes of at most this many tokens. Caching all of them would take tens of MiB.
@@ -354,3 +360,70 @@ class SelfDraftView(ABC, Generic[M]):
         if self._closed:
             raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
         self._target.check_open()
+
+
+def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
+    """Restrict a model's capabilities to those that a `WrappedModel` around it supports."""
+    return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
+
+
+class WrappedModel(BaseModel):
+    """A draft model that runs another model on a shortened or translated token sequence.
+
+    A snapshot contains only token ids. The other model reprocesses the tokens after `restore`.
+    """
+
+    def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:
+        self._model = model
+        self.vocabulary = vocabulary
+        self._tokens: list[int] = []
+        self._round: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """See `LanguageModel.truncate`."""
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def _end_round(self) -> None:
+        self._round = ()
+        if not self._closed:
+            self._model.truncate(self._model.length)
+
+    def remove_range(self, start: int, end: int) -> None:
+        raise CapabilityError(
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}",
+            code="rollback_not_supported",
+        )
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
+        self._check(0)
+        self._end_round()
+        return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self.truncate(0)
+        try:
+            tokens = json.loads(snapshot.data)
+        except ValueError:
+            tokens = None
+        if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.facts.context_tokens:
+            raise BackendError(
+                "the saved KV cache belongs to another model or exceeds the context",
+                "process the prompt again",
+                code="state_not_restored",
+            )
+        self._append(tokens)
+
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
+
+    def close(self) -> None:
+        self._closed = True
+        self._model.close()

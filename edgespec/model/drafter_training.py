@@ -1,8 +1,8 @@
-"""The interfaces through which backends train heads and draft models."""
+"""The interfaces through which backends train heads and draft models, also online, between replies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,9 +10,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.model.base import Progress, Vocabulary
+from edgespec.model.base import LanguageModel, Progress, Vocabulary
 
-__all__ = ["DrafterTrainer", "Guesser", "Student", "Teacher", "TrainingBatch"]
+__all__ = [
+    "DrafterTrainer",
+    "Guesser",
+    "Student",
+    "Teacher",
+    "Trainable",
+    "Trainer",
+    "TrainingBatch",
+    "TrainingExample",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +165,76 @@ class Teacher(Protocol):
             path: Folder of the draft model. It must use the target's token ids.
             name: Name of the draft model, for messages.
             lora: Whether to train LoRA weights, which takes less memory than training all weights.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingExample:
+    """A token sequence with the target's most likely next tokens.
+
+    Attributes:
+        rows: Indices into `tokens`. The draft model learns to predict the token after each index.
+        best: The target's k most likely tokens after each of `rows`, int64 [rows, k].
+        probs: The probabilities of `best`, float32 [rows, k]. Each row sums to 1.
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    best: NDArray[np.int64]
+    probs: NDArray[np.float32]
+
+
+class Trainer(Protocol):
+    """Trains an adapter for a draft model online (online speculative decoding, arXiv 2310.07177).
+
+    The loaded weights never change. Enabling or disabling the adapter does not recompute the KV cache. All
+    methods must be called from the model's thread.
+    """
+
+    identity: str
+    """Fingerprint of the model and its weights. Saved adapters are only valid for the same fingerprint."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the draft model runs with the trained adapter."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory used by the adapter and the optimiser state, in bytes."""
+
+    @property
+    def peak_step_bytes(self) -> int:
+        """Peak additional memory used by any training step so far, in bytes. 0 before the first step."""
+
+    def set_adapted(self, enabled: bool) -> None:
+        """Enable or disable the adapter."""
+
+    def train_step(self, example: TrainingExample) -> float:
+        """Run one training step and return the loss before it.
+
+        Raises:
+            BackendError: The step failed. The adapter is unchanged.
+        """
+
+    def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+        """Return how many of `tokens[first:]` the model predicts as the most likely next token."""
+
+    def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
+        """Return the adapter's weights, keyed by name."""
+
+    def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+        """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
+
+    def release_thread_state(self) -> None:
+        """Free memory cached for the calling thread. Call this before the thread ends."""
+
+
+class Trainable(LanguageModel, Protocol):
+    """A model that can be trained online as a draft model. Its `facts.capabilities.trainable` is True."""
+
+    def trainer(self) -> Trainer:
+        """Return a new trainer for this model.
+
+        Raises:
+            CapabilityError: The model has no layers that can be adapted.
         """

@@ -13,15 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from edgespec.cluster.libraries import Library
+from edgespec.cluster.status import Library
 from edgespec.errors import BackendMissingError, ModelFileError
-from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.base import Head, LanguageModel, LoadOptions, Progress
 from edgespec.model.drafter_training import Teacher
 from edgespec.model.memory_estimate import MemoryEstimate, MemoryEstimator
-from edgespec.model.model_facts import Adapter
-from edgespec.model.model_info import ModelInfo
-from edgespec.model.pass_weights import PassWeights
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.model_facts import Adapter, ModelInfo, PassWeights
 from edgespec.model.token_list import TokenList
 from edgespec.options.methods import methods
 

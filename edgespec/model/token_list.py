@@ -1,11 +1,11 @@
-"""Read the tokens of models from their files and compare them."""
+"""Read the tokens of models from their files, compare them, and find the longest one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from edgespec.model.formats.gguf_header import GgufHeader, StringArray
 from edgespec.model.formats.mlx_files import MAX_JSON_BYTES
 from edgespec.system.files import read_regular_file
 
-__all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
+__all__ = ["TokenList", "longest_piece_bytes", "tokens_of_folder", "tokens_of_header"]
 
 # Kinds of tokenizers that store bytes as other characters.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
@@ -29,6 +29,13 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MAX_TOKENS = 1 << 22
 # Exceptions that parsing an invalid tokenizer.json can raise.
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+# Vocabulary entries for all bytes that UTF-8 uses, in GPT-2's format.
+_BYTE_LEVEL_ENTRIES = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])) - frozenset(
+    map(chr, [0xC0, 0xC1, *range(0xF5, 0x100)])
+)
+_BYTE_FALLBACK_ENTRIES = frozenset(
+    f"<0x{byte:02X}>" for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +149,20 @@ def _kind_of(tokenizer: Mapping[str, Any]) -> str:
     if model.get("byte_fallback") or model.get("type") == "Unigram":
         return _SENTENCEPIECE
     return str(model.get("type", ""))
+
+
+def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:
+    """Return the length of the longest token in bytes, or 0 if tokens can represent text of any length.
+
+    Args:
+        entries: The token id of each vocabulary entry. No token may be longer than its entry.
+        raw_piece: Returns the bytes of a token.
+    """
+    if not (entries.keys() >= _BYTE_LEVEL_ENTRIES or entries.keys() >= _BYTE_FALLBACK_ENTRIES):
+        return 0
+    longest = 0
+    for entry in sorted(entries, key=lambda entry: len(entry.encode()), reverse=True):
+        if len(entry.encode()) <= longest:
+            break
+        longest = max(longest, len(raw_piece(entries[entry])))
+    return longest

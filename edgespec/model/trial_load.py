@@ -1,4 +1,7 @@
-"""Test new model files in a child process before loading them, because damaged files can cause crashes."""
+"""Test new model files in a child process before loading them, because damaged files can cause crashes.
+
+`main` runs in the child process.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from edgespec.errors import BackendError, CancelledError, ModelFileError
-from edgespec.model.base import Progress
+from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
+from edgespec.model.base import Head, Progress
 from edgespec.model.model_facts import Adapter
-from edgespec.model.registry import FileFormat, all_files, backend_of
-from edgespec.model.self_draft_methods import Head
-from edgespec.model.trial_child import PASSED, REFUSED, encode_head
+from edgespec.model.registry import FileFormat, all_files, backend_of, format_of
 from edgespec.system.facts import Facts
 from edgespec.system.files import file_state
 from edgespec.system.heap import limit_malloc_arenas
 
-__all__ = ["TrialModel", "check_loadable", "why_refused"]
+__all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
 
 # Signals that indicate a crash, which a damaged model file may have caused.
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
@@ -47,10 +48,15 @@ _PROGRESS_SECONDS = 0.1
 # files.
 _CODE = (
     "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
-    " from edgespec.model.trial_child import main; main(request)"
+    " from edgespec.model.trial_load import main; main(request)"
 )
 # Name of the C++ exception for a failed allocation, which does not indicate a damaged model file.
 _OUT_OF_MEMORY = "std::bad_alloc"
+# Outcomes that the child process prints, one line per model. If the backend rejects the model's files, the
+# reason follows as a JSON string.
+_PASSED, _REFUSED = "passed", "refused"
+# Memory limit in bytes of the child process that loads models for a trial, excluding mapped files.
+_MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
@@ -137,7 +143,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
             backend_of(model.form.name).preload()
         for key, model in untried.items():
             outcome = child.wait_for(model, progress)
-            if outcome == PASSED:
+            if outcome == _PASSED:
                 _remember(key, _Result(model.runs))
             elif outcome == "":
                 crash = child.crash(model)
@@ -166,15 +172,15 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
     while untried:
         try:
             with _start_child([models[i] for i, _ in untried]) as child:
-                outcome = PASSED
+                outcome = _PASSED
                 while untried and outcome:
                     i, key = untried.pop(0)
                     outcome = child.wait_for(models[i], None)
-                    if outcome == PASSED:
+                    if outcome == _PASSED:
                         _remember(key, _Result(False))
                     elif outcome:
                         # Do not save a rejection for another reason, such as too little memory.
-                        if reason := outcome.removeprefix(REFUSED):
+                        if reason := outcome.removeprefix(_REFUSED):
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))
                     elif crash := child.crash(models[i]):
@@ -279,7 +285,7 @@ class _Child:
                 line = self._lines.get(timeout=_PROGRESS_SECONDS)
             except queue.Empty:
                 continue
-            if line is None or line == PASSED or line.startswith(REFUSED):
+            if line is None or line == _PASSED or line.startswith(_REFUSED):
                 return line or ""
             with suppress(ValueError):
                 fraction = min(1.0, max(0.0, float(line)))
@@ -340,7 +346,7 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
                 str(model.path),
                 model.name,
                 model.runs,
-                encode_head(model.head),
+                _encode_head(model.head),
                 [(adapter.path, adapter.scale) for adapter in model.adapters],
             )
             for model in models
@@ -386,3 +392,65 @@ def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
     for line in stream:
         put(line.decode("ascii", "replace").strip())
     put(None)
+
+
+def _encode_head(head: Head | None) -> list[str | None] | None:
+    """Encode a head as JSON values for the request to `main`."""
+    return None if head is None else [head.method, None if head.path is None else str(head.path)]
+
+
+def _decode_head(head: Sequence[str | None]) -> Head:
+    method, path = head
+    assert method is not None
+    return Head(method, None if path is None else Path(path))
+
+
+def main(request: dict[str, Any]) -> None:
+    """Try to load each model in the request and print the outcome. Runs in the child process."""
+    _limit_process(request["cpu_seconds"])
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    for form_name, path, name, runs, head, adapters in request["models"]:
+        form = format_of(form_name)
+        try:
+            if head and form.try_head is not None:
+                form.try_head(path, name, _decode_head(head), _print_fraction)
+            elif adapters and form.try_adapters is not None:
+                form.try_adapters(path, name, [Adapter(*adapter) for adapter in adapters], _print_fraction)
+            elif form.trial is not None:
+                form.trial(path, name, runs, _print_fraction)
+            _print(_PASSED)
+        except ModelFileError as error:
+            _print(_REFUSED + json.dumps(error.what))
+        except EdgespecError:
+            _print(_REFUSED)
+    os._exit(0)
+
+
+def _limit_process(cpu_seconds: int) -> None:
+    """Limit the process's CPU time and memory (excluding mapped files), and disable core dumps."""
+    if sys.platform != "win32":
+        import resource
+
+        limits = (
+            (resource.RLIMIT_CPU, cpu_seconds),
+            (resource.RLIMIT_DATA, _MAX_MEMORY_BYTES),
+            (resource.RLIMIT_CORE, 0),
+        )
+        for limit, value in limits:
+            with suppress(OSError, ValueError):
+                resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
+
+
+def _exit_with_parent() -> None:
+    """Exit this process when the parent process exits, which closes stdin."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _print(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def _print_fraction(_description: str, fraction: float) -> bool:
+    _print(f"{fraction:.3f}")
+    return True

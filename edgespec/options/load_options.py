@@ -5,8 +5,11 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Annotated, Literal, TypedDict
 
-from edgespec.options.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
-from edgespec.options.option_kinds import (
+from edgespec.options.option import (
+    ACCEPTANCE,
+    DRAFT_LENGTH,
+    MAX_LOSS,
+    METHOD,
     Adapters,
     Branches,
     Choice,
@@ -15,11 +18,13 @@ from edgespec.options.option_kinds import (
     Integer,
     MethodList,
     Number,
+    Option,
     PathName,
     ProjectorName,
     Size,
     Text,
     WorkerList,
+    declared_options,
 )
 
 __all__ = ["LOAD_OPTIONS", "LoadArguments"]

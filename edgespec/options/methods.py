@@ -2,7 +2,7 @@
 
 Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
 Everything that depends on which methods exist reads these records: options, help, planning, loading, `auto`,
-the chat and the documentation.
+the chat and the documentation. `Wording` has the terms for drafting in messages.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from edgespec.errors import OptionError
 from edgespec.system.spelling import REMOVED_NAMES, nearest
 
 __all__ = [
+    "CHAT",
+    "TERMS",
     "HeadKind",
     "HeadTraining",
     "Method",
     "MethodDocs",
-    "Needs",
+    "Wording",
     "head_kinds",
     "head_names",
     "method",
@@ -284,3 +286,28 @@ def parse_method(method: str) -> tuple[str, ...]:
             option="method",
         )
     return names
+
+
+class Wording(NamedTuple):
+    """The terms for drafting in sentences.
+
+    Attributes:
+        draft: The noun.
+        drafts: Its plural.
+        drafted: The participle.
+        drafting: The activity.
+        sources: Returns the name of drafters such as `model+suffix` in a sentence.
+    """
+
+    draft: str
+    drafts: str
+    drafted: str
+    drafting: str
+    sources: Callable[[str], str]
+
+
+TERMS = Wording("draft", "drafts", "drafted", "drafting", str)
+"""The terms of the command line, the API and the documentation."""
+
+CHAT = Wording("guess", "guesses", "guessed", "guessing", sources_text)
+"""The words of the chat, in which drafters are called by the source of their tokens."""

@@ -1,11 +1,35 @@
-"""The `Option` class, and the options shared by `load` and replies."""
+"""The `Option` class, the kinds of option values, and the options shared by `load` and replies.
 
+Each kind parses strings and checks values passed in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
+from errno import EFBIG
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_origin, get_type_hints
 
-from edgespec.errors import about_option
-from edgespec.options.methods import methods_by_need
-from edgespec.options.option_kinds import Choice, Integer, Kind, MethodName, Share
+from edgespec.cluster.machines import parse_machines
+from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
+from edgespec.errors import OptionError, about_option
+from edgespec.options.methods import methods_by_need, parse_method
+from edgespec.options.schemas.other_properties import closed_objects
+from edgespec.options.schemas.spellings import read_schema
+from edgespec.system.checks import (
+    as_integer,
+    check_boolean,
+    check_integer,
+    check_number,
+    check_path,
+    check_text,
+    parse_size,
+)
+from edgespec.system.files import format_bytes
 
 __all__ = [
     "ACCEPTANCE",
@@ -14,15 +38,493 @@ __all__ = [
     "MAX_DRAFT_LENGTH",
     "MAX_LOSS",
     "METHOD",
-    "Group",
+    "AdapterScales",
+    "Adapters",
+    "Branches",
+    "Choice",
+    "Choices",
+    "Flag",
+    "HeadName",
+    "Integer",
+    "JsonSchema",
+    "Kind",
+    "ListOf",
+    "MethodList",
+    "MethodName",
+    "ModelName",
+    "Number",
     "Option",
+    "PathName",
+    "ProjectorName",
+    "SamplingNumber",
+    "Size",
+    "Text",
+    "TextFile",
+    "TextList",
+    "TokenBiases",
+    "WorkerList",
+    "converted",
     "declared_options",
 ]
 
+_NO_LIMIT = (1 << 31) - 1
+# Maximum number of leaves of a draft tree.
+_MAX_BRANCHES = 64
+# Maximum size of a text file in bytes, far more than a schema or a grammar needs. Without a limit, a path
+# such as /dev/zero would exhaust memory.
+_MAX_FILE_BYTES = 16 << 20
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 ACCEPTANCES = ("invariant", "rejection")
 MAX_DRAFT_LENGTH = 64
 
 Group: TypeAlias = Literal["model", "workers", "prefix_cache", "drafting", "method", "sampling", "reply"]
+
+
+class Kind:
+    """A kind of option value. This base class accepts any string.
+
+    Attributes:
+        metavar: Placeholder for the value in help texts.
+        repeatable: Whether the option can be repeated on the command line.
+    """
+
+    metavar: str = "TEXT"
+    repeatable: ClassVar[bool] = False
+
+    def parse(self, text: str) -> Any:
+        """Convert a string to a value. If that fails, return the string unchanged for `check` to reject."""
+        return text
+
+    def check(self, name: str, value: Any, /) -> Any:
+        """Check and normalise a value. Raises OptionError if it is invalid."""
+        return check_text(name, value, "one text")
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        """Return the value's limits as JSON Schema keywords, for the server's OpenAPI description."""
+        return {}
+
+
+def converted(text: str, convert: Callable[[str], Any]) -> Any:
+    """Return `convert(text)`, or `text` itself if that raises ValueError."""
+    try:
+        return convert(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """A string that the backend validates. `hint` lists examples for the error message."""
+
+    metavar: str = "TEXT"
+    hint: str = "one text"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_text(name, value, self.hint)
+
+
+class ModelName(Text):
+    """A model reference: a path, `user/repo:quant` or a name."""
+
+    def check(self, name: str, value: Any) -> str:
+        text = check_path(name, value, self.hint)
+        if isinstance(value, os.PathLike) and not os.path.isabs(text) and os.path.exists(text):
+            # Without a leading `./`, a relative path could be mistaken for the name of a model or repository.
+            return os.path.join(os.curdir, text)
+        return text
+
+
+class HeadName(Kind):
+    """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
+
+    metavar = "REF|auto|none"
+
+    def check(self, name: str, value: Any) -> str:
+        return "none" if value is None else check_path(name, value)
+
+
+class ProjectorName(Kind):
+    """The path of a projector, or `auto` or `none`."""
+
+    metavar = "PATH|auto|none"
+
+    def check(self, name: str, value: Any) -> str:
+        return "none" if value is None else check_path(name, value)
+
+
+class MethodName(Kind):
+    """A method: `auto`, `none`, or drafters joined by `+`."""
+
+    metavar = "METHOD"
+
+    def check(self, _name: str, value: Any) -> str:
+        parse_method(value)
+        return str(value)
+
+
+class MethodList(Kind):
+    """A list of methods."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise OptionError(
+                f"{name} must be a list, not {value!r}", 'for example, use ["suffix", "model+ngram"]'
+            )
+        for method in value:
+            parse_method(method)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of a fixed set of words."""
+
+    values: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> str:
+        if value not in self.values:
+            raise OptionError(f"{name} must be one of {', '.join(self.values)}, not {value!r}")
+        return str(value)
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
+
+
+class Flag(Kind):
+    """A value that is True or False."""
+
+    def parse(self, text: str) -> Any:
+        word = text.lower()
+        return word in _TRUE if word in _TRUE + _FALSE else text
+
+    def check(self, name: str, value: Any) -> bool:
+        return check_boolean(name, value)
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    """An integer within inclusive bounds. `hint` is appended to the error message."""
+
+    low: int
+    high: int = _NO_LIMIT
+    metavar: str = "N"
+    hint: str = ""
+
+    def parse(self, text: str) -> Any:
+        return converted(text, int)
+
+    def check(self, name: str, value: Any) -> int:
+        return check_integer(name, value, self.low, self.high, self.hint)
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        return {"minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number within bounds. `below_high` excludes the upper bound."""
+
+    low: float
+    high: float
+    below_high: bool = False
+    metavar: str = "X"
+
+    def parse(self, text: str) -> Any:
+        return converted(text, float)
+
+    def check(self, name: str, value: Any) -> float:
+        allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
+        number = check_number(name, value, allowed)
+        if not self.low <= number <= self.high or (self.below_high and number == self.high):
+            raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
+        return number
+
+
+class Share(Kind):
+    """A fraction from 0 to 1. The strings `2%` and `0.02` are equivalent."""
+
+    metavar = "SHARE"
+
+    def parse(self, text: str) -> Any:
+        number = text.strip().removesuffix("%")
+        return converted(text, lambda _: float(number) / (100.0 if "%" in text else 1.0))
+
+    def check(self, name: str, value: Any) -> float:
+        number = check_number(name, value, "such as 0.02")
+        if not 0.0 <= number <= 1.0:
+            raise OptionError(
+                f"{name} must be a fraction from 0 to 1, not {value!r}", "for example, use 2% or 0.02"
+            )
+        return number
+
+
+class Size(Kind):
+    """An amount of memory: `8GiB`, `800MB`, or a number of bytes."""
+
+    metavar = "SIZE"
+
+    def check(self, name: str, value: Any) -> int:
+        return parse_size(name, value)
+
+
+class WorkerList(Kind):
+    """The machines that hold the layers of a model, such as `host:port=16GiB,local=8GiB`."""
+
+    metavar = "ADDRESS[=SIZE],..."
+
+    def check(self, name: str, value: Any) -> str:
+        text = check_text(name, value, "a list of workers")
+        parse_machines(name, text)
+        return text
+
+
+class PathName(Kind):
+    """A path to a file or folder that need not exist."""
+
+    metavar = "PATH"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_path(name, value)
+
+
+_ADAPTER_SCALE = Number(-1000.0, 1000.0)
+
+
+class Adapters(Kind):
+    """Paths of adapters, each with an optional scale, such as `a.gguf,b.gguf=0.5`."""
+
+    metavar = "PATH[=SCALE],..."
+
+    def parse(self, text: str) -> Any:
+        return text.split(",")
+
+    def check(self, name: str, value: Any) -> tuple[tuple[str, float], ...]:
+        if isinstance(value, Mapping):
+            pairs = list(value.items())
+        else:
+            given = [value] if isinstance(value, str | os.PathLike) else value
+            if not isinstance(given, Sequence):
+                raise OptionError(f"{name} must be one or more paths, not {value!r}", "pass a path")
+            pairs = [_path_and_scale(check_path(name, one)) for one in given]
+        return tuple(
+            (os.path.expanduser(check_path(name, path)), _ADAPTER_SCALE.check(f"the scale of {path}", scale))
+            for path, scale in pairs
+        )
+
+
+def _path_and_scale(text: str) -> tuple[str, float]:
+    path, equals, scale = text.rpartition("=")
+    if not equals or os.path.exists(text):
+        return text, 1.0
+    try:
+        return path, float(scale)
+    except ValueError:
+        if not os.path.exists(os.path.expanduser(path)):
+            # The equals sign is part of the file name.
+            return text, 1.0
+        raise OptionError(
+            f"the scale {scale!r} is not a number", f"for example, use {path}=0.5, or only the path"
+        ) from None
+
+
+class AdapterScales(Kind):
+    """The scale of each adapter, by name."""
+
+    metavar = "NAME=SCALE"
+
+    def check(self, name: str, value: Any) -> dict[str, float]:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise OptionError(
+                f"{name} must map names to numbers, not {value!r}", 'for example, use {"tone": 0.5}'
+            )
+        return {key: _ADAPTER_SCALE.check(f"the scale of {key}", scale) for key, scale in value.items()}
+
+
+class Branches(Kind):
+    """Number of children per draft tree node at each depth, such as `3,2`, or `auto`. Empty for a chain."""
+
+    metavar = "auto|N,N,..."
+
+    def parse(self, text: str) -> Any:
+        return converted(text, lambda _: tuple(int(part) for part in text.split(",")))
+
+    def check(self, name: str, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if (count := as_integer(value)) is not None:
+            value = (count,)
+        if not isinstance(value, tuple | list):
+            raise OptionError(
+                f"{name} must be auto or positive integers, not {value!r}", "for example, use 3,2"
+            )
+        value = tuple(check_integer(name, count, 1, _MAX_BRANCHES) for count in value)
+        if math.prod(value) > _MAX_BRANCHES:
+            raise OptionError(
+                f"{name} can create at most {_MAX_BRANCHES} branches, but {value!r} would create"
+                f" {math.prod(value)}",
+                "use smaller numbers",
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class ListOf(Kind):
+    """A comma-separated list of values of one kind."""
+
+    item: Kind
+
+    def parse(self, text: str) -> Any:
+        return tuple(self.item.parse(part.strip()) for part in text.split(","))
+
+    def check(self, name: str, value: Any) -> Any:
+        return tuple(self.item.check(name, each) for each in value)
+
+
+class TextList(Kind):
+    """One or more strings, none of them empty."""
+
+    repeatable = True
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise OptionError(f"{name} must be one or more non-empty strings, not {value!r}")
+        return tuple(texts)
+
+
+class Choices(TextList):
+    """Texts to choose from. An empty tuple, the default, means that the option is not used."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if value == []:
+            raise OptionError(
+                f"{name} must be one or more non-empty strings, not []", "pass at least one text"
+            )
+        return super().check(name, value)
+
+
+class TextFile(Kind):
+    """A string, given on the command line as the path of a file that contains it."""
+
+    metavar = "FILE"
+
+    def parse(self, text: str) -> Any:
+        """Return the text of a file. Raises OptionError if it cannot be read or is too large."""
+        try:
+            # The file may be a pipe, whose size is unknown until it has been read.
+            with Path(text).expanduser().open("rb") as file:
+                data = file.read(_MAX_FILE_BYTES + 1)
+            if len(data) > _MAX_FILE_BYTES:
+                raise OSError(EFBIG, f"it has more than {format_bytes(_MAX_FILE_BYTES)}")
+            return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
+            raise OptionError(
+                f"the file {text!r} cannot be read: {reason}",
+                "pass the path of a text file",
+                code="file_not_read",
+            ) from None
+
+
+class JsonSchema(TextFile):
+    """A JSON schema: a dict, JSON text or a Pydantic model. `check` returns it as JSON text."""
+
+    def parse(self, text: str) -> Any:
+        """Return the JSON text of a file. Raises OptionError if it cannot be read or is not a JSON object."""
+        if text.lstrip().startswith("{"):
+            raise OptionError(
+                f"the schema must be given as the path of a file, not as JSON: {text[:40]!r}",
+                "save the schema to a file, and pass its path",
+                code="constraint_invalid",
+            )
+        schema = super().parse(text)
+        try:
+            is_object = isinstance(json.loads(schema), Mapping)
+        except (ValueError, RecursionError) as error:
+            place = ""
+            if isinstance(error, json.JSONDecodeError):
+                place = f" (line {error.lineno}, column {error.colno})"
+            raise OptionError(
+                f"{text} is not valid JSON{place}", "correct the file", code="constraint_invalid"
+            ) from None
+        if not is_object:
+            raise OptionError(
+                f"{text} contains {schema[:40]!r}, but a JSON schema must be a JSON object",
+                "pass the path of a JSON schema",
+                code="constraint_invalid",
+            )
+        return schema
+
+    def check(self, name: str, value: Any) -> str:
+        hint = "pass a dict, a JSON object as text, or a Pydantic model class"
+        if isinstance(value, type):
+            value = _pydantic_schema(name, value, hint)
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            text = json.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"{name} is not valid JSON: {error}", hint, code="constraint_invalid") from None
+        if not isinstance(schema, Mapping):
+            raise OptionError(
+                f"{name} must be a JSON object, not {text[:40]}", hint, code="constraint_invalid"
+            )
+        return json.dumps(read_schema(schema, name), ensure_ascii=False)
+
+
+def _pydantic_schema(name: str, model: type, hint: str) -> Any:
+    from pydantic import BaseModel
+    from pydantic.errors import PydanticUserError
+
+    if not issubclass(model, BaseModel):
+        raise OptionError(
+            f"{name} must be a JSON schema, not the class {model.__name__}", hint, code="constraint_invalid"
+        )
+    try:
+        # Pydantic ignores undeclared properties by default. OpenAI's library forbids them in its requests.
+        return closed_objects(model.model_json_schema())
+    except PydanticUserError as error:
+        raise OptionError(
+            f"{name}: {model.__name__} has no JSON schema: {error.message}", hint, code="constraint_invalid"
+        ) from None
+
+
+@dataclass(frozen=True)
+class SamplingNumber(Kind):
+    """A numeric sampling setting. `SamplingParams` checks its type and range."""
+
+    metavar: str = "X"
+    convert: Callable[[str], float] = float
+
+    def parse(self, text: str) -> Any:
+        return converted(text, self.convert)
+
+    def check(self, name: str, value: Any) -> Any:
+        settings: dict[str, Any] = {name: value}
+        return getattr(SamplingParams(**settings), name)
+
+    def json_schema(self, name: str) -> dict[str, Any]:
+        limits = SETTING_RANGES.get(name)
+        return {"minimum": limits.low, "maximum": limits.high} if limits else {}
+
+
+class TokenBiases(SamplingNumber):
+    """Numbers to add to the logits of individual tokens. Each string has the form `ID=VALUE`."""
+
+    repeatable = True
+
+    def parse(self, text: str) -> Any:
+        token, _, bias = text.partition("=")
+        return converted(text, lambda _: (int(token), float(bias)))
+
+    def check(self, name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            wrong = next((pair for pair in value if not isinstance(pair, tuple)), None)
+            if wrong is not None:
+                raise OptionError(
+                    f"{name} must have the form ID=VALUE, not {wrong!r}", "for example, use 1523=-2.5"
+                )
+            value = dict(value)
+        return super().check(name, value)
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,52 @@
-"""The options that apply to a single reply."""
+"""The options that apply to a single reply.
+
+Model files and other programs' files state some of them under various names.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, TypedDict
 
-from edgespec.engine.sampling_params import SamplingParams
-from edgespec.options.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
-from edgespec.options.option_kinds import (
+from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
+from edgespec.errors import OptionError
+from edgespec.options.option import (
+    ACCEPTANCE,
+    DRAFT_LENGTH,
+    MAX_LOSS,
+    METHOD,
     AdapterScales,
     Choice,
     Choices,
     Integer,
     JsonSchema,
+    Option,
     SamplingNumber,
     Text,
     TextFile,
     TextList,
     TokenBiases,
+    declared_options,
 )
+from edgespec.system.spelling import FOREIGN_NAMES
 
-__all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments"]
+__all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments", "stated_sampling"]
 
 # Options that describe a constraint. A reply can have at most one of them.
 CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
 
 _MAX_SEED = (1 << 63) - 1
+# The names in GGUF files that are no option names of llama.cpp.
+_STATED_NAMES = FOREIGN_NAMES | {
+    "penalty_freq": "frequency_penalty",
+    "penalty_last_n": "penalty_window",
+    "penalty_present": "presence_penalty",
+    "penalty_repeat": "repetition_penalty",
+    "typ_p": "typical_p",
+}
 
 
 def _sampling(
@@ -128,3 +149,24 @@ REPLY_OPTIONS: Mapping[str, Option] = MappingProxyType(
     {name: _with_default(name, option) for name, option in declared_options(ReplyArguments).items()}
 )
 """The options for a reply."""
+
+
+def stated_sampling(stated: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numeric sampling settings in `stated` by edgespec's names.
+
+    Other settings and invalid values are left out, because a model is usable without them.
+    """
+    found: dict[str, float] = {}
+    for key, value in stated.items():
+        name = _STATED_NAMES.get(key, key)
+        if name in SETTING_RANGES:
+            with suppress(OptionError):
+                found[name] = REPLY_OPTIONS[name].check(name, _meant(name, value))
+    return found
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Return a value as other programs read it: 20.0 is an integer where one is needed, and -1 no top-k."""
+    if isinstance(value, float) and value.is_integer() and isinstance(SETTING_RANGES[name].low, int):
+        value = int(value)
+    return 0 if name == "top_k" and value == -1 else value

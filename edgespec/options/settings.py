@@ -12,8 +12,7 @@ from edgespec.errors import OptionError
 from edgespec.options.default_model import default_model
 from edgespec.options.load_options import LOAD_OPTIONS, LoadArguments
 from edgespec.options.methods import parse_method, readers_of
-from edgespec.options.option import ACCEPTANCES, MAX_DRAFT_LENGTH, Option
-from edgespec.options.option_kinds import ModelName, Text
+from edgespec.options.option import ACCEPTANCES, MAX_DRAFT_LENGTH, ModelName, Option, Text
 from edgespec.options.reply_options import REPLY_OPTIONS, ReplyArguments
 from edgespec.system.spelling import nearest
 

@@ -16,7 +16,7 @@ To add an API, write a package beside `openai`:
 - For each endpoint, a pydantic request model derived from `RequestFields`, a `TypedDict` for its responses,
   and an async handler that receives a `Call` and returns a `Response`.
 - A `Protocol` record with the path prefix, the endpoints, and a function that formats errors as the
-  API's clients expect. Add the record to `PROTOCOLS` in `app.py`.
+  API's clients expect. Add the record to `_PROTOCOLS` in `app.py`.
 
 The OpenAPI description, error formats, limits and cancellation follow from the record. All server code runs
 in one asyncio event loop. Only `ModelPool` (loading models) and `Generation` (reading replies) use other

@@ -1,47 +1,71 @@
-"""The ASGI application: checks who may use the server, then routes requests to the endpoints."""
+"""The ASGI application: checks who may use the server, then routes requests to the endpoints.
+
+Next to the APIs, it serves the server's health, its metrics, and an OpenAPI description of all endpoints.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import TypedDict
 
+from edgespec import __version__
 from edgespec.server.anthropic import ANTHROPIC
-from edgespec.server.endpoint import PathEndpoint, error_response
+from edgespec.server.endpoint import Call, Endpoint, PathEndpoint, Protocol, error_response
 from edgespec.server.errors import ApiError
 from edgespec.server.leniency.origins import ANY_ORIGIN, origins_regex
 from edgespec.server.leniency.paths import unknown_path_advice, with_canonical_paths
+from edgespec.server.metrics import ModelGauges
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
-from edgespec.server.openapi import describe
-from edgespec.server.protocol import Endpoint, Protocol
+from edgespec.server.openai.fields import error_body
+from edgespec.server.responses import json_response
 from edgespec.server.security import Guard
 from edgespec.server.service import Service
-from edgespec.server.system import SYSTEM
 
-__all__ = ["PROTOCOLS", "create_app"]
+__all__ = ["create_app", "describe"]
 
 _log = logging.getLogger(__name__)
 
 # Paths of Ollama's API that change models.
 _MODEL_CHANGES = frozenset(f"/api/{name}" for name in ("push", "create", "copy", "delete"))
 
-PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
-"""The protocols that the server speaks."""
+_SCHEMAS = "#/components/schemas/{model}"
+_PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
+_ERRORS = {
+    400: "The request is invalid.",
+    401: "The API key is missing or wrong.",
+    403: "The Host or Origin header is not allowed.",
+    404: "There is no such model or path.",
+    405: "The path does not support the method.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body has an encoding that the server does not support.",
+    429: "Too many requests are waiting.",
+    500: "The server failed.",
+    503: "The server is stopping or unloading the model.",
+}
 
 
 def create_app(service: Service) -> ASGIApp:
     """Return the application that serves all APIs."""
     routes = [
         Route(path, PathEndpoint(service, protocol, endpoints))
-        for protocol in PROTOCOLS
+        for protocol in _PROTOCOLS
         for path, endpoints in _by_path(protocol).items()
     ]
-    routes.append(Route("/openapi.json", PathEndpoint(service, SYSTEM, {"GET": describe(PROTOCOLS)})))
-    public = {each.path for protocol in PROTOCOLS for each in protocol.endpoints if each.public}
+    routes.append(Route("/openapi.json", PathEndpoint(service, _SYSTEM, {"GET": describe(_PROTOCOLS)})))
+    public = {each.path for protocol in _PROTOCOLS for each in protocol.endpoints if each.public}
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
@@ -68,7 +92,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 def _protocol_of(path: str) -> Protocol:
     """Return the API that the path belongs to: the API with the longest matching prefix."""
-    prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
+    prefixes = {prefix: protocol for protocol in _PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 
 
@@ -83,3 +107,103 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
         )
     error = ApiError(404, message, code="not_found")
     await error_response(_protocol_of(path), error)(scope, receive, send)
+
+
+class Health(TypedDict):
+    """The state of the server."""
+
+    status: str
+    loaded: list[str]
+
+
+async def health(call: Call[None]) -> Response:
+    """Report that the server is running."""
+    state: Health = {"status": "ok", "loaded": [model.name for model in call.service.models.loaded]}
+    return json_response(state)
+
+
+async def metrics(call: Call[None]) -> Response:
+    """Return the server's counters for Prometheus."""
+    gauges = {}
+    for model in call.service.models.loaded:
+        # Wait in a thread, because a reply may hold the lock of the prefix cache.
+        cache = (await asyncio.to_thread(model.runtime.memory)).prefix_cache
+        gauges[model.name] = ModelGauges(model.queue.waiting, cache.memory_bytes, cache.memory_limit_bytes)
+    text = call.service.metrics.text(gauges)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+_SYSTEM = Protocol(
+    "edgespec",
+    (),
+    (
+        Endpoint(
+            "GET", "/health", "Report that the server is running.", health, response=Health, public=True
+        ),
+        Endpoint("GET", "/metrics", "Return the server's counters for Prometheus.", metrics, response=str),
+    ),
+    error_body,
+)
+_PROTOCOLS = (_SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
+"""The protocols that the server speaks."""
+
+
+def describe(protocols: Sequence[Protocol]) -> Endpoint:
+    """Return the endpoint that serves the OpenAPI description of all APIs."""
+    document = _document(protocols)
+
+    async def openapi(_call: Call[None]) -> Response:
+        return json_response(document)
+
+    return Endpoint("GET", "/openapi.json", "Return this description.", openapi)
+
+
+def _document(protocols: Sequence[Protocol]) -> dict[str, Any]:
+    endpoints = [(protocol, each) for protocol in protocols for each in protocol.endpoints]
+    bodies = [(each.body, "validation") for _, each in endpoints if each.body]
+    _, definitions = models_json_schema(bodies, ref_template=_SCHEMAS)  # type: ignore[arg-type]
+    schemas = definitions.get("$defs", {})
+    paths: dict[str, dict[str, Any]] = {}
+    for protocol, each in endpoints:
+        path = _PARAMETER.sub(r"{\1}", each.path)
+        paths.setdefault(path, {})[each.method.lower()] = _operation(protocol, each, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "edgespec", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(protocol: Protocol, endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if endpoint.response is str:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    else:
+        schema = TypeAdapter(endpoint.response).json_schema(ref_template=_SCHEMAS)
+        schemas.update(schema.pop("$defs", {}))
+        content["application/json"] = {"schema": schema}
+    if endpoint.streams:
+        content[protocol.stream_media_type] = {"schema": {"type": "string"}}
+    errors = {
+        str(status): {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
+        for status, text in _ERRORS.items()
+    }
+    described: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "tags": [protocol.name],
+        "responses": {"200": {"description": "The result.", "content": content}, **errors},
+    }
+    if endpoint.body:
+        reference = _SCHEMAS.format(model=endpoint.body.__name__)
+        body = {"application/json": {"schema": {"$ref": reference}}}
+        described["requestBody"] = {"required": True, "content": body}
+    if names := _PARAMETER.findall(endpoint.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    return described

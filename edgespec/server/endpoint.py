@@ -1,4 +1,7 @@
-"""Serve endpoints as ASGI applications: read and validate the body, call the handler, report errors."""
+"""Describe the server's APIs and their endpoints, and serve them as ASGI applications.
+
+To serve an endpoint is to read and validate the body, call the handler, and report errors.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
@@ -20,13 +24,13 @@ from edgespec.server.errors import ApiError, api_error, validation_error
 from edgespec.server.fields import RequestFields
 from edgespec.server.leniency.body import parse_body
 from edgespec.server.leniency.paths import base_url_advice
-from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import SEND_SECONDS, json_response
 from edgespec.server.service import Service
 from edgespec.system.files import format_bytes
 
-__all__ = ["PathEndpoint", "error_response"]
+__all__ = ["Call", "Endpoint", "PathEndpoint", "Protocol", "error_response"]
 
+_Body = TypeVar("_Body", bound=BaseModel | None)
 # Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB, and a photo as much.
 MAX_BODY_BYTES = 48 * 2**20
 # Maximum total size in bytes of the request bodies being received, so that clients cannot exhaust memory.
@@ -35,6 +39,68 @@ MAX_BUFFERED_BYTES = 4 * MAX_BODY_BYTES
 BODY_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[_Body]):
+    """A request to an endpoint, with a validated body.
+
+    Attributes:
+        service: The server's state.
+        body: The validated body, or None if the endpoint has none.
+        path_values: Values of the parameters in the path.
+        headers: The HTTP headers, with lower-case names.
+    """
+
+    service: Service
+    body: _Body
+    path_values: Mapping[str, str]
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint of an API.
+
+    Attributes:
+        method: The HTTP method.
+        path: The path, with parameters in braces, as in `/v1/models/{model:path}`.
+        summary: A sentence for the OpenAPI description.
+        handle: Handles a call. Exceptions other than ApiError are converted by `api_error`.
+        body: The pydantic model of the request body, or None if there is no body.
+        response: The `TypedDict` of the JSON response, or str for plain text.
+        streams: Whether the endpoint can stream its response.
+        public: Whether clients can use it without an API key.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    handle: Callable[[Call[Any]], Awaitable[Response]]
+    body: type[RequestFields] | None = None
+    response: Any = None
+    streams: bool = False
+    public: bool = False
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One of the APIs that the server provides, such as OpenAI's.
+
+    Attributes:
+        name: The API's name in the OpenAPI description.
+        prefixes: Prefixes of the API's paths. Errors for unknown paths have the format of the API with the
+            longest matching prefix.
+        endpoints: The API's endpoints.
+        error_body: Returns the body of an error response.
+        stream_media_type: The media type of streams.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    endpoints: tuple[Endpoint, ...]
+    error_body: Callable[[ApiError], Mapping[str, Any]]
+    stream_media_type: str = "text/event-stream"
 
 
 class PathEndpoint:

@@ -26,7 +26,7 @@ from edgespec.errors import (
     WorkerLostError,
 )
 from edgespec.options.settings import LOAD_OPTIONS
-from edgespec.server.leniency.names import CONSTRAINT_HINT, asks_for_constraint
+from edgespec.server.leniency.values import CONSTRAINT_HINT, asks_for_constraint
 from edgespec.system.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]

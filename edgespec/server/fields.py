@@ -23,11 +23,16 @@ from pydantic import (
 )
 
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import TokenBiases
+from edgespec.options.option import TokenBiases
 from edgespec.options.settings import LOAD_OPTIONS, REPLY_OPTIONS, Option, ReplyArguments
 from edgespec.server.errors import invalid_request
-from edgespec.server.leniency.names import asks_for_constraint
-from edgespec.server.leniency.values import Repair, field_repair, repair_for, token_biases
+from edgespec.server.leniency.values import (
+    Repair,
+    asks_for_constraint,
+    field_repair,
+    repair_for,
+    token_biases,
+)
 from edgespec.system.spelling import FOREIGN_NAMES
 
 __all__ = [

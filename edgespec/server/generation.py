@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from edgespec import QueuedReply, Reply, RequestQueue, Stats, TextChunk
 from edgespec.chat.message import Message, as_message
 from edgespec.chat.reply_start import text_to_continue
-from edgespec.chat.tool_calls.tool_set import ToolChoice
-from edgespec.chat.tool_calls.tool_spellings import read_choice
+from edgespec.chat.tool_calls.tool_set import ToolChoice, read_choice
 from edgespec.decode.reply import TokenLogprobs
 from edgespec.errors import CancelledError, OptionError
 from edgespec.model.image import Image

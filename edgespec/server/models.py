@@ -26,14 +26,17 @@ from edgespec.errors import (
     NotDownloadedError,
     WorkerLostError,
 )
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.options.settings import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 from edgespec.store.catalogue import load_catalogue, user_aliases
-from edgespec.store.installed import find_installed, model_info_or_none
-from edgespec.store.recommended_sampling import RecommendedSetting, recommended_sampling
-from edgespec.store.reference import Resolved, resolve
-from edgespec.store.reference_parsing import NameReference, PathReference, parse_reference
+from edgespec.store.installed import (
+    RecommendedSetting,
+    find_installed,
+    model_info_or_none,
+    recommended_sampling,
+)
+from edgespec.store.reference import NameReference, PathReference, Resolved, parse_reference, resolve
 from edgespec.system.files import format_bytes
 
 __all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]

@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeAlias
 from starlette.responses import Response
 
 from edgespec import Reply, Stats, TextChunk
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import ApiError
 from edgespec.server.generation import Generation, ReplyRequest
 from edgespec.server.openai.report import report, timings
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
 __all__ = ["Event", "ReplyBuilder", "respond"]

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgespec.server.endpoint import error_response
+from edgespec.server.endpoint import Protocol, error_response
 from edgespec.server.errors import ApiError, invalid_request
-from edgespec.server.hosts import is_loopback
-from edgespec.server.leniency.origins import is_origin, origins_regex
-from edgespec.server.protocol import Protocol
+from edgespec.server.leniency.origins import is_loopback, is_origin, origins_regex
 from edgespec.server.settings import ServerSettings
 
 __all__ = ["Guard"]

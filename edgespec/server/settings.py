@@ -8,8 +8,7 @@ from typing import Any
 
 from edgespec.errors import OptionError
 from edgespec.options.default_model import default_model
-from edgespec.server.hosts import is_loopback
-from edgespec.server.leniency.origins import origins_regex
+from edgespec.server.leniency.origins import is_loopback, origins_regex
 
 __all__ = ["ServerSettings"]
 

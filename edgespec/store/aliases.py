@@ -6,10 +6,8 @@ import re
 
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, NotDownloadedError, OptionError
 from edgespec.store import catalogue
-from edgespec.store.installed import read_model_info
-from edgespec.store.metadata_cache import same_token_ids, shared_token_fraction
-from edgespec.store.reference import Resolved, resolve
-from edgespec.store.reference_parsing import NameReference, parse_reference
+from edgespec.store.installed import read_model_info, same_token_ids, shared_token_fraction
+from edgespec.store.reference import NameReference, Resolved, parse_reference, resolve
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]
 

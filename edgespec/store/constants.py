@@ -1,7 +1,7 @@
 """Constants of the estimates that rank models before they have run. See `speedup_estimate` and `drafts`.
 
-A rate that was measured on this machine (see `acceptance_history`) replaces the assumed rates, and a measured
-speed of this machine replaces the assumed costs where the caller has one.
+A rate that was measured on this machine replaces the assumed rates, and a measured speed of this machine
+replaces the assumed costs where the caller has one.
 """
 
 from __future__ import annotations

@@ -28,15 +28,17 @@ from edgespec.errors import (
 from edgespec.model.base import Progress
 from edgespec.model.formats.mlx_files import missing_files, missing_from_head, require_mlx
 from edgespec.store.catalogue import load_catalogue
-from edgespec.store.hub_cache import cached_model, hub_cache_folder, repository_folder
 from edgespec.store.hub_files import (
     HubFile,
     best_projector,
+    cached_model,
     choose_files,
     choose_head_files,
     choose_mlx_files,
+    hub_cache_folder,
     hub_name,
     is_gguf_model,
+    repository_folder,
 )
 from edgespec.system.files import error_reason, format_bytes, replace_when_written, write_advice
 

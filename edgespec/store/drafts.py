@@ -13,9 +13,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from edgespec.errors import EdgespecError, ModelNotFoundError
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import backend_of, same_backend
-from edgespec.store.acceptance_history import measured_acceptance_rate
 from edgespec.store.aliases import preferred_draft
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
 from edgespec.store.constants import (
@@ -25,10 +24,16 @@ from edgespec.store.constants import (
     MAX_STEP_COST,
     MIN_SHARED_FRACTION,
 )
-from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, model_info_or_none
-from edgespec.store.metadata_cache import model_info, shared_token_fraction
+from edgespec.store.installed import (
+    InstalledModel,
+    InstalledModels,
+    find_installed,
+    model_info,
+    model_info_or_none,
+    shared_token_fraction,
+)
 from edgespec.store.reference import Resolved, resolve
-from edgespec.store.speedup_estimate import estimate_speedup
+from edgespec.store.speedup_estimate import estimate_speedup, measured_acceptance_rate
 from edgespec.system.files import format_bytes
 
 __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]

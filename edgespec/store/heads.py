@@ -1,20 +1,24 @@
-"""Find heads for a target in its own files, next to them, and in the catalogue.
+"""Find heads for a target in its own files, next to them, and in the catalogue, and resolve references to
+heads.
 
-This reads only metadata, without downloading files or loading weights. A head is assumed to fit the target if
-the sizes in their metadata match.
+Finding heads reads only metadata, without downloading files or loading weights. A head is assumed to fit the
+target if the sizes in their metadata match. Only resolving a reference downloads a missing head.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, ModelNotFoundError
+from edgespec.model.base import Head
 from edgespec.model.formats.head_files import (
     drafts_in_one_pass,
     head_info,
@@ -22,20 +26,31 @@ from edgespec.model.formats.head_files import (
     unknown_head,
     why_not_made_for,
 )
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.formats.mlx_files import missing_from_head
+from edgespec.model.heads.residual_layout import residual_head_method
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import FileFormat, format_at
-from edgespec.model.self_draft_methods import Head
 from edgespec.options.methods import head_kinds, head_names
 from edgespec.store.catalogue import HeadEntry, ModelEntry, load_catalogue
-from edgespec.store.head_reference import cached_head, refused_model
+from edgespec.store.download import HEAD, Progress, fetch
+from edgespec.store.hub_files import cached_model, hub_name
 from edgespec.store.installed import model_info_or_none, read_model_info
 from edgespec.store.prepared.head import convert_once, converted_path
-from edgespec.store.reference import Resolved
+from edgespec.store.reference import (
+    Downloader,
+    HubReference,
+    NameReference,
+    PathReference,
+    Resolved,
+    StoreReference,
+    follow_aliases,
+    resolve_path,
+)
 from edgespec.store.speedup_estimate import estimate_head_speedup
 from edgespec.store.stored_models import EntryBudget, files_below, folders_in
 from edgespec.system.files import format_bytes
 
-__all__ = ["HeadOption", "head_options", "named_head", "published_heads"]
+__all__ = ["HeadOption", "head_options", "named_head", "published_heads", "resolve_head", "resolve_head_with"]
 
 HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
@@ -115,7 +130,7 @@ def head_options(target: Resolved) -> list[HeadOption]:
     ]
     published = load_catalogue().heads_for(target.entry)
     # A published head can be in the same repository as the target, and thus in the same folder of the cache.
-    downloaded = {cached_head(entry) for entry in published}
+    downloaded = {_cached_head(entry) for entry in published}
     beside = (path for path in _sidecars(target.path) if path not in downloaded)
     options += filter(None, (_installed(path, str(path), "beside", target, info) for path in beside))
     options += [_published(entry, target, info) for entry in published]
@@ -151,7 +166,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
     info = head_info(found.path)
     kind = _kind(info)
     if not kind:
-        raise unknown_head(found.name, info) if info.heads else refused_model(found.name)
+        raise unknown_head(found.name, info) if info.heads else _refused_model(found.name)
     path = None if found.path.resolve() == target.path.resolve() else found.path
     converted_from = None
     mismatch = why_not_made_for(info, read_model_info(target)) if path else ""
@@ -216,7 +231,7 @@ def _installed(
 
 def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> HeadOption:
     """Return a head from the catalogue, with details from its files if it is on this machine."""
-    path = cached_head(entry)
+    path = _cached_head(entry)
     option = _installed(path, entry.name, "catalogue", target, target_info) if path else None
     if option is None:
         return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
@@ -300,3 +315,83 @@ def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z]+|[\d.]+", Path(name).name.lower()))
+
+
+def resolve_head(
+    reference: str, *, allow_download: bool = True, progress: Progress | None = None
+) -> Resolved:
+    """Return the head that a reference names: a path, `user/repo[:file]`, or a name from the catalogue.
+
+    Args:
+        reference: The reference that the user typed.
+        allow_download: Whether to download the head if it is not on this machine.
+        progress: Called during a download. Returning False cancels it.
+
+    Raises:
+        ModelNotFoundError: No head matches the reference.
+        ModelFileError: The file or folder cannot be read, or the reference names a model.
+        DownloadError: The download failed.
+        CancelledError: `progress` returned False.
+    """
+    download = partial(fetch, allow_download=allow_download, progress=progress, content=HEAD)
+    return resolve_head_with(reference, download)
+
+
+def resolve_head_with(reference: str, download: Downloader) -> Resolved:
+    """Resolve a reference to a head, calling `download` if the head is not on this machine."""
+    typed, catalogue = reference.strip(), load_catalogue()
+    match parsed := follow_aliases(typed):
+        case PathReference(path):
+            return _resolve_head_path(path)
+        case StoreReference():
+            raise _refused_model(typed)
+        case HubReference(repository, quantisation):
+            is_file = (quantisation or "").lower().endswith(".gguf")
+            if catalogue.of_repository(repository) and not is_file:
+                raise _refused_model(typed)
+            return _resolve_hub(typed, repository, quantisation, download)
+        case NameReference():
+            name = parsed.full_name
+            if head := catalogue.find_head(name):
+                if head.embedded_path is not None:
+                    note = f"{typed} -> built in: {head.embedded_path}"
+                    found = _resolve_head_path(head.embedded_path)
+                    return replace(found, name=head.name, source="embedded", note=note)
+                return _resolve_hub(typed, head.repository, head.gguf_file or None, download)
+            if Path(name).exists():
+                return _resolve_head_path(Path(name))
+            if catalogue.find(name):
+                raise _refused_model(typed)
+            nearest = difflib.get_close_matches(name.lower(), [head.name for head in catalogue.heads], n=3)
+            raise ModelNotFoundError(
+                f"there is no head named {name}",
+                (f"did you mean {' or '.join(nearest)}? " if nearest else "")
+                + "`edgespec models show TARGET` lists the heads for a model; a path or user/repo also works",
+                code="head_not_found",
+            )
+
+
+def _resolve_head_path(path: Path) -> Resolved:
+    """Return the head at a path, which can be the weight file for Medusa and Hydra heads."""
+    is_weights = path.is_file() and residual_head_method(path) is not None
+    return resolve_path(path.parent if is_weights else path, missing_from_head)
+
+
+def _resolve_hub(typed: str, repository: str, quantisation: str | None, download: Downloader) -> Resolved:
+    path = cached_model(repository, quantisation, missing_from_head) or download(repository, quantisation)
+    note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
+    return Resolved(typed, path, "hub", None, note, format_at(path).name)
+
+
+def _refused_model(name: str) -> ModelFileError:
+    """Return the error to raise if the user passed a model as a head."""
+    return ModelFileError(
+        f"{name} is a model, not a head",
+        f"pass draft models with --draft, for example --draft {name}",
+        code="wrong_file",
+    )
+
+
+def _cached_head(head: HeadEntry) -> Path | None:
+    """Return the local path of a head from the catalogue, or None if it must be downloaded."""
+    return head.embedded_path or cached_model(head.repository, head.gguf_file or None, missing_from_head)

@@ -1,35 +1,52 @@
-"""Find the models on this machine, whichever program installed them, without modifying their files."""
+"""The models on this machine, whichever program installed them: find, describe and remove them.
+
+Metadata is cached across runs until one of a model's files changes. The sampling settings that a model's
+makers recommend are the defaults of its replies. Models that belong to other programs are never modified or
+deleted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.model.model_info import ModelInfo, ModelKind
+from edgespec.errors import EdgespecError, ModelFileError, OptionError
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.projector import read_projector
+from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.registry import format_of, same_backend
+from edgespec.model.token_list import TokenList
 from edgespec.model.trial_load import TrialModel, why_refused
 from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue
-from edgespec.store.hub_cache import hub_models
+from edgespec.store.hub_files import best_projector, hub_cache_folder, hub_models
 from edgespec.store.lmstudio import lmstudio_models
-from edgespec.store.metadata_cache import model_info
 from edgespec.store.ollama import ollama_models
 from edgespec.store.prepared.prepared_files import PreparedModel, list_prepared
 from edgespec.store.reference import Resolved, Source, resolve
 from edgespec.store.stored_models import StoredModel
+from edgespec.system.facts import Facts
+from edgespec.system.files import delete_files, error_reason, write_advice
 
 __all__ = [
     "InstalledModel",
     "InstalledModels",
-    "UnusableModel",
+    "RecommendedSetting",
+    "files_fingerprint",
     "find_installed",
+    "find_projector",
+    "model_info",
     "model_info_or_none",
+    "plan_removal",
     "read_model_info",
+    "recommended_sampling",
     "refusal_of",
+    "same_token_ids",
+    "shared_token_fraction",
     "smaller_models",
     "smaller_quantisations",
 ]
@@ -39,6 +56,18 @@ _NOT_MODELS: dict[ModelKind, str] = {
     "adapter": "the file is an adapter, not a model",
     "embedding": "the file is an embedding model, which does not generate text",
     "other": "the file is not a language model",
+}
+# Increment this when `read_info` returns different values for the same files, or when the type of a field
+# changes.
+_VERSION = 6
+# Fields of `ModelInfo` that are sequences.
+_SEQUENCES = ("heads", "read_layers")
+# Why edgespec does not remove a model, with a hint, keyed by where the model was found.
+_REFUSALS = {
+    "embedded": ("it is part of edgespec", ""),
+    "ollama": ("it belongs to Ollama", "use `ollama rm`"),
+    "lmstudio": ("it belongs to LM Studio", "delete it in LM Studio"),
+    "path": ("it is your own file", "delete the file yourself"),
 }
 
 
@@ -217,3 +246,195 @@ def _resolve_all(models: Iterable[InstalledModel]) -> list[Resolved]:
         except EdgespecError:
             continue
     return resolved
+
+
+# A model's path, file format and vocabulary hash.
+ModelVocabulary: TypeAlias = tuple[Path, ModelFormat, str]
+
+
+def model_info(path: Path, form: ModelFormat) -> ModelInfo:
+    """Return the metadata of the model at `path`. Raises ModelFileError if it cannot be read."""
+    state = f"{files_fingerprint(path, form)} {_VERSION}"
+    match Facts().get("model", str(path)):
+        case [str(saved_state), dict(value)] if saved_state == state:
+            with suppress(TypeError, KeyError):
+                return ModelInfo(**{**value, **{name: tuple(value[name]) for name in _SEQUENCES}})
+    info = format_of(form).read_info(path)
+    Facts().put("model", {str(path): [state, asdict(info)]})
+    return info
+
+
+def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
+    """Return whether the models use the same token IDs. True if that is unknown."""
+    if not target[2] or not draft[2] or target[2] == draft[2]:
+        return True
+    target_tokens, draft_tokens = _read_tokens(target, draft)
+    return target_tokens is None or draft_tokens is None or target_tokens.same_ids(draft_tokens)
+
+
+def shared_token_fraction(target: ModelVocabulary, draft: ModelVocabulary) -> float | None:
+    """Return the fraction of the target's tokens that the draft model also has, or None if unknown."""
+    if not target[2] or not draft[2]:
+        return None
+    if target[2] == draft[2]:
+        return 1.0
+    key = f"{target[2]} {draft[2]}"
+    match Facts().get("shared tokens", key):
+        case float(saved):
+            return saved
+    target_tokens, draft_tokens = _read_tokens(target, draft)
+    if target_tokens is None or draft_tokens is None:
+        return None
+    fraction = float(target_tokens.shared_token_fraction(draft_tokens))
+    Facts().put("shared tokens", {key: fraction})
+    return fraction
+
+
+def _read_tokens(
+    target: ModelVocabulary, draft: ModelVocabulary
+) -> tuple[TokenList | None, TokenList | None]:
+    try:
+        return format_of(target[1]).read_tokens(target[0]), format_of(draft[1]).read_tokens(draft[0])
+    except ModelFileError:
+        return None, None
+
+
+def files_fingerprint(path: Path, form: ModelFormat) -> str:
+    """Return a hash of the names, sizes and modification times of a model's files. Raises ModelFileError."""
+    try:
+        files = format_of(form).named_files(path)
+        stamps = [
+            (file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
+        ]
+    except OSError as error:
+        raise ModelFileError(
+            f"{path} cannot be read: {error.strerror or error}",
+            "check the path",
+            code="model_file_unreadable",
+        ) from error
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
+
+
+def find_projector(model: Resolved) -> Path | None:
+    """Return the projector that is stored with a model, or None.
+
+    It is part of an Ollama model, or in the folder of the model's file, as in LM Studio and the Hugging Face
+    cache.
+    """
+    if model.projector:
+        return model.projector
+    info = model_info_or_none(model)
+    folder = model.path.parent
+    names: list[str] = []
+    with suppress(OSError):
+        names = [path.name for path in folder.iterdir()]
+    # A folder can contain the projectors of other models.
+    while info and (name := best_projector(names, model.path.name)):
+        with suppress(ModelFileError):
+            if read_projector(folder / name).hidden_size == info.hidden_size:
+                return folder / name
+        names.remove(name)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalPlan:
+    """The files to delete when a model is removed.
+
+    Attributes:
+        links: Links in the cache's snapshots.
+        blobs: Data files that no other model uses.
+    """
+
+    links: tuple[Path, ...]
+    blobs: tuple[Path, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes that the removal frees."""
+        return sum(path.stat().st_size for path in self.blobs)
+
+    def execute(self) -> int:
+        """Delete the model's files and return the number of bytes freed. Raises ModelFileError on failure."""
+        try:
+            freed_bytes = delete_files(self.blobs)
+            for link in self.links:
+                link.unlink(missing_ok=True)
+                with suppress(OSError):
+                    link.parent.rmdir()
+        except OSError as error:
+            raise ModelFileError(
+                f"{self.links[0]} cannot be deleted: {error_reason(error)}",
+                write_advice(error, self.links[0].parent),
+                code="file_not_written",
+            ) from error
+        return freed_bytes
+
+
+def plan_removal(resolved: Resolved) -> RemovalPlan:
+    """Find the files that belong only to this cached model.
+
+    Raises:
+        OptionError: The model is not in the Hugging Face cache.
+    """
+    if resolved.source != "hub":
+        reason, hint = _REFUSALS[resolved.source]
+        raise OptionError(f"edgespec does not remove {resolved.name}, because {reason}", hint)
+    cache = hub_cache_folder().resolve()
+    if resolved.path.is_dir():
+        links = sorted(path for path in resolved.path.iterdir() if path.is_file())
+    else:
+        links = gguf_files(resolved.path)
+    repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
+    if repository is None or not repository.resolve().is_relative_to(cache):
+        raise OptionError(
+            f"{resolved.path} is not in the Hugging Face cache {cache}", "delete the model yourself"
+        )
+    own = {link.absolute() for link in links}
+    others = {
+        path.resolve()
+        for path in (repository / "snapshots").rglob("*")
+        if path.is_file() and path.absolute() not in own
+    }
+    blobs = {link.resolve() for link in links} - others
+    if not all(blob.is_relative_to(cache) for blob in blobs):
+        raise OptionError(
+            f"{resolved.path} links to files outside the Hugging Face cache {cache}",
+            "delete the model yourself",
+        )
+    return RemovalPlan(tuple(links), tuple(sorted(blobs)))
+
+
+class RecommendedSetting(NamedTuple):
+    """The recommended value of one sampling setting.
+
+    Attributes:
+        value: The value.
+        source: Who states it: `Ollama`, `the model's files` or `the catalogue`.
+    """
+
+    value: float
+    source: str
+
+
+def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> dict[str, RecommendedSetting]:
+    """Return the recommended sampling settings of a model, by name.
+
+    What a user sets has precedence over these settings. If several sources state a setting, the first counts:
+    the program that stores the model, the model's files, the catalogue.
+
+    Args:
+        model: The model, or None if it is not on this machine.
+        entry: The model's entry in the catalogue, if it has one.
+    """
+    info = model_info_or_none(model) if model else None
+    sources: dict[str, Mapping[str, float]] = {
+        "Ollama": model.sampling if model else {},
+        "the model's files": info.sampling if info else {},
+        "the catalogue": entry.sampling if entry else {},
+    }
+    found: dict[str, RecommendedSetting] = {}
+    for source, settings in sources.items():
+        for name, value in settings.items():
+            found.setdefault(name, RecommendedSetting(value, source))
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.options.stated_sampling import stated_sampling
+from edgespec.options.reply_options import stated_sampling
 from edgespec.store.stored_models import EntryBudget, StoredModel, files_below, find_child
 from edgespec.system.files import error_reason, home_folder, read_regular_file, regular_file_bytes
 

@@ -21,7 +21,7 @@ from edgespec.store.download import (
     stream_chunks,
     translate_errors,
 )
-from edgespec.store.head_reference import resolve_head_with
+from edgespec.store.heads import resolve_head_with
 from edgespec.store.hub_files import HubFile, is_gguf_model
 from edgespec.store.reference import Resolved, resolve_with
 

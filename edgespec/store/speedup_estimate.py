@@ -1,21 +1,46 @@
-"""Estimate the speed-up of draft models from their sizes, in order to rank them without running them."""
+"""Estimate the speed-up of draft models, in order to rank them without running them.
+
+The estimates are based on the sizes of the models, or on the acceptance rates that earlier runs measured.
+Only token counts are saved, keyed by a hash of both models' files. No prompts or replies are saved.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
 
+from edgespec.errors import ModelFileError
+from edgespec.store.catalogue import ModelFormat
 from edgespec.store.constants import (
     COST_PER_ROW,
     HEAD_RATE,
     MAX_ASSUMED_RATE,
+    MAX_DRAFTED,
     MAX_ESTIMATED_DRAFT_LENGTH,
     MIN_ASSUMED_RATE,
+    MIN_DRAFTED,
     RATE_AT_EQUAL_SIZE,
     RATE_PER_DECADE,
+    SAVE_EVERY_DRAFTED,
 )
+from edgespec.store.installed import files_fingerprint
+from edgespec.system.facts import Facts
 
-__all__ = ["estimate_acceptance_rate", "estimate_head_speedup", "estimate_speedup"]
+__all__ = [
+    "AcceptanceRecorder",
+    "LocalModel",
+    "add_acceptance",
+    "estimate_acceptance_rate",
+    "estimate_head_speedup",
+    "estimate_speedup",
+    "measured_acceptance_rate",
+]
+
+_KIND = "acceptance"
 
 
 def _assumed_pass_cost(width: int) -> float:
@@ -76,3 +101,68 @@ def estimate_head_speedup(step_cost: float, *, one_pass: bool) -> float:
             pass_cost=lambda width: step_cost + _assumed_pass_cost(width),
         )
     return estimate_speedup(0.0, step_cost, acceptance_rate=HEAD_RATE)
+
+
+LocalModel: TypeAlias = tuple[Path, ModelFormat]
+
+
+def measured_acceptance_rate(target: LocalModel, draft: LocalModel) -> float | None:
+    """Return a model pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
+    try:
+        drafted, accepted = _counts(_key(target, draft))
+    except ModelFileError:
+        return None
+    return accepted / drafted if drafted >= MIN_DRAFTED else None
+
+
+def add_acceptance(target: LocalModel, draft: LocalModel, drafted: int, accepted: int) -> None:
+    """Add one reply's drafted and accepted token counts to a model pair's saved counts.
+
+    Raises:
+        ModelFileError: A model file no longer exists.
+    """
+    key = _key(target, draft)
+    before = _counts(key)
+    drafted, accepted = before[0] + drafted, before[1] + accepted
+    if drafted > MAX_DRAFTED:
+        drafted, accepted = drafted // 2, accepted // 2
+    Facts().put(_KIND, {key: [drafted, accepted]})
+
+
+def _counts(key: str) -> tuple[int, int]:
+    """Return the saved numbers of drafted and accepted tokens."""
+    match Facts().get(_KIND, key):
+        case [int(drafted), int(accepted)] if 0 <= accepted <= drafted:
+            return drafted, accepted
+    return 0, 0
+
+
+class AcceptanceRecorder:
+    """Counts and saves a loaded model pair's drafted and accepted tokens. Never raises.
+
+    Only the first token of each draft is counted, because the acceptance of later tokens depends on the draft
+    length.
+    """
+
+    def __init__(self, target: LocalModel, draft: LocalModel) -> None:
+        self._pair = target, draft
+        self._drafted = self._accepted = 0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add the number of drafts in a reply, and how many had their first token accepted."""
+        self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
+        if self._drafted >= SAVE_EVERY_DRAFTED:
+            self.save()
+
+    def save(self) -> None:
+        """Save the token counts collected since the last save."""
+        if self._drafted:
+            with suppress(ModelFileError):
+                add_acceptance(*self._pair, self._drafted, self._accepted)
+        self._drafted = self._accepted = 0
+
+
+def _key(target: LocalModel, draft: LocalModel) -> str:
+    """Return a hash that changes when a file of either model changes. Raises ModelFileError."""
+    fingerprints = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
+    return hashlib.sha256(repr(fingerprints).encode()).hexdigest()[:32]

@@ -1,19 +1,21 @@
-"""Determine how many cores this process can use, and how many of them other programs keep busy."""
+"""Determine how many cores this process can use, and how many of them other programs keep busy.
+
+Linux control groups can limit the CPU time of this process, and its memory.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Lock
 
 import psutil
 
-from edgespec.system.cgroups import ControlGroup, control_groups
-
-__all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "usable_cores"]
+__all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "control_groups", "usable_cores"]
 
 # Measured speeds count as distorted if other programs use more cores than this.
 MAX_BUSY_CORES = 0.3
@@ -114,3 +116,51 @@ class CpuLoad:
 
 CPU_LOAD = CpuLoad()
 """The load of this machine, shared by all models."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A Linux control group.
+
+    Attributes:
+        folder: Folder of the group below /sys/fs/cgroup.
+        name: Path of the group as seen by this process, such as `/app.slice/chat`.
+        version_1: Whether the group belongs to a cgroup v1 hierarchy.
+    """
+
+    folder: Path
+    name: str
+    version_1: bool
+
+    def read(self, file: str) -> str:
+        """Return the contents of a file in the control group's folder, or "" if it cannot be read."""
+        try:
+            return (self.folder / file).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return ""
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
+    """Yield the control groups whose limits for `controller` apply to this process, innermost first.
+
+    Args:
+        controller: `memory` or `cpu`.
+        root: The folder that contains `proc` and `sys`.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    for line in lines or ["0::/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder = root / "sys/fs/cgroup"
+        if controllers:
+            folder /= controller
+        innermost = PurePosixPath(path.lstrip("/"))
+        for group in (innermost, *innermost.parents):
+            if ".." not in group.parts:
+                name = "" if str(group) == "." else str(group)
+                yield ControlGroup(folder / group, f"/{name}", bool(controllers))

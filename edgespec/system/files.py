@@ -1,4 +1,7 @@
-"""edgespec's folders, atomic writes of private files, and formatting of sizes and errors."""
+"""edgespec's folders, atomic writes of private files, and formatting of sizes and errors.
+
+`MappedFiles` detects memory-mapped files that were truncated while in use.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from errno import EACCES, EDQUOT, EFBIG, EINVAL, ENOSPC, EPERM, EROFS
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ConfigurationError
+from edgespec.errors import ConfigurationError, ModelFileError
 
 __all__ = [
+    "MappedFiles",
     "cache_folder",
     "config_folder",
     "data_folder",
@@ -360,3 +364,34 @@ def delete_files(paths: Iterable[Path]) -> int:
             path.unlink()
             freed_bytes += size_bytes
     return freed_bytes
+
+
+class MappedFiles:
+    """Memory-mapped files and their sizes at load time.
+
+    Reading a page beyond the end of a mapped file kills the process with SIGBUS. Call `check` before a pass
+    to detect a truncated file.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._sizes: dict[Path, tuple[int, int, int]] = {}
+        for path in paths:
+            with suppress(OSError):
+                status = path.stat()
+                self._sizes[path] = (status.st_dev, status.st_ino, status.st_size)
+
+    def check(self) -> None:
+        """Raise ModelFileError if a file was truncated.
+
+        Deleted and replaced files are safe, because the mapping keeps the old file.
+        """
+        for path, (device, inode, size) in self._sizes.items():
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            if (status.st_dev, status.st_ino) == (device, inode) and status.st_size < size:
+                raise ModelFileError(
+                    f"{path} was truncated while in use: only {status.st_size:,} of {size:,} bytes remain",
+                    "restore the file and load the model again",
+                )

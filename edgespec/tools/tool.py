@@ -1,4 +1,7 @@
-"""A tool of an MCP server. Its name, description and schema come from the server and are untrusted."""
+"""A tool of an MCP server, and the result of a call, as text for the model and the screen.
+
+A tool's name, description and schema come from the server and are untrusted.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-__all__ = ["MAX_TOOLS", "Tool", "accepted_tools", "visible"]
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult
+
+__all__ = ["MAX_TOOLS", "Tool", "ToolResult", "Veto", "accepted_tools", "limited", "visible"]
 
 # Maximum number of tools per server. Each tool uses about a hundred tokens of the context.
 MAX_TOOLS = 100
@@ -22,6 +28,11 @@ _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff"
     r"\ud800-\udfff\U000e0000-\U000e0fff]"
 )
+Veto: TypeAlias = Literal["", "refused", "stopped"]
+"""Whether the user refused a call, or stopped the reply or the call. Empty if neither."""
+
+# Prefix of a failed call's text, which tells the model that the call failed.
+_FAILED = "Error: "
 
 
 def visible(text: str) -> str:
@@ -94,3 +105,66 @@ def _is_small(schema: Mapping[str, Any]) -> bool:
         return len(json.dumps(schema)) <= _MAX_SCHEMA_CHARACTERS
     except (ValueError, RecursionError):
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The result of a tool call.
+
+    Attributes:
+        text: The result to send to the model, or the error message if the call failed.
+        failed: Whether the call failed.
+        seconds: Duration of the call in seconds.
+        veto: Whether the call failed because the user refused it or stopped it.
+    """
+
+    text: str
+    failed: bool = False
+    seconds: float = 0.0
+    veto: Veto = ""
+
+    @classmethod
+    def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
+        """Convert an MCP SDK result, replacing non-text content with a short description."""
+        parts = [_result_text(content) for content in result.content]
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(parts) or "(The tool returned nothing.)"
+        return cls(f"{_FAILED}{text}" if result.is_error else text, result.is_error, seconds)
+
+    @classmethod
+    def failure(cls, problem: str, seconds: float = 0.0, *, veto: Veto = "") -> ToolResult:
+        """Create the result of a call that failed before or while reaching the tool."""
+        return cls(f"{_FAILED}{problem}", True, seconds, veto)
+
+    @classmethod
+    def saved(cls, text: str) -> ToolResult:
+        """Create a result from a saved chat, which contains only its text."""
+        return cls(text, failed=text.startswith(_FAILED))
+
+    @property
+    def problem(self) -> str:
+        """The error message of a failed call, without the words that inform the model of the failure."""
+        return self.text.removeprefix(_FAILED)
+
+
+def _result_text(content: Any) -> str:
+    if content.type == "text":
+        return str(content.text)
+    if content.type == "resource":
+        text = getattr(content.resource, "text", None)
+        return f"[data from {content.resource.uri}]" if text is None else str(text)
+    if content.type == "resource_link":
+        return f"[link to {content.uri}]"
+    return f"[{content.type}, {content.mime_type}: models in this chat read only text]"
+
+
+def limited(text: str, max_characters: int) -> str:
+    """Truncate text that is too long, and append a note on how much is missing."""
+    if len(text) <= max_characters:
+        return text
+    left_out = len(text) - max_characters
+    return (
+        f"{text[:max_characters]}\n[This result has {len(text):,} characters. The last {left_out:,} are left"
+        " out, because they would fill the context.]"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from edgespec.train.evaluation import DrafterFigures
 from edgespec.train.loading import DraftToTrain, TrainingTarget, find_draft, load_target
 from edgespec.train.run import TrainingResult, train_drafter
-from edgespec.train.sources import TrainingPrompt, chat_prompts, file_prompts
 from edgespec.train.state import CurvePoint, TrainingSettings
+from edgespec.train.writing import TrainingPrompt, chat_prompts, file_prompts
 
 __all__ = [
     "CurvePoint",

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,11 @@ from edgespec.train.conversations import (
     token_counts,
     training_steps,
 )
-from edgespec.train.evaluation import DrafterFigures, measure_drafter
+from edgespec.train.evaluation import DEPTH, DrafterFigures, measure_drafter
 from edgespec.train.loading import TrainingTarget
-from edgespec.train.lock import lock_training
-from edgespec.train.plots import plot_training
-from edgespec.train.sources import TrainingPrompt
-from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings
+from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings, lock_training
 from edgespec.train.timing import measure_speed
-from edgespec.train.writing import ConversationWriter
+from edgespec.train.writing import ConversationWriter, TrainingPrompt
 
 __all__ = ["TrainingResult", "train_drafter"]
 
@@ -175,7 +173,7 @@ def train_drafter(
                 finished.rename(kept)
             for file in sorted(kept.iterdir()):
                 file.replace(folder / file.name)
-            plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
+            plotted = _plot_training(state.curve, f"{student.title} for {target.name}", plot)
             if target.gguf and not settings.draft and needs_conversion(folder, target.gguf):
                 gguf = folder / _GGUF_NAME
                 _convert(folder, target.gguf, gguf, progress)
@@ -325,3 +323,34 @@ def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> No
             f"{error.next_step}, then run the same command again to convert it",
             code=error.code,
         ) from error
+
+
+def _plot_training(curve: Sequence[CurvePoint], name: str, path: Path) -> bool:
+    """Plot loss and tokens per pass against the number of trained tokens.
+
+    Args:
+        curve: The points to plot.
+        name: Name of the drafter, for the title.
+        path: PNG file to write.
+
+    Returns:
+        Whether the file was written. False if matplotlib is not installed.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 6.0), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    trained = [point.trained_tokens for point in curve]
+    upper.plot(trained, [point.tokens_per_pass for point in curve], marker="o")
+    upper.set_ylabel(f"tokens per pass (drafts of {DEPTH} tokens)")
+    upper.set_title(f"{name}: accuracy on held-out conversations")
+    lower.plot(trained, [point.loss for point in curve], marker="o", color="tab:orange")
+    lower.set_ylabel("loss per predicted token")
+    lower.set_xlabel("trained tokens, including repetitions")
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,4 +1,7 @@
-"""Save and restore the state of an unfinished training run."""
+"""Save and restore the state of an unfinished training run.
+
+Two processes cannot train in the same folder.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,28 @@ import json
 import math
 import operator
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgespec.errors import ModelFileError, OptionError
+from edgespec.errors import BusyError, ModelFileError, OptionError
 from edgespec.model.drafter_training import DrafterTrainer
 from edgespec.system.files import read_regular_file, replace_when_written
 from edgespec.train.conversations import Conversation
 from edgespec.train.evaluation import DEPTH, DrafterFigures
-from edgespec.train.lock import LOCK_FILE
 from edgespec.train.timing import TrainingSpeed
 
-__all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings"]
+__all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings", "lock_training"]
 
 T = TypeVar("T")
 
 # Treat a saved speed as damaged if it exceeds this many seconds per token.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
+_LOCK_FILE = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class TrainingFolder:
         if not file.exists():
             # The folder is deleted after training, so it must not contain unrelated files. It may contain a
             # temporary file if an earlier run was killed while writing the settings.
-            if {each.name for each in path.iterdir()} - {LOCK_FILE, f"{_SETTINGS}.tmp"}:
+            if {each.name for each in path.iterdir()} - {_LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
                     f"{path} contains files that edgespec did not create",
                     "choose another folder with --to",
@@ -235,7 +239,7 @@ class TrainingFolder:
         """
         (self.path / _PROGRESS).unlink(missing_ok=True)
         for saved in self.path.iterdir():
-            if saved.name not in (LOCK_FILE, _SETTINGS):
+            if saved.name not in (_LOCK_FILE, _SETTINGS):
                 _delete(saved)
         (self.path / _SETTINGS).unlink()
 
@@ -331,3 +335,40 @@ def _damaged(path: Path) -> ModelFileError:
         f"delete the folder {path.parent} and train again",
         code="training_damaged",
     )
+
+
+@contextmanager
+def lock_training(path: Path) -> Iterator[None]:
+    """Lock the folder of an unfinished training run until the end of the block.
+
+    The operating system releases the lock when the process exits, even if it is killed.
+
+    Args:
+        path: The folder. Created if it does not exist. On exit, it and its parent folder are deleted if
+            empty.
+
+    Raises:
+        BusyError: Another process is training in this folder.
+        OSError: The folder cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / _LOCK_FILE
+    lock = FileLock(file, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BusyError(
+            f"another `edgespec train` is training in {path}",
+            "wait until it finishes, stop it with Ctrl-C, or choose another folder with --to",
+        ) from None
+    try:
+        yield
+    finally:
+        # Delete the file before the lock is released. A process that opened the deleted file cannot lock it.
+        file.unlink(missing_ok=True)
+        lock.release()
+        with suppress(OSError):
+            path.rmdir()
+            path.parent.rmdir()

@@ -1,21 +1,29 @@
-"""Generate training conversations with the target, including the questions (Magpie, arXiv 2406.08464)."""
+"""Generate training conversations with the target, including the questions (Magpie, arXiv 2406.08464).
+
+Questions can also be read from a file or from the user's saved chats.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
+from edgespec.chat.saved_chat import read_chat
+from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
-from edgespec.errors import EdgespecError, TemplateError
+from edgespec.errors import ChatFileError, EdgespecError, OptionError, TemplateError
+from edgespec.losslessness import read_prompts
+from edgespec.methods.auto.drafter_stats import text_kind
 from edgespec.model.base import Progress
 from edgespec.model.drafter_training import Teacher
 from edgespec.train.conversations import Conversation
-from edgespec.train.sources import TrainingPrompt, own_prompt
 
-__all__ = ["BATCH_CONVERSATIONS", "ConversationWriter"]
+__all__ = ["BATCH_CONVERSATIONS", "ConversationWriter", "TrainingPrompt", "chat_prompts", "file_prompts"]
 
 # Number of conversations per batch. Larger batches are faster, but each conversation needs a KV cache.
 BATCH_CONVERSATIONS = 32
@@ -107,7 +115,60 @@ class ConversationWriter:
         starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
         questions = self._teacher.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)
         texts = [self._text(tokens) for tokens in questions if self._teacher.vocabulary.is_end(tokens[-1])]
-        return [own_prompt([Message("user", text)]) for text in texts if text]
+        return [_own_prompt([Message("user", text)]) for text in texts if text]
 
     def _text(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self._teacher.vocabulary.piece, tokens)).decode("utf-8", "replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrompt:
+    """Messages for the target to answer. The last message is from the user.
+
+    Attributes:
+        messages: The messages, oldest first.
+        kind: Kind of text, such as `code`.
+    """
+
+    messages: tuple[Message, ...]
+    kind: str
+
+
+def file_prompts(path: Path) -> list[TrainingPrompt]:
+    """Read prompts from a JSON Lines file in the format of `edgespec bench --prompts`.
+
+    Raises:
+        OptionError: The file cannot be read or is invalid.
+    """
+    return [TrainingPrompt(each.messages, each.category) for each in read_prompts(path)]
+
+
+def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
+    """Return one prompt for each of the user's messages in the saved chats, skipping damaged chats.
+
+    Args:
+        store: The saved chats. None for the default store.
+
+    Raises:
+        OptionError: There are no saved chats.
+    """
+    prompts = []
+    for stored in (store or ChatStore()).list():
+        try:
+            chat = read_chat(stored.path, stored.id)
+        except ChatFileError:
+            continue
+        system = [Message("system", chat.system)] if chat.system else []
+        for end, message in enumerate(chat.messages, 1):
+            if message.role == "user":
+                prompts.append(_own_prompt([*system, *chat.messages[:end]]))
+    if not prompts:
+        raise OptionError(
+            "there are no saved chats to train with", "omit --chats", code="training_data_missing"
+        )
+    return prompts
+
+
+def _own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
+    """Create a prompt, detecting the kind of text from the last message."""
+    return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))

@@ -11,8 +11,7 @@ from threading import Lock, Thread
 from time import monotonic, time
 
 from edgespec.chat.saved_chat import MAX_CHAT_BYTES, SavedChat, title_of
-from edgespec.chat.search import find_chat
-from edgespec.chat.store import ChatStore, StoredChat
+from edgespec.chat.store import ChatStore, StoredChat, find_chat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.system.files import format_bytes
 from edgespec.tui.open_chat import OpenChat, RunningTurn

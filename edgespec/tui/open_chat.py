@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from markdown_it import MarkdownIt
 
 from edgespec.chat.message import EARLY_ENDS, Message, Role, reply_message
-from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.reply_start import whole_characters
-from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat, Setting, title_of
+from edgespec.chat.saved_chat import NO_MODELS, MessageTree, ModelReferences, SavedChat, Setting, title_of
 from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from concurrent.futures import Future, wait
 
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ConfigurationError, OptionError
-from edgespec.tools.result import ToolResult
-from edgespec.tools.tool import Tool, visible
-from edgespec.tools.toolbox import Toolbox
+from edgespec.tools.connection import Toolbox
+from edgespec.tools.tool import Tool, ToolResult, visible
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.plain_console import PlainConsole

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import MessageTree
 from edgespec.errors import OptionError
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import show_message

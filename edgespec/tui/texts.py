@@ -238,8 +238,7 @@ def takeover_note(before: ChatModel) -> str:
 def _larger_models(runtime: ChatModel, open_list: str) -> list[str]:
     """Return a notice that suggests larger models to users of a default model."""
     from edgespec.loading.speed_prediction import predict_entry
-    from edgespec.store.catalogue import load_catalogue
-    from edgespec.store.suggestion import suggest_models
+    from edgespec.store.catalogue import load_catalogue, suggest_models
 
     plan, name = runtime.memory().plan, runtime.target.name
     if plan is None or name not in _FIRST_MODELS:

@@ -12,11 +12,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from edgespec.chat.message import Message
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.errors import ConfigurationError, OptionError
-from edgespec.tools.connection import ServerConnection
-from edgespec.tools.result import ToolResult, limited
+from edgespec.tools.connection import ServerConnection, Toolbox
 from edgespec.tools.server_config import allow_always, read_servers, servers_path
-from edgespec.tools.tool import Tool, visible
-from edgespec.tools.toolbox import Toolbox
+from edgespec.tools.tool import Tool, ToolResult, limited, visible
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 from edgespec.tui.texts import sentences

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ConfigurationError, OptionError
-from edgespec.tools.result import ToolResult
-from edgespec.tools.tool import Tool
-from edgespec.tools.toolbox import Toolbox
+from edgespec.tools.connection import Toolbox
+from edgespec.tools.tool import Tool, ToolResult
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.approval import ApprovalScreen

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec.system.graphics import gpu_vendors
+from edgespec.api.machine import gpu_vendors
 
 __all__ = ["CheckError", "Gpu", "find_gpu", "find_nvcc", "parse_memory", "parse_names", "used_bytes"]
 

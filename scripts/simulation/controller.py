@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.auto.controller import AutoController
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossLimits, LossTracker
 from edgespec.methods.base import Drafter
-from edgespec.methods.costs.curve import CostCurve
-from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.costs.curve import CostCurve, PassLimits
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from scripts.simulation.world import SimulatedModel, World
 
 __all__ = ["make_controller"]

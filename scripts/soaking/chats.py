@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import edgespec
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.memory.budget import available_bytes

@@ -12,9 +12,9 @@ import pytest
 
 from edgespec.errors import ModelFileError
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.methods.lowbit.copies import lowbit_file
-from edgespec.model.mapped_files import MappedFiles
+from edgespec.methods.lowbit.drafter import lowbit_file
 from edgespec.store.catalogue import models_folder
+from edgespec.system.files import MappedFiles
 from tests.backends.tiny_models import write_llama
 from tests.raising import raises
 

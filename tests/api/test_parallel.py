@@ -16,8 +16,8 @@ from edgespec.api.loading import always_draft
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BusyError, ClosedError, ContextFullError, OptionError
-from edgespec.losslessness.logit_rows import logit_rows
-from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
+from edgespec.losslessness.replay import logit_rows
+from edgespec.methods.auto.controller import ACTIVE_REPLIES
 from tests.api.questions import HOWTO, REPEATS
 from tests.cases import covering
 from tests.near_ties import score_gap

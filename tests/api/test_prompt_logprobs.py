@@ -13,7 +13,7 @@ import pytest
 
 import edgespec
 from edgespec import Reply, RequestQueue, Runtime
-from edgespec.engine.logprobs import TokenLogprob, token_logprob
+from edgespec.engine.logits import TokenLogprob, token_logprob
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ContextFullError, OptionError
 from tests.api.questions import HOWTO, equal

@@ -12,7 +12,7 @@ import pytest
 import edgespec
 from edgespec import Reply, Runtime
 from edgespec.errors import ClosedError
-from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
+from edgespec.methods.auto.controller import ACTIVE_REPLIES
 from tests.api.questions import HOWTO, REPEATS, equal
 from tests.cases import first
 

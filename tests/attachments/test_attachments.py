@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec.attachments import read_files
-from edgespec.chat.attached_file import AttachedFile, with_files
+from edgespec.chat.message import AttachedFile, with_files
 from edgespec.errors import AttachmentError
 from tests.attachments import pdfs
 from tests.raising import raises
@@ -193,7 +193,7 @@ def test_too_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
         Path("many", f"{number}.txt").touch()
     with raises(AttachmentError, "many", "501", "500", code="attachment_too_large"):
         read_files("many")
-    monkeypatch.setattr("edgespec.attachments.listing._MAX_FILES", 100)
+    monkeypatch.setattr("edgespec.attachments.finding._MAX_LISTED_FILES", 100)
     with raises(AttachmentError, "many", code="attachment_too_large"):
         read_files("many/7.*")
 

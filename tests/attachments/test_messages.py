@@ -10,8 +10,7 @@ import pytest
 
 import edgespec
 from edgespec import AttachedFile, Message, Runtime
-from edgespec.chat.attached_file import as_attached_files
-from edgespec.chat.message import as_message
+from edgespec.chat.message import as_attached_files, as_message
 from edgespec.errors import ContextFullError, OptionError
 from tests.cases import covering
 from tests.forced import Begin

@@ -19,9 +19,9 @@ from edgespec.errors import CancelledError
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LanguageModel
-from edgespec.model.optional_features import HeadModel
+from edgespec.model.hidden_states import HeadModel
 from tests.memory.prefix_cache.helpers import keeper
 
 Round: TypeAlias = tuple[str, int, bool]

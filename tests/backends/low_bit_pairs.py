@@ -10,8 +10,7 @@ import numpy as np
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.engine.tree import TokenTree
-from edgespec.model.base import LanguageModel
-from edgespec.model.self_draft_methods import LowBit
+from edgespec.model.base import LanguageModel, LowBit
 from tests.backends.contract import Rows, row_of
 
 CONTEXT = 512

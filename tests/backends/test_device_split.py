@@ -7,8 +7,8 @@ import pytest
 from edgespec.backends.llamacpp import head_loading
 from edgespec.backends.llamacpp.devices import cards, device_split
 from edgespec.backends.llamacpp.eagle import estimate_head
+from edgespec.model.base import Head
 from edgespec.model.formats.gguf_header import read_header
-from edgespec.model.self_draft_methods import Head
 from edgespec.store.catalogue import models_folder
 from edgespec.store.reference import resolve
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import edgespec
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.llamacpp.draft_conversion import convert_draft_model
+from edgespec.backends.llamacpp.gguf_conversion import convert_draft_model
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.loading.prepare.draft import prepare_draft

@@ -21,10 +21,9 @@ from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFoundError, OptionError
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.hidden_state_log import HiddenStateLog
-from edgespec.model.self_draft_methods import Head
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head, LanguageModel, LoadOptions
+from edgespec.model.hidden_states import HiddenStateLog
 from tests.backends.damaged_heads import check_same_replies
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.published_heads import VOCAB, write_published
@@ -211,7 +210,7 @@ def test_a_head_drafts_the_same_without_llama_cpps_layer_taps(
         found.append(first_logits(head, HeadCache(head), tokens))
         head.close()
         target.close()
-        monkeypatch.setattr(state_taps, "layer_input_api", lambda: None)
+        monkeypatch.setattr(state_taps, "_layer_input_api", lambda: None)
     assert np.array_equal(found[0], found[1])
 
 

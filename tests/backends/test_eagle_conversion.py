@@ -16,9 +16,8 @@ from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LoadOptions
-from edgespec.model.self_draft_methods import Head
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head, LoadOptions
 from edgespec.store.prepared.head import prepare_head
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import write_published

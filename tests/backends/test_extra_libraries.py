@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from edgespec.backends.llamacpp.extra_libraries import GpuLibrary, library_path, load_gpu_library
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.native import GpuLibrary, library, library_path, load_gpu_library
 
 
 @pytest.fixture

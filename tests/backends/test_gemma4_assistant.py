@@ -16,8 +16,8 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.context_plan import ContextPlan
-from edgespec.backends.llamacpp.gemma4_assistant_files import check_assistant
 from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.llamacpp.mtp_files import check_assistant
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CapabilityError,
@@ -25,10 +25,9 @@ from edgespec.errors import (
     MemoryBudgetError,
     ModelFileError,
 )
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.optional_features import HeadModel
-from edgespec.model.self_draft_methods import Head
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head, LanguageModel, LoadOptions
+from edgespec.model.hidden_states import HeadModel
 from edgespec.store.heads import head_options
 from edgespec.store.reference import resolve
 from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes, check_same_replies

@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
-from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog
+from edgespec.model.hidden_states import POST_NORM, HiddenStateLog
 from tests.backends.tiny_models import WORDS, write_gemma2, write_gemma3, write_llama, write_moe
 from tests.raising import raises
 
@@ -53,7 +53,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(params=["llama.cpp's own layer taps", "the hook"])
 def taps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "the hook":
-        monkeypatch.setattr(state_taps, "layer_input_api", lambda: None)
+        monkeypatch.setattr(state_taps, "_layer_input_api", lambda: None)
 
 
 def load(path: Path, **options: object) -> LlamaCppModel:
@@ -123,7 +123,7 @@ def test_the_hook_reads_the_same_states_as_the_layer_taps(
     first = tapped.log_hidden_states([1, 2, 3])
     reply(tapped)
     with monkeypatch.context() as patch:
-        patch.setattr(state_taps, "layer_input_api", lambda: None)
+        patch.setattr(state_taps, "_layer_input_api", lambda: None)
         hooked = load(paths["llama"])
     second = hooked.log_hidden_states([1, 2, 3])
     reply(hooked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.backends.llamacpp.kv_types import choose_kv_types
+from edgespec.backends.llamacpp.context_plan import choose_kv_types
 from edgespec.errors import OptionError
 from edgespec.model.base import LoadOptions
 from tests.raising import raises

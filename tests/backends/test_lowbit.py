@@ -20,8 +20,7 @@ from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from edgespec.store.catalogue import models_folder
 from tests.backends.contract import TREES, path_to, row_of, tokens_for, tree_of
 from tests.backends.low_bit_pairs import CONTEXT, Pair, assert_like_fresh_view, draft_logits

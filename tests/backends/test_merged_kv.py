@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from edgespec.api.runtime import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.context_planning import work_bytes
+from edgespec.backends.llamacpp.kv_sequences import merge_kv
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
-from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.methods.model.drafter import ModelDrafter
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
 from tests.backends.tiny_models import write_gemma3, write_llama
 from tests.cases import covering
@@ -173,7 +172,7 @@ class TestInvalidBytes:
     def test_a_model_with_another_format_does_not_support_lowbit(
         self, tiny: Forms, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._HEADER_BYTES", 4)
+        monkeypatch.setattr("edgespec.backends.llamacpp.kv_sequences._HEADER_BYTES", 4)
         split = load_layerskip(str(tiny.split), "tiny", LoadOptions(context_tokens=CONTEXT))
         assert split.facts.capabilities.self_draft_methods == {"layerskip"}
         with raises(CapabilityError, code="lowbit_not_supported"):

@@ -23,10 +23,10 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.formats.mlx_metadata import read_mlx_info
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.store.catalogue import models_folder
-from edgespec.store.metadata_cache import model_info, shared_token_fraction
+from edgespec.store.installed import model_info, shared_token_fraction
 from edgespec.system.facts import Facts
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.raising import raises
@@ -307,6 +307,6 @@ class TestSaved:
     def test_shared_tokens_are_compared_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         target, draft = (DRAFT, "gguf", "one"), (DRAFT, "gguf", "other")
         assert shared_token_fraction(target, draft) == 1.0
-        monkeypatch.setattr("edgespec.store.metadata_cache._read_tokens", lambda *_: (None, None))
+        monkeypatch.setattr("edgespec.store.installed._read_tokens", lambda *_: (None, None))
         assert shared_token_fraction(target, draft) == 1.0
         assert shared_token_fraction(draft, target) is None

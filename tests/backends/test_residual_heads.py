@@ -18,11 +18,10 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LanguageModel
 from edgespec.model.formats.head_files import head_at
-from edgespec.model.hidden_state_log import POST_NORM
-from edgespec.model.optional_features import HeadModel, HiddenStateSource
+from edgespec.model.hidden_states import POST_NORM, HeadModel, HiddenStateSource
 from edgespec.model.registry import format_at
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import CONTEXT, GgufTarget, MlxTarget, Target

@@ -13,8 +13,7 @@ from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ContextFullError, MemoryBudgetError
-from edgespec.model.base import LanguageModel
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
+from edgespec.model.base import EarlyExit, LanguageModel, LowBit
 from tests.backends.contract import TREES, row_of, tokens_for, tree_of
 from tests.backends.resizable import LARGE, SMALL, load
 from tests.raising import raises

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.optional_features import HeadModel
-from edgespec.model.self_draft_methods import Head
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head, LanguageModel, LoadOptions
+from edgespec.model.hidden_states import HeadModel
 from tests.backends.eagle1.targets import write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import GgufTarget

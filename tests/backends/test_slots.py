@@ -26,8 +26,7 @@ from edgespec.errors import (
     OptionError,
     OutOfMemoryError,
 )
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions
 from tests.backends.contract import TREES, Rows, fresh, path_to, step, tokens_for, tokens_to, tree_of
 from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
 from tests.raising import raises

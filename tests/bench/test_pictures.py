@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.bench import BenchReport, MethodConfig
-from edgespec.bench.charts import Bar, bar_chart, charts
+from edgespec.bench.charts import Bar, bar_chart, charts, check_plots, save_plots
 from edgespec.bench.figures import figures, oracle_comparisons
-from edgespec.bench.plots import check_plots, save_plots
 from edgespec.errors import BackendMissingError
 from edgespec.methods.costs.curve import CostCurve
 from tests.bench.making import row
@@ -128,6 +127,6 @@ def test_a_report_with_nothing_in_it_is_drawn_too(made: BenchReport, tmp_path: P
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plots()
-    monkeypatch.setattr("edgespec.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("edgespec.bench.charts.find_spec", lambda name: None)
     with raises(BackendMissingError, "scripts/setup dev"):
         check_plots()

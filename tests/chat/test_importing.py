@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.chat.attached_file import AttachedFile
 from edgespec.chat.exporting import (
     FORMATS,
     as_html,
@@ -25,9 +24,8 @@ from edgespec.chat.exporting import (
     write_export,
 )
 from edgespec.chat.importing import ExportedChats
-from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.message import AttachedFile, Message
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError, OptionError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.chat.reply_splitter import ReplySplitter, split_reply
+from edgespec.chat.reply_text import ReplySplitter, split_reply
 from edgespec.chat.tool_calls.calls import ToolCall, collect_calls
 from edgespec.chat.tool_calls.formats import call_form
 from edgespec.chat.tool_calls.parser import CallSyntax

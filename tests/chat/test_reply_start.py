@@ -6,8 +6,8 @@ import pytest
 
 from edgespec.chat.message import Message, as_message
 from edgespec.chat.reasoning import REASONING_MARKERS
-from edgespec.chat.reply_splitter import split_reply
 from edgespec.chat.reply_start import fitted_to_prompt, text_to_continue, whole_characters
+from edgespec.chat.reply_text import split_reply
 from edgespec.errors import OptionError
 from tests.raising import raises
 from tests.reasoning_templates import GLM_4_7, GPT_OSS, OPENS_REASONING, QWEN_3

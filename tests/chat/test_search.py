@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.chat.attached_file import AttachedFile
-from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
-from edgespec.chat.search import search
-from edgespec.chat.store import ChatStore
+from edgespec.chat.message import AttachedFile, Message
+from edgespec.chat.saved_chat import MessageTree, SavedChat
+from edgespec.chat.store import ChatStore, search
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
 

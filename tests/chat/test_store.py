@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat, title_of
+from edgespec.chat.saved_chat import MessageTree, SavedChat, title_of
 from edgespec.chat.store import ChatStore, _entry
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError

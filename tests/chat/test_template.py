@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.chat import template_process
 from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
 from edgespec.chat.template_worker import compile_template
@@ -209,7 +208,7 @@ class TestLimits:
     def test_memory_is_measured_where_the_system_does_not_limit_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(template_process, "memory_limit_bytes", lambda _: 1 << 20)
+        monkeypatch.setattr("edgespec.chat.template.memory_limit_bytes", lambda _: 1 << 20)
         with raises(TemplateError, "than 1.0"):
             render(ENDLESS, USER)
 
@@ -218,7 +217,7 @@ class TestLimits:
         template.compile()
         child = _child(template)
         child.suspend()
-        monkeypatch.setattr(template_process, "_MAX_POLLS", 4)
+        monkeypatch.setattr("edgespec.chat.template._MAX_POLLS", 4)
         with raises(TemplateError, "20 seconds"):
             template.render([USER])
         assert not child.is_running()

@@ -268,5 +268,5 @@ def test_nonsense_is_refused_before_anything_is_loaded(
 
 
 def test_pictures_without_matplotlib_name_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("edgespec.bench.charts.find_spec", lambda name: None)
     one_line_error(run("bench", "--plots", "somewhere"), 1, "scripts/setup dev", code="backend_missing")

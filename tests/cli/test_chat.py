@@ -13,13 +13,12 @@ import edgespec.tui.app
 import edgespec.tui.plain_run
 from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, SavedChat
+from edgespec.chat.saved_chat import NO_MODELS, MessageTree, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.cli import chat
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.options.load_options import LOAD_OPTIONS
-from edgespec.options.option_kinds import Flag
+from edgespec.options.option import Flag
 from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.tui.ending import ChatEnd
 from edgespec.tui.preferences import Preferences, preferences_path

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.prompt_history import PromptHistory
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.system.files import data_folder
 from tests.cli.conftest import Run, json_of, one_line_error

@@ -16,7 +16,7 @@ import pytest
 import edgespec
 from edgespec.api.machine import Gpu, MlxInfo, inspect_machine
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo
-from edgespec.backends.llamacpp.extra_libraries import GpuLibrary
+from edgespec.backends.llamacpp.native import GpuLibrary
 from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.model.formats.mlx_files import mlx_installed

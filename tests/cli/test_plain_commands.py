@@ -14,13 +14,12 @@ import pytest
 
 import edgespec
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import ModelReferences, SavedChat
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError
 from edgespec.store.download import Progress
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
 from edgespec.tools.server_config import servers_path
 from edgespec.tui import plain_commands, screen_commands
 from edgespec.tui.commands import table

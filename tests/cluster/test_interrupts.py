@@ -20,8 +20,8 @@ import edgespec
 from edgespec.backends import mlx
 from edgespec.cluster import link
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.libraries import MLX, Library, installed_mlx
 from edgespec.cluster.machines import parse_machines
+from edgespec.cluster.status import MLX, Library, installed_mlx
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.model.base import LoadOptions

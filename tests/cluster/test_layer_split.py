@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.cluster.layer_split import split_layers
+from edgespec.cluster.machines import split_layers
 
 
 def test_layers_follow_the_memory() -> None:

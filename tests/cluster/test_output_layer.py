@@ -18,16 +18,16 @@ from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.remote_model import load_on_workers
 from edgespec.cluster import connected
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import LinkSpeed, measure_link
 from edgespec.cluster.machines import WorkerAddress, parse_machines
+from edgespec.cluster.status import LLAMA_CPP, Library
 from edgespec.engine.tree import TokenTree
-from edgespec.loading.worker_speed import _saves_time
+from edgespec.loading.workers import _saves_time
 from edgespec.methods.costs import machine_speed
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from edgespec.model.base import LoadOptions
-from edgespec.model.pass_weights import OutputLayer
+from edgespec.model.model_facts import OutputLayer
 from edgespec.model.registry import format_of
 from edgespec.options.load_options import LoadArguments
 from tests.cases import first

@@ -16,7 +16,7 @@ from edgespec.cluster.link import measure_link
 from edgespec.cluster.machines import WorkerAddress
 from edgespec.cluster.status import MEASURE
 from edgespec.errors import MemoryBudgetError, WorkerError
-from edgespec.loading import worker_speed
+from edgespec.loading import workers as on_workers
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
 from tests.cluster.conftest import Worker
@@ -96,18 +96,18 @@ def test_half_a_message_is_no_error(sent: bytes, workers: tuple[Worker, Worker])
 
 def predict(
     monkeypatch: pytest.MonkeyPatch, workers: str, here: MachineSpeed | None, there: dict[str, Any]
-) -> worker_speed.SpreadPrediction:
-    monkeypatch.setattr(worker_speed, "saved_machine_speed", lambda _: here)
-    parse = worker_speed._from_json
-    monkeypatch.setattr(worker_speed, "_from_json", lambda _: parse(there))
+) -> on_workers.SpreadPrediction:
+    monkeypatch.setattr(on_workers, "saved_machine_speed", lambda _: here)
+    parse = on_workers._from_json
+    monkeypatch.setattr(on_workers, "_from_json", lambda _: parse(there))
     spread = edgespec.plan("demo", None, workers=workers, context=1024).spread
     assert spread is not None
     return spread
 
 
 def speed_json(monkeypatch: pytest.MonkeyPatch, speed: MachineSpeed) -> dict[str, Any]:
-    monkeypatch.setattr(worker_speed, "saved_machine_speed", lambda _: speed)
-    values: dict[str, Any] = json.loads(json.dumps(worker_speed.saved_speed_json()))
+    monkeypatch.setattr(on_workers, "saved_machine_speed", lambda _: speed)
+    values: dict[str, Any] = json.loads(json.dumps(on_workers.saved_speed_json()))
     return values
 
 
@@ -116,11 +116,11 @@ def test_workers_report_speeds_that_were_measured_while_they_were_busy(
     monkeypatch: pytest.MonkeyPatch, busy_cores: float
 ) -> None:
     values = speed_json(monkeypatch, replace(FAST, busy_cores=busy_cores))
-    speed = worker_speed._from_json(values)
+    speed = on_workers._from_json(values)
     assert speed is not None
     assert speed.is_disturbed == (busy_cores > 0)
     del values["busy_cores"]  # Older versions do not send it.
-    assert worker_speed._from_json(values) == FAST
+    assert on_workers._from_json(values) == FAST
 
 
 def test_one_machine_alone_is_faster_if_all_are_equal(

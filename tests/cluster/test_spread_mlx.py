@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.mlx import probe, remote_block
-from edgespec.backends.mlx.remote_block import RemoteBlock
+from edgespec.backends.mlx import probe, remote_layers
+from edgespec.backends.mlx.remote_layers import RemoteBlock
 from edgespec.cluster import link
-from edgespec.cluster.libraries import LLAMA_CPP, Library, installed_mlx
+from edgespec.cluster.layer_child import Buffer, MessageConnection
 from edgespec.cluster.link import Link, open_layers, probe_worker
 from edgespec.cluster.machines import WorkerAddress
-from edgespec.cluster.messages import Buffer, MessageConnection
-from edgespec.cluster.status import LAYERS, Device, WorkerStatus
+from edgespec.cluster.status import LAYERS, LLAMA_CPP, Device, Library, WorkerStatus, installed_mlx
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -241,7 +240,7 @@ def test_several_machines_give_the_same_tokens_and_the_plan_is_that_of_the_loade
 def test_a_cached_weight_is_not_sent_again(
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(remote_block, "_CACHED_BYTES", 1 << 12)
+    monkeypatch.setattr(remote_layers, "_CACHED_BYTES", 1 << 12)
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     folder = write_checkpoint(tmp_path / "llama", "llama")
     worker = start_worker("--cache", "1GiB")

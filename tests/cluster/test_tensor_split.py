@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.mlx import remote_shards, worker_ring
-from edgespec.backends.mlx.worker_ring import check_addresses, check_neighbour
+from edgespec.backends.mlx import remote_layers
+from edgespec.backends.mlx.tensor_shards import check_addresses, check_neighbour
 from edgespec.cluster import link
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -235,7 +235,7 @@ def test_workers_that_cannot_reach_each_other_are_an_error(
 ) -> None:
     """The second worker is named by an address at which nothing listens."""
     folder = write_checkpoint(tmp_path / "llama", "llama")
-    ask = remote_shards.RemoteShards.ask
+    ask = remote_layers.RemoteShards.ask
 
     def replace_address(shards: Any, messages: Any, *args: Any) -> Any:
         for header, _ in messages:
@@ -243,7 +243,7 @@ def test_workers_that_cannot_reach_each_other_are_an_error(
                 header["worker"][1] = "127.0.0.1:1"
         return ask(shards, messages, *args)
 
-    monkeypatch.setattr(remote_shards.RemoteShards, "ask", replace_address)
+    monkeypatch.setattr(remote_layers.RemoteShards, "ask", replace_address)
     with raises(BackendError, "127.0.0.1:1", code="worker_unavailable"):
         load_tiny(folder, both(workers), split_tensors=True)
 
@@ -268,7 +268,7 @@ def test_garbage_in_the_ring_is_an_error(
 ) -> None:
     """A program that connects before the other worker cannot change the results."""
     folder = write_checkpoint(tmp_path / "llama", "llama")
-    ask = remote_shards.RemoteShards.ask
+    ask = remote_layers.RemoteShards.ask
 
     def intrude(shards: Any, messages: Any, *args: Any) -> Any:
         for header, _ in messages:
@@ -286,8 +286,8 @@ def test_garbage_in_the_ring_is_an_error(
         return ask(shards, messages, *args)
 
     intruders: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(worker_ring, "JOIN_SECONDS", 5.0)
-    monkeypatch.setattr(remote_shards.RemoteShards, "ask", intrude)
+    monkeypatch.setattr(remote_layers, "JOIN_SECONDS", 5.0)
+    monkeypatch.setattr(remote_layers.RemoteShards, "ask", intrude)
     try:
         with suppress(EdgespecError):
             model = load_tiny(folder, both(workers), split_tensors=True)
@@ -309,9 +309,9 @@ def test_a_process_that_waits_for_its_neighbour_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         neighbour = f"127.0.0.1:{server.getsockname()[1]}"
         code = (
-            "from edgespec.backends.mlx import worker_ring\n"
-            "worker_ring.JOIN_SECONDS = 2\n"
-            f"worker_ring.join_ring(['127.0.0.1:0', {neighbour!r}], 0, 1)\n"
+            "from edgespec.backends.mlx import tensor_shards\n"
+            "tensor_shards.JOIN_SECONDS = 2\n"
+            f"tensor_shards.join_ring(['127.0.0.1:0', {neighbour!r}], 0, 1)\n"
         )
         ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode
     assert ended == -signal.SIGALRM
@@ -320,7 +320,7 @@ def test_a_process_that_waits_for_its_neighbour_ends() -> None:
 def test_a_process_that_cannot_reach_its_neighbour_ends() -> None:
     code = (
         "import threading\n"
-        "from edgespec.backends.mlx.worker_ring import watch_neighbour\n"
+        "from edgespec.backends.mlx.tensor_shards import watch_neighbour\n"
         "works = threading.Event()\n"
         "works.set()\n"
         "watch_neighbour(['127.0.0.1:1', '127.0.0.1:1'], 0, works)\n"
@@ -339,7 +339,7 @@ def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folder
     monkeypatch.setattr(link, "SILENCE_SECONDS", 4.0)
     pair = start_worker(), start_worker()
     frozen = threading.Event()
-    ask = remote_shards.RemoteShards.ask
+    ask = remote_layers.RemoteShards.ask
 
     def freeze(shards: Any, messages: Any, *args: Any) -> Any:
         if "ring" in messages[0][0]:
@@ -347,7 +347,7 @@ def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folder
             frozen.set()
         return ask(shards, messages, *args)
 
-    monkeypatch.setattr(remote_shards.RemoteShards, "ask", freeze)
+    monkeypatch.setattr(remote_layers.RemoteShards, "ask", freeze)
     names = f"{pair[0].address} and {pair[1].address}"
     with raises(WorkerLostError, names):
         edgespec.load("demo-mlx", None, workers=both(pair), split_mode="tensor")

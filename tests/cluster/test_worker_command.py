@@ -18,11 +18,10 @@ import edgespec
 from edgespec.backends.llamacpp.native import library
 from edgespec.cli import worker as worker_command
 from edgespec.cluster import link
-from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import Link, probe_worker
 from edgespec.cluster.machines import Machines, SshAddress, WorkerAddress, parse_machines
-from edgespec.cluster.rpc_probe import HELLO, probe_rpc_server
-from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
+from edgespec.cluster.rpc_child import HELLO, probe_rpc_server
+from edgespec.cluster.status import LEAD, LLAMA_CPP, PROBE, Device, Library, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
 from edgespec.errors import OptionError, WorkerError
 from tests.cases import first as first_only

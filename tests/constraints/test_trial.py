@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.constraints.trial import ConstraintTrial
+from edgespec.constraints.compiler import ConstraintTrial
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
 from tests.raising import raises
@@ -51,7 +51,7 @@ def test_deep_nesting_is_refused(make: Callable[[int], Constraint]) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit for CPU time")
 def test_slow_constraints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.constraints.trial._CPU_SECONDS", 0.1)
+    monkeypatch.setattr("edgespec.constraints.compiler._TRIAL_CPU_SECONDS", 0.1)
     with raises(OptionError, "than 0.1", code="constraint_not_supported"):
         COMPILER.check(Constraint("regex", "((((a{100}){100}){100}){100})"))
 

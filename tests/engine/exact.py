@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.acceptance import RandomDraws
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Distribution
 from edgespec.engine.tree import TokenTree
 from edgespec.model.base import LanguageModel
 from edgespec.model.model_facts import Capabilities, ModelFacts

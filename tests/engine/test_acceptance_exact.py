@@ -13,8 +13,7 @@ from edgespec.engine.acceptance import Acceptance, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.combined_drafter import CombinedDrafter
-from edgespec.methods.auto.merging import merge_trees
+from edgespec.methods.auto.combined_drafter import CombinedDrafter, merge_trees
 from edgespec.methods.base import Drafter
 from edgespec.methods.model.drafter import ModelDrafter
 from tests.cases import first

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from edgespec.engine.logits import HostLogits
-from edgespec.engine.logprobs import token_logprob
+from edgespec.engine.logits import HostLogits, token_logprob
 
 ROWS = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32) * 5
 

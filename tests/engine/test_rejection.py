@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
-from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.loop import decode
-from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree

@@ -19,9 +19,8 @@ from edgespec.loading.pairing import ModelPair, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.memory import Budget
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.mlx_files import mlx_installed
-from edgespec.model.self_draft_methods import Head
 from edgespec.options.methods import head_names
 from edgespec.store.heads import HeadOption
 from edgespec.store.reference import resolve

@@ -15,7 +15,7 @@ from edgespec.loading.recommendation import recommend
 from edgespec.loading.speed_prediction import catalogue_weights, predict_speed
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
-from edgespec.model.pass_weights import PassWeights
+from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import format_of
 from edgespec.store.catalogue import load_catalogue
 from tests.raising import raises

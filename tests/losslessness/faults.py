@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.shared_context import ContextSlot
-from edgespec.engine.prefix import common_prefix_length
+from edgespec.engine.tree import common_prefix_length
 from edgespec.memory import target_cache
 from edgespec.methods.suffix.drafter import SuffixDrafter
 

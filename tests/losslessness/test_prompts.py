@@ -9,7 +9,7 @@ import pytest
 
 from edgespec import Message
 from edgespec.errors import OptionError
-from edgespec.losslessness import Prompt, prompts, read_prompts
+from edgespec.losslessness import Prompt, cases, read_prompts
 from edgespec.store.catalogue import models_folder
 from tests.raising import raises
 
@@ -65,7 +65,7 @@ class TestPrompts:
             read_prompts(file)
 
     def test_a_file_that_never_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(prompts, "_MAX_BYTES", 1 << 20)
+        monkeypatch.setattr(cases, "_MAX_BYTES", 1 << 20)
         with raises(OptionError, "/dev/zero", "1.0 MiB", code="input_too_large"):
             read_prompts("/dev/zero")
 

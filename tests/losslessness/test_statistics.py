@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from edgespec.engine.distribution import Distribution
-from edgespec.losslessness.statistics import holm, p_value
+from edgespec.engine.sampling import Distribution
+from edgespec.losslessness.report import holm, p_value
 
 
 class TestStatistics:

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 
 LOOK = """
-from edgespec.memory.limits import process_limits
+from edgespec.memory.budget import process_limits
 limit = min(process_limits(), key=lambda limit: limit.free_bytes)
 print(limit.free_bytes, limit.what)
 """

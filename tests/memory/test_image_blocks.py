@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.memory.prefix_cache.reuse import reusable_tokens
+from edgespec.memory.prefix_cache.store import reusable_tokens
 from edgespec.memory.target_cache import _pass_ends
 from edgespec.model.image_tokens import contains_image, image_token_ids, token_runs, whole_images
 from tests.tables import table

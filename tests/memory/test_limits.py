@@ -1,4 +1,4 @@
-"""Tests of memory limits, read from copies of other machines' /proc and /sys."""
+"""Tests of memory figures and limits, from the system and from copies of other machines' /proc and /sys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from edgespec.memory import find_budget, limits
-from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
+from edgespec.memory import available_bytes, budget, find_budget, peak_bytes, resident_bytes
+from edgespec.memory.budget import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 from edgespec.system.files import format_bytes
 
 GIB = 2**30
@@ -103,9 +103,9 @@ def test_the_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestMac:
     @pytest.fixture(autouse=True)
     def asked_anew(self) -> Iterator[None]:
-        limits._wired_bytes.cache_clear()
+        budget._wired_bytes.cache_clear()
         yield
-        limits._wired_bytes.cache_clear()
+        budget._wired_bytes.cache_clear()
 
     def _says(self, monkeypatch: pytest.MonkeyPatch, text: str, total: int) -> Limit:
         done = subprocess.CompletedProcess([], 0, stdout=text)
@@ -113,7 +113,7 @@ class TestMac:
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=total))
         process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=HELD))
         monkeypatch.setattr("psutil.Process", lambda: process)
-        limits._wired_bytes.cache_clear()
+        budget._wired_bytes.cache_clear()
         return apple_limit()
 
     def test_sysctl_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +200,8 @@ def test_a_real_address_space_limit() -> None:
 
 def test_limits_of_this_process() -> None:
     assert min(limit.free_bytes for limit in process_limits()) > 0
+
+
+def test_memory_of_this_process() -> None:
+    assert 0 < resident_bytes() <= peak_bytes() * 1.1
+    assert available_bytes() > 0

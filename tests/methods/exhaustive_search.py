@@ -9,10 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from edgespec.methods.constants import MAX_MATCH_TOKENS
-from edgespec.methods.suffix.automaton import SuffixAutomaton
-from edgespec.methods.suffix.scoring import SuffixConfig
-from edgespec.methods.suffix.suffix_array import SuffixArray
-from edgespec.methods.suffix.tokens import SEPARATOR
+from edgespec.methods.suffix.drafter import SuffixConfig
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixArray, SuffixAutomaton
 
 Text = list[int]
 Paths = dict[tuple[int, ...], float]

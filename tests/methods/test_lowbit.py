@@ -14,8 +14,7 @@ from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.base import Drafter
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import LowBit
+from edgespec.model.base import LanguageModel, LoadOptions, LowBit
 from tests.api.questions import HOWTO, REPEATS, equal
 from tests.cases import first
 from tests.tables import with_drafter

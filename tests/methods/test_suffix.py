@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.methods.constants import MAX_MATCH_TOKENS
-from edgespec.methods.suffix.automaton import SuffixAutomaton
-from edgespec.methods.suffix.drafter import IndexedSource, draft_from_automaton
-from edgespec.methods.suffix.scoring import ScoredDraft, SuffixConfig, grow_draft, merge_drafts
-from edgespec.methods.suffix.tokens import SEPARATOR
+from edgespec.methods.suffix.drafter import (
+    IndexedSource,
+    ScoredDraft,
+    SuffixConfig,
+    draft_from_automaton,
+    grow_draft,
+    merge_drafts,
+)
+from edgespec.methods.suffix.indexes import SEPARATOR, SuffixAutomaton
 from tests.methods.exhaustive_search import (
     Paths,
     Text,

@@ -15,9 +15,8 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.suffix.drafter import SuffixCorpus, SuffixDrafter
-from edgespec.methods.suffix.scoring import SuffixConfig
-from edgespec.methods.suffix.suffix_array import SuffixArray
+from edgespec.methods.suffix.drafter import SuffixConfig, SuffixCorpus, SuffixDrafter
+from edgespec.methods.suffix.indexes import SuffixArray
 from tests.cases import first
 from tests.methods.exhaustive_search import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter

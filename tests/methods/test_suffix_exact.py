@@ -13,9 +13,8 @@ from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.model.drafter import ModelDrafter
-from edgespec.methods.suffix.drafter import SuffixCorpus, SuffixDrafter
-from edgespec.methods.suffix.scoring import SuffixConfig
-from edgespec.methods.suffix.suffix_array import SuffixArray
+from edgespec.methods.suffix.drafter import SuffixConfig, SuffixCorpus, SuffixDrafter
+from edgespec.methods.suffix.indexes import SuffixArray
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
 
 ROOT = (0,)

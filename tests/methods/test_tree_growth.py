@@ -16,10 +16,9 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.methods.costs.curve import CostFunction, assumed_cost
-from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.costs.curve import CostFunction, PassLimits, assumed_cost
 from edgespec.methods.model.drafter import ModelDrafter
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from edgespec.model.model_facts import Capabilities
 from tests.cases import first
 from tests.engine.exact import ExactModel, assert_law, random_table

@@ -30,7 +30,7 @@ from edgespec.options.settings import (
     options_table,
     unread_options,
 )
-from edgespec.store.reference_parsing import PathReference, parse_reference
+from edgespec.store.reference import PathReference, parse_reference
 from tests.raising import raises
 
 ALL = {**MODEL_OPTIONS, **LOAD_OPTIONS, **REPLY_OPTIONS, **SETTINGS}

@@ -18,10 +18,10 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.target_costs import TargetCosts
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from edgespec.model.base import LanguageModel
 from edgespec.options.methods import head_names, method, parse_method
 from tests.backends.tiny_heads import write_dflash, write_eagle
@@ -198,7 +198,7 @@ def prove(tiny: Tiny, rows: Sequence[Row], *, briefly: bool) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.methods.model.vocabularies.comparison.MIN_TRANSLATED_FRACTION", 2.0)
+            patch.setattr("edgespec.methods.model.vocabularies.translation.MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:

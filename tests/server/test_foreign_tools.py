@@ -16,7 +16,7 @@ from edgespec.server.leniency.tools import offered_tools, skipped_tools
 from edgespec.server.openai.chat import ChatRequest
 from edgespec.server.openai.chat import chat_prompt as chat_messages
 from edgespec.server.openai.responses import ResponsesRequest, chat_prompt
-from edgespec.server.stored_items import StoredItems
+from edgespec.server.service import StoredItems
 from tests.server.conftest import MESSAGES, QUESTION
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {"enum": [1]}}, "required": ["b"]}

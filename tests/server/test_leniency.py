@@ -16,15 +16,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from edgespec.errors import OptionError
-from edgespec.server.anthropic.fields import AnthropicMessageRequest
+from edgespec.server.anthropic.messages import AnthropicMessageRequest
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.http_server import HttpServer
 from edgespec.server.leniency.body import parse_body
 from edgespec.server.leniency.origins import is_origin, origins_regex
 from edgespec.server.leniency.paths import canonical_path
-from edgespec.server.ollama.chat import OllamaChatRequest
-from edgespec.server.ollama.generate import OllamaGenerateRequest
+from edgespec.server.ollama.replies import OllamaChatRequest, OllamaGenerateRequest
 from edgespec.server.openai.chat import ChatRequest
 from edgespec.server.openai.completions import CompletionRequest
 from edgespec.server.openai.responses import ResponsesRequest

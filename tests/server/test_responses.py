@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import edgespec
 from edgespec import Runtime
-from edgespec.server.stored_items import StoredItems
+from edgespec.server.service import StoredItems
 from tests.server.conftest import MESSAGES, QUESTION, running
 from tests.server.test_constraints import SCHEMA
 from tests.server.test_tools import DRAFTED, QUOTING, check_arguments

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import find_pair
+from edgespec.model.base import Head
 from edgespec.model.formats.head_files import head_info, why_not_made_for
-from edgespec.model.self_draft_methods import Head
 from edgespec.store.catalogue import load_catalogue
-from edgespec.store.head_reference import resolve_head
-from edgespec.store.heads import HeadOption, head_options, named_head, published_heads
-from edgespec.store.metadata_cache import model_info
+from edgespec.store.heads import HeadOption, head_options, named_head, published_heads, resolve_head
+from edgespec.store.installed import model_info
 from edgespec.store.reference import Resolved, resolve
 from edgespec.store.remote_header import resolve_head_metadata
 from edgespec.store.speedup_estimate import estimate_head_speedup

@@ -1,30 +1,41 @@
-"""Tests of models in the stores of other programs: found, resolvable by name, and never modified."""
+"""Tests of models in the stores of other programs: found, resolvable by name, and never modified.
+
+Also of their projectors, and of the sampling settings that their makers recommend.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import pytest
 
+import edgespec
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.options.reply_options import stated_sampling
 from edgespec.store import catalogue, stored_models
-from edgespec.store.catalogue import models_folder
-from edgespec.store.hub_files import HubFile, group_gguf_files
-from edgespec.store.installed import find_installed
+from edgespec.store.catalogue import load_catalogue, models_folder
+from edgespec.store.download import _choose_model
+from edgespec.store.hub_files import HubFile, best_projector, group_gguf_files
+from edgespec.store.installed import RecommendedSetting, find_installed, find_projector, recommended_sampling
 from edgespec.store.lmstudio import lmstudio_models
-from edgespec.store.reference import resolve
+from edgespec.store.reference import Resolved, resolve
 from tests.backends.split_gguf import write_parts
 from tests.backends.tiny_models import write_llama
+from tests.backends.tiny_vision import VisionModel, write_vision_model
 from tests.raising import raises
 from tests.store.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 
 DRAFT = models_folder() / "demo-draft-q8_0.gguf"
 MLX = models_folder() / "demo-mlx-draft"
+IN_FILE = "the model's files"
 
 
 @pytest.fixture
@@ -374,3 +385,138 @@ def test_empty_or_unreadable_homes_are_no_error(own_home: Path) -> None:
     (own_home / ".ollama").write_text("a file")
     installed = find_installed()
     assert (installed.models, installed.unusable) == ((), ())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> VisionModel:
+    return write_vision_model(tmp_path / "model", "llava")
+
+
+def test_a_projector_next_to_the_model_is_found(files: VisionModel) -> None:
+    assert find_projector(resolve(str(files.model))) == files.projector
+
+
+def test_a_folder_without_projectors_has_none(tmp_path: Path) -> None:
+    assert find_projector(resolve(str(write_llama(tmp_path / "tiny.gguf")))) is None
+
+
+def test_projectors_that_cannot_fit_are_skipped(files: VisionModel) -> None:
+    # The name fits best, but this is a language model.
+    shutil.copy(files.model, files.model.with_name("mmproj-tiny.gguf.gguf"))
+    files.model.with_name("mmproj-tin.gguf").write_bytes(b"GGUF")
+    assert find_projector(resolve(str(files.model))) == files.projector
+
+
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [
+        (["a-Q4_K_M.gguf"], None),
+        (["mmproj-F32.gguf", "mmproj-F16.gguf", "mmproj-BF16.gguf"], "mmproj-F16.gguf"),
+        (["mmproj-a-f32.gguf", "mmproj-b-f16.gguf"], "mmproj-a-f32.gguf"),
+        (["a-mmproj-Q8_0.gguf", "mmproj.txt"], "a-mmproj-Q8_0.gguf"),
+    ],
+)
+def test_the_best_projector_has_a_fitting_name_and_type(names: list[str], best: str | None) -> None:
+    assert best_projector(names, "sub/a-Q4_K_M.gguf") == best
+
+
+def test_a_projector_is_downloaded_with_its_model() -> None:
+    files = [HubFile(name) for name in ("a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-a-f16.gguf")]
+    assert [file.name for file in _choose_model("u/r", files, None)] == ["a-Q4_K_M.gguf", "mmproj-a-f16.gguf"]
+
+
+def test_ollama_stores_projectors_as_layers(
+    files: VisionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "ollama"
+    monkeypatch.setenv("OLLAMA_MODELS", str(store))
+    (store / "blobs").mkdir(parents=True)
+    layers = []
+    for number, (kind, file) in enumerate((("model", files.model), ("projector", files.projector))):
+        digest = f"{number:064x}"
+        shutil.copy(file, store / "blobs" / f"sha256-{digest}")
+        layers.append({"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digest}"})
+    manifest = store / "manifests" / "registry.ollama.ai" / "library" / "seer" / "latest"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"layers": layers}))
+    found = find_projector(resolve("ollama:seer"))
+    assert found is not None
+    assert found.name == f"sha256-{1:064x}"
+
+
+def settings_of(model: Resolved) -> dict[str, RecommendedSetting]:
+    return recommended_sampling(model, model.entry)
+
+
+def test_a_gguf_file_states_settings_in_its_header(tmp_path: Path) -> None:
+    stated = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.05, "penalty_last_n": -1}
+    path = write_llama(tmp_path / "model.gguf", sampling=stated)
+    assert settings_of(resolve(str(path))) == {
+        "temperature": (0.6, IN_FILE),
+        "top_p": (0.95, IN_FILE),
+        "top_k": (20, IN_FILE),
+        "repetition_penalty": (1.05, IN_FILE),
+        "penalty_window": (-1, IN_FILE),
+    }
+
+
+def test_an_mlx_folder_states_settings_in_its_generation_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models_folder() / "demo-mlx-draft", folder)
+    assert settings_of(resolve(str(folder))) == {}
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 1.0, "top_k": 64, "min_p": None, "eos_token_id": [1]})
+    )
+    assert settings_of(resolve(str(folder))) == {"temperature": (1.0, IN_FILE), "top_k": (64, IN_FILE)}
+    (folder / "generation_config.json").write_text("{")
+    assert settings_of(resolve(str(folder))) == {}
+
+
+def test_ollama_counts_before_the_file_and_the_file_before_the_catalogue(
+    own_home: Path, tmp_path: Path
+) -> None:
+    store = OllamaStore(own_home / ".ollama" / "models")
+    path = write_llama(tmp_path / "model.gguf", sampling={"temp": 0.6, "top_k": 20})
+    parameters = {"temperature": 1, "repeat_penalty": 1.1, "num_ctx": 4096, "stop": ["<|im_end|>"]}
+    store.add("tiny", "latest", path.read_bytes(), ("params", json.dumps(parameters).encode()))
+    model = resolve("tiny")
+    entry = load_catalogue().find("qwen3-8b")
+    assert entry is not None
+    assert settings_of(replace(model, entry=entry[0])) == {
+        "temperature": (1.0, "Ollama"),
+        "repetition_penalty": (1.1, "Ollama"),
+        "top_k": (20, IN_FILE),
+        "top_p": (0.95, "the catalogue"),
+    }
+    # Only what is really not used is reported when the model is loaded.
+    assert model.unused == ("template", "num_ctx")
+
+
+def test_a_model_that_is_not_on_this_machine_has_the_settings_of_the_catalogue() -> None:
+    entry = load_catalogue().find("qwen3-8b")
+    assert entry is not None
+    settings = recommended_sampling(None, entry[0])
+    assert settings["temperature"] == (0.6, "the catalogue")
+    assert not recommended_sampling(None, replace(entry[0], sampling=MappingProxyType({})))
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "0.7", True, None, [0.7]])
+def test_invalid_values_are_left_out(value: object) -> None:
+    assert stated_sampling({"temp": value, "top_p": 0.9, "mirostat": 1}) == {"top_p": 0.9}
+
+
+def test_numbers_are_read_as_other_programs_mean_them() -> None:
+    assert stated_sampling({"top_k": -1}) == {"top_k": 0}
+    assert stated_sampling({"top_k": 20.0, "temperature": 1}) == {"top_k": 20, "temperature": 1.0}
+    assert stated_sampling({"top_k": 20.5}) == {}
+
+
+def test_every_reply_uses_them_and_an_option_has_precedence(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf", sampling={"temp": 0.0, "top_k": 20})
+    with edgespec.load(str(path), "none", context=256, threads=1, exactness="off") as runtime:
+        assert runtime.reply_defaults()["temperature"] == 0.0
+        assert runtime.reply_defaults()["top_k"] == 20
+        greedy = [runtime.generate("a", raw=True, max_tokens=12, seed=seed).tokens for seed in (1, 2)]
+        assert greedy[0] == greedy[1]
+        warm = runtime.generate("a", raw=True, max_tokens=12, seed=1, temperature=5.0, top_k=0)
+        assert warm.tokens != greedy[0]

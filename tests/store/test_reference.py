@@ -14,13 +14,13 @@ from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.store import catalogue
 from edgespec.store.catalogue import load_catalogue, models_folder
 from edgespec.store.drafts import choose_draft
-from edgespec.store.reference import resolve
-from edgespec.store.reference_parsing import (
+from edgespec.store.reference import (
     HubReference,
     NameReference,
     PathReference,
     Reference,
     parse_reference,
+    resolve,
 )
 from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from edgespec.cli.stdin import read_stdin
-from edgespec.losslessness.prompts import read_prompts
-from edgespec.options.option_kinds import JsonSchema, TextFile
+from edgespec.losslessness.cases import read_prompts
+from edgespec.options.option import JsonSchema, TextFile
 from edgespec.options.settings_file import read_text
 from edgespec.store import catalogue
 from edgespec.tui.settings import read_schema

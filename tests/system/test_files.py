@@ -12,7 +12,7 @@ import platformdirs
 import pytest
 
 from edgespec.errors import ConfigurationError
-from edgespec.system.disk_checks import append_error, free_bytes, write_error
+from edgespec.system.disks import append_error, free_bytes, write_error
 from edgespec.system.files import (
     cache_folder,
     config_folder,

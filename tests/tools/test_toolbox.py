@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 import edgespec.tools.connection
-from edgespec.tools.result import ToolResult, limited
+from edgespec.tools.connection import Toolbox
 from edgespec.tools.server_config import ServerConfig
-from edgespec.tools.tool import Tool, visible
-from edgespec.tools.toolbox import Toolbox
+from edgespec.tools.tool import Tool, ToolResult, limited, visible
 
 HERE = Path(__file__).parent
 SECONDS = 60

@@ -15,12 +15,11 @@ from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LoadOptions
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.model.formats.head_files import head_at
-from edgespec.model.optional_features import HeadModel
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.hidden_states import HeadModel
 from edgespec.store.catalogue import models_folder
 from edgespec.store.prepared.head import needs_conversion, prepare_head
 from edgespec.system.files import file_state

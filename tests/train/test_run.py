@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.head_conversion import convert_eagle_head
+from edgespec.backends.llamacpp.gguf_conversion import convert_eagle_head
 from edgespec.errors import BusyError, CancelledError, ModelFileError, OptionError
 from edgespec.system.files import file_state
 from edgespec.train import TrainingResult, TrainingTarget

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.train import TrainingPrompt, TrainingTarget, chat_prompts, file_prompts, load_target

@@ -32,7 +32,7 @@ from edgespec.options.methods import parse_method
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
 from edgespec.tui.worker import Load
 
 METHOD = MethodReport("auto", "model+suffix", "guesses while that pays")

@@ -9,8 +9,7 @@ import pytest
 
 from edgespec.api import saved_data
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui import archive

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from textual.widgets import Input, TextArea
 
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen

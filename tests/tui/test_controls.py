@@ -10,8 +10,7 @@ from textual.geometry import Region
 from textual.widget import Widget
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import ScriptedRuntime, loading

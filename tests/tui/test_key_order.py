@@ -10,8 +10,7 @@ import pytest
 from textual.widgets import Input, TextArea
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.models import ModelsScreen

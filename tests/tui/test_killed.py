@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.options.settings_file import quoted

@@ -15,8 +15,7 @@ from textual.widgets import OptionList
 
 import edgespec
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import ModelReferences, SavedChat
+from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.store import download
 from edgespec.store.catalogue import models_folder

@@ -14,8 +14,7 @@ from textual import events
 import edgespec
 from edgespec import Runtime
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import EdgespecError
 from edgespec.store.download import Progress

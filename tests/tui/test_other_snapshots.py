@@ -15,8 +15,7 @@ import pytest
 
 from edgespec.bench.race import Lane, Race, RaceChunk
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
 from edgespec.tools.tool import Tool

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from edgespec.errors import OptionError
-from edgespec.options.option_kinds import TextFile
+from edgespec.options.option import TextFile
 from edgespec.tui.settings import read_schema
 from tests.raising import raises
 

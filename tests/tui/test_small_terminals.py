@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from tests.cases import first
 from tests.tui.driving import Driver, driving, until

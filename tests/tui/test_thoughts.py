@@ -11,8 +11,7 @@ import pytest
 
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.tui.app import ChatApp

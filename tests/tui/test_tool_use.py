@@ -11,8 +11,7 @@ import pytest
 import edgespec.tui.screens.approval
 import edgespec.tui.tool_use
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat, Setting
+from edgespec.chat.saved_chat import MessageTree, SavedChat, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.server_config import read_servers, servers_path

@@ -12,8 +12,7 @@ from textual import events
 
 from edgespec import Runtime
 from edgespec.chat.message import Message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
 from edgespec.store.download import Progress

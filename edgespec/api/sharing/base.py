@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from edgespec.decode.request import StreamArguments
     from edgespec.engine.stats import Stats
-    from edgespec.store.recommended_sampling import RecommendedSetting
+    from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedHead", "Tokenizer"]
 

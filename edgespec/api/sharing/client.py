@@ -35,7 +35,7 @@ from edgespec.errors import CancelledError, ClosedError, WorkerLostError
 from edgespec.memory.budget import resident_bytes
 from edgespec.model.base import Progress
 from edgespec.options.reply_options import REPLY_OPTIONS
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 

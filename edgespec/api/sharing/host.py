@@ -28,7 +28,7 @@ from edgespec.api.sharing.base import Identity, NamedHead
 from edgespec.api.sharing.sockets import connect, limit_sends, listen, stop_receiving
 from edgespec.api.stream import ReplyStream
 from edgespec.errors import ClosedError, EdgespecError
-from edgespec.store.recommended_sampling import RecommendedSetting
+from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["Facts", "Lend", "Lent", "ModelHost", "Wish", "lending"]
 

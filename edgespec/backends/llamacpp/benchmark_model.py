@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.native import ggml
-from edgespec.model.pass_weights import PassWeights
+from edgespec.model.model_facts import PassWeights
 
 __all__ = ["write_benchmark_model"]
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgespec.backends.llamacpp.devices import Gpu, gpus
-from edgespec.backends.llamacpp.extra_libraries import GpuLibrary, load_gpu_library
 from edgespec.backends.llamacpp.loading import default_threads
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.native import GpuLibrary, library, load_gpu_library
 from edgespec.errors import BackendMissingError
 from edgespec.system.files import file_state
 

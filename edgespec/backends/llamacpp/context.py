@@ -1,18 +1,22 @@
-"""A typed wrapper around llama_context, which allocates it and runs forward passes."""
+"""A typed wrapper around llama_context, which allocates it and runs forward passes.
+
+A context can apply the LoRA adapters that were loaded for its model.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import ceil
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.adapters import LoraAdapters
 from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
@@ -31,13 +35,15 @@ from edgespec.errors import (
     CancelledError,
     ContextFullError,
     MemoryBudgetError,
+    ModelFileError,
     OptionError,
     OutOfMemoryError,
 )
 from edgespec.model.base import LoadOptions
+from edgespec.model.model_facts import Adapter
 from edgespec.system.cores import CPU_LOAD
 
-__all__ = ["Batch", "Inputs", "LlamaContext", "ThreadCount"]
+__all__ = ["Batch", "Inputs", "LlamaContext", "LoraAdapters", "ThreadCount", "adapter_bytes"]
 
 # Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -565,3 +571,57 @@ class LlamaContext(KvSequences):
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()
+
+
+def adapter_bytes(adapters: Sequence[Adapter]) -> int:
+    """Estimate the memory of loaded adapters in bytes, which is about the size of their files."""
+    return sum(Path(adapter.path).stat().st_size for adapter in adapters)
+
+
+class LoraAdapters:
+    """The adapters loaded for a model. llama.cpp frees them together with the model.
+
+    Args:
+        model: The llama_model handle.
+        adapters: The adapters to load.
+
+    Attributes:
+        scales: The scale of each adapter. 0 disables an adapter.
+
+    Raises:
+        ModelFileError: llama.cpp cannot load an adapter, for example because it belongs to a different model.
+    """
+
+    def __init__(self, model: Any, adapters: Sequence[Adapter]) -> None:
+        self.scales = tuple(adapter.scale for adapter in adapters)
+        self._handles = [_load_adapter(model, Path(adapter.path)) for adapter in adapters]
+
+    def apply(self, context: Any) -> None:
+        """Apply the adapters with their current scales to a llama_context, starting with its next pass.
+
+        Raises:
+            BackendError: llama.cpp rejected the adapters.
+        """
+        if not self._handles:
+            return
+        lib, count = library(), len(self._handles)
+        handles = (lib.llama_adapter_lora_p_ctypes * count)(*self._handles)
+        if lib.llama_set_adapters_lora(context, handles, count, (ctypes.c_float * count)(*self.scales)):
+            raise BackendError(
+                "llama.cpp could not apply the adapters",
+                "load the model without --adapter",
+                code="adapter_unusable",
+            )
+
+
+def _load_adapter(model: Any, path: Path) -> Any:
+    recent_errors(clear=True)
+    handle = library().llama_adapter_lora_init(model, os.fsencode(path))
+    if not handle:
+        detail = (recent_errors() or ["llama.cpp reported no reason"])[0]
+        raise ModelFileError(
+            f"the adapter {path} could not be loaded: {detail}",
+            "use an adapter that was trained for this model, or download it again",
+            code="adapter_unusable",
+        )
+    return handle

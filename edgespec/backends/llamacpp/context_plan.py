@@ -1,16 +1,135 @@
-"""The size and layout of a llama.cpp context."""
+"""The size and layout of a llama.cpp context, and the data types of its KV cache."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
-from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.devices import on_cpu
+from edgespec.backends.llamacpp.metadata import architecture_metadata, has_compressed_keys
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import OptionError
+from edgespec.model.base import LoadOptions
 
-__all__ = ["MAX_WIDTH", "ContextPlan"]
+__all__ = ["MAX_WIDTH", "ContextPlan", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
 
+# For each KV-cache type, its ggml_type number and the size of 32 elements in bytes.
+_TYPES = {
+    "f32": (0, 128),
+    "f16": (1, 64),
+    "bf16": (30, 64),
+    "q8_0": (8, 34),
+    "q5_1": (7, 24),
+    "q5_0": (6, 22),
+    "q4_1": (3, 20),
+    "iq4_nl": (20, 18),
+    "q4_0": (2, 18),
+}
 # By default, a forward pass computes logits for at most this many tokens, which limits the size of the logits
 # buffer.
 MAX_WIDTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KvTypes:
+    """The data types of keys and values, as ggml type names."""
+
+    keys: str
+    values: str
+
+    def bytes_per_token(self, f16_bytes: int) -> int:
+        """Return the cache size per token in bytes, given the cache size per token in f16.
+
+        Keys and values must have the same number of elements.
+        """
+        return f16_bytes * (_TYPES[self.keys][1] + _TYPES[self.values][1]) // (2 * _TYPES["f16"][1])
+
+    @property
+    def can_shift_keys(self) -> bool:
+        """Whether llama.cpp can move cached keys to other positions.
+
+        llama.cpp has no RoPE kernel for bf16, and crashes on quantised keys unless the head size is 64.
+        """
+        return self.keys in ("f32", "f16")
+
+    @property
+    def text(self) -> str:
+        """The types as a value for `--kv-type`, such as `f16` or `q8_0/f16`."""
+        return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+
+    @property
+    def ggml_types(self) -> tuple[int, int]:
+        return _TYPES[self.keys][0], _TYPES[self.values][0]
+
+
+def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes:
+    """Return the data types of cached keys and values for `options.kv_type`.
+
+    `auto` selects f16, or bf16 keys and f16 values if `options.exact` is set. If both types are f16,
+    llama.cpp's CPU attention has one kernel for single tokens in long contexts, another for up to 63 tokens,
+    and a third for more, and they round differently. If the types differ, it uses a single kernel, which
+    decodes as fast on processors with bf16 instructions but is slower at long prompts.
+
+    Args:
+        options: The load options.
+        same_type: Whether keys and values must have the same type.
+
+    Raises:
+        OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
+    """
+    if options.kv_type == "auto":
+        supported = on_cpu(options) and options.flash_attention != "off" and not same_type
+        return KvTypes("bf16", "f16") if options.exact and supported else KvTypes("f16", "f16")
+    types = parse_kv_types(options.kv_type)
+    if same_type and types.keys != types.values:
+        raise OptionError(
+            f"kv_type {types.text!r} has two types, but this model stores keys and values as one vector",
+            f"use --kv-type {types.keys} or --kv-type auto",
+            option="kv_type",
+            code="option_not_supported",
+        )
+    return types
+
+
+def parse_kv_types(text: str) -> KvTypes:
+    """Parse a single type, such as `f16`, or the types of keys and values, such as `q8_0/f16`.
+
+    Raises:
+        OptionError: A type is unknown.
+    """
+    keys, _, values = text.partition("/")
+    for name in (keys, values or keys):
+        if name not in _TYPES:
+            raise OptionError(
+                f"kv_type {text!r} is invalid",
+                f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
+                " q8_0/f16",
+                option="kv_type",
+            )
+    return KvTypes(keys, values or keys)
+
+
+def has_latent_attention(weights: Any) -> bool:
+    """Return whether all attention heads share one latent vector per token as both key and value.
+
+    This is the case for MLA (DeepSeek-V2, arXiv 2405.04434) and for DeepSeek-V4.
+    """
+    return has_compressed_keys(weights) or bool(architecture_metadata(weights, "attention.key_length_mla"))
+
+
+def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
+    """Return the size of one token's keys and values in bytes, summed over all layers."""
+    lib = library()
+    head_size = lib.llama_model_n_embd(weights) // (lib.llama_model_n_head(weights) or 1)
+    key_size = int(architecture_metadata(weights, "attention.key_length") or head_size)
+    value_size = int(architecture_metadata(weights, "attention.value_length") or head_size)
+    listed = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count_kv") or "")
+    layers: int = lib.llama_model_n_layer(weights)
+    heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
+    if has_latent_attention(weights):
+        value_size = 0
+    return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)
 
 
 @dataclass(frozen=True, slots=True)

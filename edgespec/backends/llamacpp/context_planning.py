@@ -1,4 +1,9 @@
-"""Plan the size, KV-cache types and memory use of llama.cpp contexts."""
+"""Plan the size, KV-cache types and memory use of llama.cpp contexts, and resize them.
+
+llama.cpp cannot resize a context in place, so a resize exports its cells, allocates a new context and
+imports the cells. The format of exported cells is independent of the context size, so the cells are
+bit-identical after a resize. The old memory is freed before the new memory is allocated.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,17 @@ from typing import Any
 import psutil
 
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
-from edgespec.backends.llamacpp.kv_types import (
+from edgespec.backends.llamacpp.context_plan import (
+    MAX_WIDTH,
+    ContextPlan,
     KvTypes,
     choose_kv_types,
     has_latent_attention,
     kv_bytes_per_token,
 )
+from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import (
+    architecture_metadata,
     has_compressed_keys,
     has_state,
     sliding_window,
@@ -24,25 +32,33 @@ from edgespec.backends.llamacpp.metadata import (
 )
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
+from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.model.base import LoadOptions
-from edgespec.model.memory_check import (
+from edgespec.model.memory_estimate import (
     BLOCK_TOKENS,
     cache_too_large_error,
+    initial_context,
     requested_context,
     round_up_to_block,
 )
+from edgespec.system.heap import release_free_memory
 
 __all__ = [
     "UNDO_TOKENS",
     "States",
+    "cache_variant",
     "check_contexts_fit",
+    "check_resize_fits",
     "choose_context",
     "choose_split_contexts",
+    "initial_plan",
     "kv_bytes",
     "logits_bytes",
+    "longrope_switch_tokens",
     "measure_compressed_keys",
     "plan_context",
     "plan_split_contexts",
+    "rebuild_context",
     "split_load_options",
     "work_bytes",
 ]
@@ -238,3 +254,96 @@ def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
         padding_bytes=BLOCK_TOKENS * (short_bytes + long_bytes),
         checkpoint_bytes=state_bytes + sliding_window(weights) * raw_bytes,
     )
+
+
+def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> ContextPlan:
+    """Return the plan for a context's initial size, from which it can grow to the size in `max_plan`."""
+    if options.initial_context_tokens is None:
+        return max_plan
+    return max_plan.with_tokens(
+        initial_context(max_plan.tokens, options.initial_context_tokens, longrope_switch_tokens(weights))
+    )
+
+
+def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
+    """Return a string that identifies the format of cached keys and values.
+
+    KV cells can be moved only between contexts with the same string. When the string changes, prefix caches
+    on disk become invalid.
+    """
+    switch = longrope_switch_tokens(weights)
+    variant = f", turned for more than {switch}" if 0 < switch < max_plan.tokens else ""
+    return max_plan.kv_types.text + variant
+
+
+def longrope_switch_tokens(weights: Any) -> int:
+    """Return the context size above which LongRoPE (arXiv 2402.13753) uses its factors for long contexts.
+
+    Returns 0 if the model does not use LongRoPE. The factors are baked into the cached keys, so a resize must
+    not cross this size.
+    """
+    if architecture_metadata(weights, "rope.scaling.type") not in (None, "longrope"):
+        return 0
+    return int(architecture_metadata(weights, "rope.scaling.original_context_length") or 0)
+
+
+def check_resize_fits(
+    before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
+) -> None:
+    """Raise MemoryBudgetError if resized contexts would exceed the memory budget or the available memory."""
+    if sum(plan.kv_bytes for plan in after) <= sum(plan.kv_bytes for plan in before):
+        return
+    if options.memory_bytes is not None:
+        check_contexts_fit(after, weight_bytes, options)
+    elif in_main_memory(options):
+        # Count only the new KV caches: the weights are already loaded, and the old KV caches will be freed.
+        check_contexts_fit(after, 0, options)
+
+
+def rebuild_context(
+    context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
+) -> None:
+    """Resize a context, or reallocate it if it is stale.
+
+    Keeps sequence 0 and removes all other llama.cpp sequences.
+
+    On failure, the old size and contents are restored. If that fails too, the context has no KV cache
+    (`LlamaContext.is_lost`).
+
+    Raises:
+        MemoryBudgetError: The new context or the copy of the KV cells cannot be allocated.
+    """
+    old_plan = context.plan
+    if plan == old_plan and not context.is_stale:
+        return
+    saved: Sequence[memoryview] = ()
+    if length:
+        try:
+            saved = [context.export_sequence()] if recurrent else context.export_cells(0, 0, length)
+        except MemoryError as error:
+            raise MemoryBudgetError(
+                f"the context cannot be resized: a copy of {length:,} cached tokens cannot be allocated",
+                "close other programs or use a smaller --context",
+                code="out_of_memory",
+            ) from error
+    try:
+        _fill(context, plan, saved, length, recurrent)
+    except BaseException:
+        _fill(context, old_plan, saved, length, recurrent)
+        raise
+    # Free the saved KV cells and return their memory to the operating system.
+    saved = ()
+    release_free_memory()
+
+
+def _fill(
+    context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
+) -> None:
+    """Allocate a context's KV cache and import the saved KV cells."""
+    context.allocate(plan)
+    if saved and not (
+        context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
+    ):
+        raise BackendError(
+            f"the cache of {length:,} tokens was lost when the context was resized", "send the message again"
+        )

@@ -17,12 +17,13 @@ from edgespec.backends.head_view import HeadView
 from edgespec.backends.llamacpp.context import Batch, Inputs, LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.head import LlamaHeadCells, describe_head
-from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
 from edgespec.backends.llamacpp.head_loading import (
+    HeadContext,
     HeadFile,
     HeadParts,
+    HeadPass,
+    HeadRows,
     HeadWeights,
     head_memory,
     load_head_file,
@@ -30,19 +31,18 @@ from edgespec.backends.llamacpp.head_loading import (
 )
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
+from edgespec.backends.llamacpp.matrices import FileMatrix
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import nextn_api
-from edgespec.backends.llamacpp.state_taps import copied_rows
+from edgespec.backends.llamacpp.state_taps import copied_rows, nextn_api
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.gguf_header import GgufHeader, read_header
 from edgespec.model.formats.gguf_metadata import read_gguf_info
 from edgespec.model.heads.dflash_files import MAX_BLOCK_TOKENS, read_dflash
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["DFlashHead", "MarkovHead", "estimate_head", "load_head"]
 

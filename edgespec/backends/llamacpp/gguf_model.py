@@ -13,19 +13,33 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.context_planning import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.kv_cells import KvCells
-from edgespec.backends.llamacpp.kv_sequences import export_text, first_part, import_text, sized_parts
-from edgespec.backends.llamacpp.merged_kv import merge_kv
+from edgespec.backends.llamacpp.kv_sequences import (
+    export_text,
+    first_part,
+    import_text,
+    merge_kv,
+    sized_parts,
+)
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
-from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
+from edgespec.model.base import (
+    EarlyExit,
+    Head,
+    LanguageModel,
+    LoadOptions,
+    LowBit,
+    Progress,
+    SelfDraft,
+    Snapshot,
+    Vocabulary,
+)
 from edgespec.model.base_model import BaseModel, SelfDraftView, in_batches
-from edgespec.model.memory_check import check_draft_width, round_up_to_block
-from edgespec.model.self_draft_methods import EarlyExit, Head, LowBit, SelfDraft
+from edgespec.model.memory_estimate import check_draft_width, round_up_to_block
 
 __all__ = ["GgufModel"]
 

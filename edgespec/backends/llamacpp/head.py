@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.head_view import HeadCells, HeadView
-from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, PairContext
-from edgespec.backends.llamacpp.head_loading import HeadParts, HeadSlot
+from edgespec.backends.llamacpp.context_planning import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.head_loading import HeadContext, HeadParts, HeadPass, HeadSlot, PairContext
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
 from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, MemoryBudgetError

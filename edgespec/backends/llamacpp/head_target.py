@@ -14,12 +14,10 @@ from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.native import library
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.base_model import BaseModel, SelfDraftView
-from edgespec.model.hidden_state_log import HiddenStateLog
-from edgespec.model.optional_features import HiddenStateSource
+from edgespec.model.hidden_states import HiddenStateLog, HiddenStateSource
 from edgespec.model.registry import format_of
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["HeadTarget", "SharedHead", "SharedHeads"]
 

@@ -15,7 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import parse_kv_types
 from edgespec.backends.llamacpp.context_planning import (
+    cache_variant,
+    initial_plan,
     plan_context,
     plan_split_contexts,
     split_load_options,
@@ -24,7 +27,6 @@ from edgespec.backends.llamacpp.context_planning import (
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
-from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import (
     default_threads,
     describe,
@@ -37,12 +39,11 @@ from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.metadata import has_state, metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan
 from edgespec.backends.llamacpp.state_taps import HiddenStateHook, layer_output
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.base import EarlyExit, LoadOptions, LowBit, Progress
 from edgespec.model.base_model import SelfDraftView, scaled_progress
 from edgespec.model.formats.layerskip_files import (
     DESCRIPTION_KEY,
@@ -51,9 +52,8 @@ from edgespec.model.formats.layerskip_files import (
     PARTS,
     SHARED_BYTES_KEY,
 )
-from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.memory_estimate import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["LayerSkipModel", "hidden_states", "load_layerskip"]
 

@@ -31,7 +31,7 @@ from edgespec.model.base import LoadOptions, Progress, Vocabulary
 from edgespec.model.formats.file_quirks import explain_refusal
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import GgufHeader, read_header
-from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.memory_estimate import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.system.cores import usable_cores
 from edgespec.system.files import cache_folder, file_state, make_private_folder

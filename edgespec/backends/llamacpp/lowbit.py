@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import ContextPlan
-from edgespec.backends.llamacpp.context_planning import check_contexts_fit
+from edgespec.backends.llamacpp.context_plan import ContextPlan, kv_bytes_per_token
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit, check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
-from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import (
     check_file,
     describe,
@@ -31,19 +30,17 @@ from edgespec.backends.llamacpp.loading import (
 from edgespec.backends.llamacpp.metadata import all_metadata, has_state, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import LoadOptions, LowBit
 from edgespec.model.base_model import SelfDraftView
-from edgespec.model.memory_check import (
+from edgespec.model.memory_estimate import (
     check_draft_width,
     check_tokens_fit,
     check_weights_fit,
     round_up_to_block,
 )
-from edgespec.model.self_draft_methods import LowBit
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 

@@ -12,21 +12,26 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.llamacpp.adapters import adapter_bytes
-from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.context import LlamaContext, adapter_bytes
+from edgespec.backends.llamacpp.context_plan import ContextPlan, KvTypes
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
     States,
     choose_context,
     choose_split_contexts,
     logits_bytes,
+    longrope_switch_tokens,
     measure_compressed_keys,
     split_load_options,
 )
-from edgespec.backends.llamacpp.devices import device_split, has_own_memory, in_main_memory, on_cpu
-from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layer_placement import LayerPlacement, place_layers
+from edgespec.backends.llamacpp.devices import (
+    LayerPlacement,
+    device_split,
+    has_own_memory,
+    in_main_memory,
+    on_cpu,
+    place_layers,
+)
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
@@ -37,7 +42,6 @@ from edgespec.backends.llamacpp.metadata import (
 )
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
-from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
 from edgespec.backends.llamacpp.weight_stream import (
     LayerRanges,

@@ -10,33 +10,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import Checkpoint, open_checkpoints
-from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.context import LlamaContext, LoraAdapters, adapter_bytes
+from edgespec.backends.llamacpp.context_plan import parse_kv_types
+from edgespec.backends.llamacpp.context_planning import (
+    cache_variant,
+    initial_plan,
+    plan_context,
+    rebuild_context,
+)
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.image_encoder import NO_PROJECTOR, ImageEncoder, ImagePart, open_encoder
 from edgespec.backends.llamacpp.kv_cells import KvCells
-from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, free_weights, load_all, threads_for, with_more_memory
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, ModelFileError
-from edgespec.model.base import LanguageModel, LoadOptions, Progress
+from edgespec.model.base import Head, LanguageModel, LoadOptions, LowBit, Progress
 from edgespec.model.base_model import SelfDraftView, check_progress, split_last_batch
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, contains_image
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import Head, LowBit
 
 __all__ = ["LlamaCppModel", "load"]
 

@@ -1,4 +1,8 @@
-"""Draft with the multi-token prediction (MTP) layers that many models contain (arXiv 2412.19437)."""
+"""Draft with multi-token prediction (MTP, arXiv 2412.19437).
+
+Many models contain MTP layers, which have their own KV cache. Gemma 4 has assistants instead: MTP heads in
+files of their own, which read the target's KV cache.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,47 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.llamacpp.context_plan import ContextPlan
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.head_view import HeadView, check_finite
+from edgespec.backends.llamacpp.context_plan import ContextPlan, KvTypes
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
-from edgespec.backends.llamacpp.gemma4_assistant import estimate_assistant, load_assistant
-from edgespec.backends.llamacpp.gemma4_assistant_files import is_assistant
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import PairContext
 from edgespec.backends.llamacpp.head_loading import (
+    BATCH_TOKENS,
     HeadFile,
     HeadParts,
+    HeadPass,
     HeadWeights,
+    PairContext,
     check_sizes,
     head_memory,
     head_options,
     load_head_file,
 )
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
-from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.loading import check_file, threads_for
-from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
+from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
+from edgespec.backends.llamacpp.mtp_files import (
+    ASSISTANT,
+    MtpLayers,
+    check_assistant,
+    check_same_model,
+    is_assistant,
+    read_mtp_layers,
+)
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import nextn_api
-from edgespec.errors import CapabilityError
-from edgespec.model.base import LoadOptions
+from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.llamacpp.state_taps import nextn_api
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, MemoryBudgetError
+from edgespec.model.base import Head, LoadOptions
+from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.hidden_states import POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.model_facts import Capabilities
 
 __all__ = ["estimate_head", "load_head"]
 
@@ -58,7 +78,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
         )
     path = head.path
     if path is not None and is_assistant(path):
-        return load_assistant(target, head, path)
+        return _load_assistant(target, head, path)
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
     if layers.count > 1 and target.options.parallel > 1:
@@ -112,7 +132,7 @@ def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstima
     """Estimate the memory of MTP layers. See `HeadNetwork`."""
     path = head.path
     if path is not None and is_assistant(path):
-        return estimate_assistant(path, context_tokens)
+        return _estimate_assistant(path, context_tokens)
     layers = read_mtp_layers(path or target)
     return head_memory(
         context_tokens,
@@ -138,3 +158,161 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
         rows=max(options.batch_tokens, sequences),
         slots=slots,
     )
+
+
+def _load_assistant(target: HeadTarget, head: Head, path: Path) -> SharedHead:
+    """Load a Gemma 4 assistant for a target.
+
+    Raises:
+        CapabilityError: The file was made for a different target, or several replies would share it.
+        ModelFileError: The file is damaged, or its logits are not finite.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    check_assistant(path, Path(target.facts.path), target.facts.name)
+    if target.options.parallel > 1:
+        # The head reads the KV cells of the target's first llama.cpp sequence, which belongs to a single
+        # reply.
+        raise CapabilityError(
+            f"the Gemma 4 assistant {path.name} cannot draft for several replies at once",
+            "omit --parallel, or choose another method, such as suffix",
+            code="parallel_not_supported",
+        )
+
+    def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
+        # One sequence is enough, because the head reads only the target's sequence 0.
+        plan = ContextPlan(0, target.max_plan.kv_types, sequences=1, rows=BATCH_TOKENS)
+        free = partial(library().llama_model_free, weights)
+        found = HeadWeights(weights, path, name, options, plan, free, path)
+        return HeadFile(found, (POST_NORM,), partial(_open_assistant_context, found), _checked_assistant)
+
+    return load_head_file(target, head, ASSISTANT, "a Gemma 4 assistant", make)
+
+
+def _checked_assistant(parts: HeadParts) -> _AssistantHead:
+    """Create a view of an assistant. Raises ModelFileError if its logits are not finite."""
+    head, target = _AssistantHead(parts), parts.target
+    if target.length or not target.free_tokens:
+        return head
+    try:
+        # `HeadFile` cannot check this head's logits while the target's cache is empty.
+        target.prefill([0])
+        check_finite(head, parts.weights.path)
+    except BaseException:
+        head.close()
+        raise
+    finally:
+        target.truncate(0)
+    return head
+
+
+def _estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate a Gemma 4 assistant's memory, including the hidden-state log that it reads.
+
+    Raises:
+        ModelFileError: The file is missing or damaged.
+    """
+    return head_memory(
+        context_tokens,
+        weight_bytes=check_file(str(path)),
+        token_bytes=0,
+        vocabulary=read_gguf_info(path).vocab_size,
+        state_size=read_header(path).architecture_number("embedding_length_out"),
+        bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
+    )
+
+
+class _AssistantHead(HeadView[HeadTarget]):
+    """A head whose layers attend to the KV cells of the target's committed tokens.
+
+    Its input is a token and the preceding hidden state. For the last emitted token, this is the target's
+    hidden state. For draft tokens, it is the head's own hidden state after the parent in the draft tree. The
+    head stores no keys and values, so it runs all nodes of a draft tree at the position of the last emitted
+    token.
+
+    The head therefore needs no prefill, commit or rollback. It must not run while the target verifies a
+    draft.
+    """
+
+    def __init__(self, parts: HeadParts) -> None:
+        target, context, weights = parts.target, parts.context, parts.weights
+        super().__init__(target, parts.log, parts.release)
+        assert isinstance(context, PairContext)
+        self._context = context
+        capabilities = Capabilities(
+            rollback=True,
+            tree=target.facts.capabilities.tree,
+            max_width=context.max_width,
+            max_branches=weights.options.max_branches,
+        )
+        result = ProbeResult(capabilities, "nothing to roll back")
+        facts = describe(
+            weights.handle, str(weights.path), weights.name, context.plan, self.vocabulary, result
+        )
+        self.facts = replace(facts, vocab_size=self.vocabulary.size, notice="")
+        # The head's own hidden state after each node of the current draft tree.
+        self._own_states: NDArray[np.float32] = np.empty((0, self.log.row_size), np.float32)
+
+    @property
+    def free_tokens(self) -> int:
+        return 0 if self._context.is_lost else self._target.free_tokens
+
+    @property
+    def threads(self) -> int:
+        return self._context.threads
+
+    def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
+        self._own_states = self._own_states[:first]
+        # Run each node in a later pass than its parent, because it takes the hidden state after the parent as
+        # input.
+        *earlier, last = tree.independent_ranges(first)
+        rows = [self._run(tree, *nodes).copy() for nodes in earlier]
+        logits = self._run(tree, *last)
+        return HostLogits(np.concatenate([*rows, logits]) if rows else logits)
+
+    def _run(self, tree: TokenTree, first: int, end: int) -> NDArray[np.float32]:
+        """Run the nodes [first, end) and return their logits, which the next pass overwrites.
+
+        Their parents must have been run already.
+        """
+        position, count = self.length, end - first
+        states = (
+            self._own_states[np.array(tree.parents[first:end])] if first else self._logged_states(position, 1)
+        )
+        rows = self._context.compute(
+            HeadPass("draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count)
+        )
+        self._own_states = np.concatenate([self._own_states, rows.states])
+        # Without committed tokens, which happens only during warm-up, attention divides by zero.
+        return rows.logits if position else np.zeros_like(rows.logits)
+
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
+
+    def close(self) -> None:
+        if not self._closed:
+            self._target.context.kv_readers.remove(self._context)
+        super().close()
+
+
+def _open_assistant_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:
+    """Return a context for a head that reads the target's KV cells."""
+    shared, options = target.context, weights.options
+    plan = weights.max_plan.with_tokens(shared.tokens)
+    # Save the target's KV cells, because llama.cpp clears the cache when it creates a context that reads it.
+    try:
+        cells = shared.export_cells(0, 0, target.length)
+    except MemoryError as error:
+        raise MemoryBudgetError(
+            f"the head cannot be loaded: a copy of {target.length:,} cached tokens cannot be allocated",
+            "close other programs, or load the head before the first prompt",
+            code="out_of_memory",
+        ) from error
+    try:
+        threads = threads_for(weights.handle, options)
+        context = PairContext(weights.handle, options, plan, threads, target=shared)
+    finally:
+        shared.clear()
+        if not shared.import_cells(cells, 0, target.length):
+            target.truncate(0)
+    shared.kv_readers.append(context)
+    return context

@@ -1,4 +1,4 @@
-"""Load llama_cpp on first use, write its log to a file, and interrupt running forward passes."""
+"""Load llama_cpp and its library for GPUs on first use, write its log to a file, and interrupt its passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -19,17 +20,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edgespec.backends.llamacpp.extra_libraries import load_gpu_library
 from edgespec.errors import BackendError, BackendMissingError, ConfigurationError
 from edgespec.system.files import log_folder, make_private_folder, regular_file_bytes, touch_private
 from edgespec.system.installation import setup_command
 
 __all__ = [
     "ContextParams",
+    "GpuLibrary",
     "Interrupt",
     "captured_log",
     "ggml",
     "library",
+    "library_path",
+    "load_gpu_library",
     "recent_errors",
     "take_lost_interrupt",
     "use_threads",
@@ -46,6 +49,8 @@ _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
+# The libraries in the order in which they are tried. CUDA is faster than Vulkan on NVIDIA's GPUs.
+_GPU_LIBRARIES = ("cuda", "vulkan")
 
 
 @cache
@@ -287,3 +292,51 @@ class Interrupt:
         lib = library()
         strlen = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
         lib.llama_set_abort_callback(context, strlen, ctypes.addressof(self._buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLibrary:
+    """The library that makes llama.cpp use GPUs. It may find none.
+
+    Attributes:
+        name: `cuda` or `vulkan`. Empty if none is built, or if llama-cpp-python itself was built for GPUs.
+        problem: Why it cannot be loaded, or an empty string if it is loaded.
+    """
+
+    name: str = ""
+    problem: str = ""
+
+
+def library_path(llama_cpp: ModuleType, name: str) -> Path:
+    """Return the path of an extra library, such as `rpc`, for this version of llama-cpp-python."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(str(llama_cpp.__file__)).parent / "lib" / f"libggml-{name}-{llama_cpp.__version__}.{suffix}"
+
+
+@cache
+def load_gpu_library(llama_cpp: ModuleType) -> GpuLibrary:
+    """Load the first library that finds a GPU, unless llama-cpp-python itself was built for GPUs.
+
+    Only one library may find GPUs, because each of them would list the same ones.
+    """
+    result = GpuLibrary()
+    if llama_cpp.llama_supports_gpu_offload():
+        return result
+    from llama_cpp.llama_cpp import _lib
+
+    load = _lib.ggml_backend_load
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    for name in _GPU_LIBRARIES:
+        path = library_path(llama_cpp, name)
+        if not path.is_file():
+            continue
+        try:
+            ctypes.CDLL(str(path))  # Unlike `ggml_backend_load`, this says why it fails.
+        except OSError as error:
+            result = GpuLibrary(name, str(error))
+            continue
+        registered = load(os.fsencode(path))
+        result = GpuLibrary(name, "" if registered else "its driver cannot be used")
+        if llama_cpp.llama_supports_gpu_offload():
+            break
+    return result

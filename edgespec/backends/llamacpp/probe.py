@@ -14,10 +14,9 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.errors import BackendError, ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import LoadOptions, LowBit
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.registry import format_of
-from edgespec.model.self_draft_methods import LowBit
 
 __all__ = ["ProbeResult", "probe"]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from edgespec.errors import BackendError, CancelledError, CapabilityError, OptionError
 from edgespec.model.base import Progress
-from edgespec.system.disk_checks import append_error
+from edgespec.system.disks import append_error
 
 __all__ = [
     "QuantisedSize",

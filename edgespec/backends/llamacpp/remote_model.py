@@ -11,20 +11,19 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.layer_placement import LayerPlacement
+from edgespec.backends.llamacpp.context_plan import parse_kv_types
+from edgespec.backends.llamacpp.devices import LayerPlacement
 from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import ggml, library
-from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
+from edgespec.backends.llamacpp.rpc import add_devices, guard_against_aborts
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
+from edgespec.model.base import Head, LanguageModel, LoadOptions, Progress, SelfDraft, Snapshot
 from edgespec.model.base_model import BaseModel
-from edgespec.model.self_draft_methods import Head, SelfDraft
 from edgespec.options.methods import methods
 
 __all__ = ["RemoteModel", "load_on_workers"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from edgespec.backends.llamacpp.file_matrix import FileMatrix
-from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
+from edgespec.backends.llamacpp.matrices import FileMatrix, GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.residual_heads import (
@@ -16,11 +15,11 @@ from edgespec.backends.residual_heads import (
     estimate_residual_heads,
     load_residual_heads,
 )
+from edgespec.model.base import Head
 from edgespec.model.formats.gguf_metadata import read_gguf_info
-from edgespec.model.heads.products import Product
+from edgespec.model.heads.numpy_layers import Product
 from edgespec.model.heads.residual_layout import ResidualHeads
 from edgespec.model.memory_estimate import MemoryEstimate
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["EMBEDDINGS", "estimate_head", "lm_head", "load_head"]
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.context_planning import longrope_switch_tokens
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import has_state
 from edgespec.backends.llamacpp.pass_scheduler import PassKind, PassPart, PassScheduler
-from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.errors import CapabilityError, EdgespecError, OptionError
 from edgespec.model.base import LoadOptions
 

@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
-from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.context import LlamaContext, LoraAdapters, adapter_bytes
+from edgespec.backends.llamacpp.context_plan import parse_kv_types
+from edgespec.backends.llamacpp.context_planning import cache_variant, plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.image_encoder import NO_PROJECTOR, ImageEncoder, ImagePart, open_encoder
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_sequences import export_text, import_text
-from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, free_weights, load_all, threads_for, with_more_memory
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.resizing import cache_variant
 from edgespec.backends.llamacpp.shared_context import (
     ContextSlot,
     SharedContext,
@@ -43,13 +41,12 @@ from edgespec.errors import (
     MemoryBudgetError,
     ModelFileError,
 )
-from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot
+from edgespec.model.base import Head, LanguageModel, LoadOptions, LowBit, Progress, SelfDraft, Snapshot
 from edgespec.model.base_model import check_progress, split_last_batch
 from edgespec.model.image import Image
 from edgespec.model.image_tokens import PreparedImage, contains_image
-from edgespec.model.memory_check import check_draft_width
+from edgespec.model.memory_estimate import check_draft_width
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import Head, LowBit, SelfDraft
 
 __all__ = ["SlotModel", "load_slots"]
 

@@ -1,23 +1,37 @@
-"""Copy hidden states from every pass of a llama.cpp context."""
+"""Copy hidden states from every pass of a llama.cpp context.
+
+llama-cpp-python does not declare libllama's functions for this. They are declared in llama.cpp's staging
+header `llama-ext.h`, which can change with every release. If a function is missing, the drafting methods
+that need it are unavailable.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
+from edgespec.backends.llamacpp.mtp_files import ASSISTANT_TARGET, MTP_GRAPHS
 from edgespec.backends.llamacpp.native import ggml, library
-from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, layer_input_api, nextn_api
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.hidden_states import POST_NORM
 
-__all__ = ["HiddenStateHook", "StateTaps", "copied_rows", "layer_output"]
+__all__ = ["HiddenStateHook", "StateTaps", "copied_rows", "layer_output", "nextn_api", "target_layers_api"]
+
+# Architectures for which llama.cpp can copy layer inputs. With any other architecture, it aborts.
+_TAPPED_ARCHITECTURES = frozenset(
+    {
+        "bailingmoe3", "deepseek4", "gemma4", "hunyuan-vl", "lfm2", "llama", "mimo2", "minimax-01",
+        "minimax-m2", "nanbeige", "nemotron-h", "openai-moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe",
+        "qwen3next",
+    }
+)  # fmt: skip
 
 
 class HiddenStateHook:
@@ -83,7 +97,7 @@ def layer_output(layer: int) -> str:
 class LayerTaps:
     """The layers whose inputs a context copies in every pass.
 
-    The model's architecture must be one of `TAPPED_ARCHITECTURES`, and the layers must exist. Otherwise,
+    The model's architecture must be one of `_TAPPED_ARCHITECTURES`, and the layers must exist. Otherwise,
     llama.cpp aborts.
 
     Args:
@@ -110,7 +124,7 @@ class LayerTaps:
             self._switch(context, layer)
 
     def _switch(self, context: Any, layer: int) -> None:
-        api = layer_input_api()
+        api = _layer_input_api()
         assert api is not None
         api.switch(context, layer, layer in self._layers)
 
@@ -118,7 +132,7 @@ class LayerTaps:
         """Return each layer's input from the last pass of `count` tokens, as float32 [tokens, size]."""
         if not self._layers:
             return []
-        api = layer_input_api()
+        api = _layer_input_api()
         assert api is not None
         addresses = [api.address(context, layer) for layer in self._layers]
         return [copied_rows(each, count, self._size) for each in addresses]
@@ -149,7 +163,7 @@ class StateTaps:
         size: int = lib.llama_model_n_embd(model)
         self._layer_count: int = lib.llama_model_n_layer(model)
         self._architecture = metadata(model, "general.architecture")
-        self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
+        self._has_layer_taps = _layer_input_api() is not None and self._architecture in _TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
         # Indices of the final hidden states that llama.cpp can copy itself.
         self._final = _final_states(self._architecture or "", self._layer_count) if nextn_api() else ()
@@ -228,3 +242,97 @@ def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
 def _tensor(state: int) -> str:
     """Return the name of the llama.cpp tensor that contains a hidden state."""
     return "result_norm" if state == POST_NORM else layer_output(state - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputApi:
+    """Functions for reading the inputs of a context's layers.
+
+    Attributes:
+        switch: Makes a context copy a layer's input in every pass, or stop copying it.
+        address: Returns the address of the copied input of a layer, float32 [tokens, embedding size].
+    """
+
+    switch: Callable[[Any, int, bool], None]
+    address: Callable[[Any, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class NextnApi:
+    """Functions that read the final hidden states and select the multi-token prediction (MTP) layer to run.
+
+    Attributes:
+        switch: Makes a context copy the final hidden states in every pass, or stop copying them. If the last
+            argument is True, only tokens whose logits are requested are copied.
+        address: Returns the address of the copied hidden states, float32 [tokens, embedding size].
+        select_layer: Chooses the MTP layer that a context runs.
+    """
+
+    switch: Callable[[Any, bool, bool], None]
+    address: Callable[[Any], int]
+    select_layer: Callable[[Any, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLayersApi:
+    """Functions that return which target layers a head reads.
+
+    Attributes:
+        ids: Returns a pointer to the indices of the target layers whose inputs the head reads.
+        count: Returns the number of indices.
+    """
+
+    ids: Callable[[Any], Any]
+    count: Callable[[Any], int]
+
+
+_POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
+
+
+@cache
+def _layer_input_api() -> LayerInputApi | None:
+    """Return functions for reading layer inputs, or None if llama.cpp lacks any of them."""
+    found = _functions(
+        ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _POINTER, _NUMBER, _FLAG),
+        ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _POINTER, _POINTER, _NUMBER),
+    )
+    return LayerInputApi(*found) if found else None
+
+
+@cache
+def nextn_api() -> NextnApi | None:
+    """Return functions for MTP layers and final states, or None if llama.cpp lacks any of them."""
+    found = _functions(
+        ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _POINTER, _FLAG, _FLAG),
+        ("_Z26llama_get_embeddings_nextnP13llama_context", _POINTER, _POINTER),
+        ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _POINTER, ctypes.c_int32),
+    )
+    return NextnApi(*found) if found else None
+
+
+@cache
+def target_layers_api() -> TargetLayersApi | None:
+    """Return functions for a head's target layers, or None if llama.cpp lacks any of them."""
+    found = _functions(
+        ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
+        ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),
+    )
+    return TargetLayersApi(*found) if found else None
+
+
+def _functions(*signatures: tuple[Any, ...]) -> list[Any]:
+    """Load functions from libllama. Return an empty list if any of them is missing.
+
+    Args:
+        *signatures: (symbol, result type, *argument types) tuples.
+    """
+    loaded = library().llama_cpp._lib
+    functions = []
+    for symbol, result, *arguments in signatures:
+        try:
+            function = getattr(loaded, symbol)
+        except AttributeError:
+            return []
+        function.restype, function.argtypes = result, arguments
+        functions.append(function)
+    return functions

@@ -20,10 +20,9 @@ from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
-from edgespec.model.base import LoadOptions, Progress
+from edgespec.model.base import Head, LoadOptions, Progress
+from edgespec.model.hidden_states import HeadModel
 from edgespec.model.model_facts import Adapter
-from edgespec.model.optional_features import HeadModel
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["try_adapters", "try_head", "try_model", "try_split_model"]
 

@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ClosedError
 from edgespec.model.base import Vocabulary
 from edgespec.model.base_model import MAX_CACHED_PIECES
-from edgespec.model.longest_piece import longest_piece_bytes
+from edgespec.model.token_list import longest_piece_bytes
 
 __all__ = ["LlamaVocabulary"]
 

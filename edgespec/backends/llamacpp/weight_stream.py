@@ -30,7 +30,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Edges
 from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import read_header
-from edgespec.system.disk_speed import PARALLEL_READS, READ_BYTES, open_uncached
+from edgespec.system.disks import PARALLEL_READS, READ_BYTES, open_uncached
 
 __all__ = [
     "LayerRanges",

@@ -15,13 +15,13 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 
-from edgespec.backends.head_trial import check_finite
-from edgespec.backends.head_view import HeadView
+from edgespec.backends.head_view import HeadView, check_finite
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.eagle_network import FeedForward
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
-from edgespec.backends.mlx.head_cells import BATCH_TOKENS, MlxHeadCells
-from edgespec.backends.mlx.head_loading import (
+from edgespec.backends.mlx.heads import (
+    BATCH_TOKENS,
+    MlxHeadCells,
     check_memory,
     check_sizes,
     checked_folder,
@@ -35,12 +35,12 @@ from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.model.base import Head
 from edgespec.model.heads.dflash_files import DFlashConfig, DFlashFiles, read_dflash
 from edgespec.model.heads.layer_config import invalid_settings
-from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.model.hidden_states import MAX_LOGGED_TOKENS
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["DFlashHead", "estimate_head", "load_head"]
 

@@ -11,13 +11,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_trial import load_most_accurate
-from edgespec.backends.head_view import HeadView
+from edgespec.backends.head_view import HeadView, load_most_accurate
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.eagle_network import EagleNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
-from edgespec.backends.mlx.head_cells import BATCH_TOKENS, MlxHeadCells
-from edgespec.backends.mlx.head_loading import (
+from edgespec.backends.mlx.heads import (
+    BATCH_TOKENS,
+    MlxHeadCells,
     check_memory,
     check_sizes,
     checked_folder,
@@ -32,12 +32,12 @@ from edgespec.backends.mlx.pass_layout import install_tree_ropes
 from edgespec.backends.mlx.target_ends import DraftVocabulary, HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CapabilityError
+from edgespec.model.base import Head
 from edgespec.model.heads.eagle_files import EagleFiles, read_eagle
 from edgespec.model.heads.layer_config import invalid_settings
-from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
+from edgespec.model.hidden_states import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["EagleHead", "HeadNetwork", "estimate_head", "load_head"]
 

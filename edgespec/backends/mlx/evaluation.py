@@ -1,4 +1,9 @@
-"""Helpers around MLX evaluation: error translation, a buffer-cache limit, and per-thread cleanup."""
+"""Evaluate MLX arrays: translate errors, limit the cache of freed buffers, and free the state of threads.
+
+By default, MLX creates a CPU stream for each thread that computes anything, and each CPU stream starts a
+system thread that never exits. A server that loads and unloads models for days would accumulate thousands of
+them. So threads reuse the CPU streams of earlier threads.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,21 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from edgespec.backends.mlx.build_info import runs_on_cpu
-from edgespec.backends.mlx.streams import release_streams
 from edgespec.errors import BackendError, OutOfMemoryError
 
-__all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
+__all__ = [
+    "evaluate",
+    "freed_buffers_bytes",
+    "release_thread_state",
+    "reuse_stream",
+    "start_evaluation",
+    "translate_errors",
+]
 
 # Maximum size in bytes of the freed memory that MLX keeps for reuse. The GPU limit is higher, because
 # allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
+_free: list[mx.Stream] = []
 
 
 @contextmanager
@@ -58,4 +70,67 @@ def release_thread_state() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         return
-    release_streams()
+    _release_streams()
+
+
+class _Lease:
+    """A stream used by a single thread. When that thread ends, another one can take it over.
+
+    Python deletes the lease while the thread can still run Python code, and the lease then frees the thread's
+    compiled functions and streams. MLX would free them only after the thread has left Python. Doing so
+    requires the interpreter, and aborts the process if the interpreter is already exiting.
+
+    Attributes:
+        is_used: Whether the thread may have used MLX since `_release_streams`. If not, there is nothing to
+            free, and calling MLX while the thread and Python are exiting could abort the process.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = True
+        self._thread = threading.get_ident()
+        try:
+            self.stream = _free.pop()
+        except IndexError:
+            # Only this kind of stream can be handed to another thread later.
+            self.stream = mx.new_thread_unsafe_stream(mx.cpu)
+
+    def __del__(self) -> None:
+        # When Python exits, the main thread deletes the leases of threads that are still running, but must
+        # not clear their streams.
+        if self.is_used and threading.get_ident() == self._thread:
+            mx.synchronize()
+            mx.clear_streams()
+        _free.append(self.stream)
+
+
+class _Leases(threading.local):
+    lease: _Lease | None = None
+
+
+_leases = _Leases()
+
+
+def reuse_stream() -> None:
+    """Assign a free CPU stream to the calling thread. When the thread ends, MLX's state for it is freed.
+
+    Every thread must call this before its first MLX operation. Further calls return immediately.
+    """
+    if (lease := _leases.lease) is not None:
+        lease.is_used = True
+    elif threading.current_thread() is not threading.main_thread():
+        _lease_stream()
+
+
+def _release_streams() -> None:
+    """Free the streams that MLX created for the calling thread. The thread can still use MLX."""
+    mx.synchronize()
+    mx.clear_streams()
+    _lease_stream().is_used = False
+    if mx.is_available(mx.gpu):
+        mx.set_default_stream(mx.new_stream(mx.gpu))
+
+
+def _lease_stream() -> _Lease:
+    lease = _leases.lease = _leases.lease or _Lease()
+    mx.set_default_stream(lease.stream)
+    return lease

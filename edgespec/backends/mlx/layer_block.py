@@ -8,11 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.absent_layers import AbsentLayer, FirstLayer, LastLayer, check_separable
 from edgespec.backends.mlx.evaluation import evaluate, freed_buffers_bytes, translate_errors
 from edgespec.backends.mlx.layer_caches import LayerCaches
 from edgespec.backends.mlx.layer_messages import JSON_FILES
-from edgespec.backends.mlx.layers import LayerList
+from edgespec.backends.mlx.layers import AbsentLayer, FirstLayer, LastLayer, LayerList, check_separable
 from edgespec.backends.mlx.model_skeleton import ModelSkeleton, named_arrays, read_skeleton
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.cluster.layer_child import temporary_folder

@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from edgespec.cluster.messages import Buffer
+from edgespec.cluster.layer_child import Buffer
 
 __all__ = [
     "JSON_FILES",

@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.model_skeleton import parameter_bytes, read_skeleton, trace_one_token
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.layer_split import split_layers
+from edgespec.cluster.machines import split_layers
 from edgespec.errors import MemoryBudgetError
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MachineShare
@@ -82,8 +82,7 @@ def read_layer_sizes(
         CapabilityError: The layers cannot be spread over several machines.
         ModelFileError: The model is damaged or not supported.
     """
-    from edgespec.backends.mlx.absent_layers import check_separable
-    from edgespec.backends.mlx.layers import LayerList
+    from edgespec.backends.mlx.layers import LayerList, check_separable
     from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
 
     try:

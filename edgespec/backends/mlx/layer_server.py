@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.cluster.layer_child import remove_folders
-from edgespec.cluster.messages import Buffer, MessageConnection
+from edgespec.cluster.layer_child import Buffer, MessageConnection, remove_folders
 from edgespec.cluster.weight_cache import read_weight, write_weight
 from edgespec.errors import BackendError, EdgespecError, WorkerError
 
@@ -117,21 +116,20 @@ class _LayerServer:
 
     def _join_ring(self, skeleton: ModelSkeleton, index: int, answer: dict[str, Any]) -> None:
         """Join a ring of workers, and replace the model's layers with this worker's shards."""
-        from edgespec.backends.mlx import worker_ring
-        from edgespec.backends.mlx.tensor_shards import shard_model
+        from edgespec.backends.mlx import tensor_shards
 
-        own = worker_ring.free_address(self._connection)
+        own = tensor_shards.free_address(self._connection)
         self._messages.send(
-            {**answer, "worker_address": worker_ring.own_address(self._connection), "ring_address": own}
+            {**answer, "worker_address": tensor_shards.own_address(self._connection), "ring_address": own}
         )
         header, _ = self._messages.receive(0)
         workers = header["worker"]
-        worker_ring.check_neighbour(workers, index)
-        group = worker_ring.join_ring(header["ring"], index, header["token"])
+        tensor_shards.check_neighbour(workers, index)
+        group = tensor_shards.join_ring(header["ring"], index, header["token"])
         threading.Thread(
-            target=worker_ring.watch_neighbour, args=(workers, index, self._works), daemon=True
+            target=tensor_shards.watch_neighbour, args=(workers, index, self._works), daemon=True
         ).start()
-        shard_model(skeleton.model, skeleton.config, "the model", group)
+        tensor_shards.shard_model(skeleton.model, skeleton.config, "the model", group)
         self._is_in_ring, self._sends_output = True, index == 0
         self._messages.send({})
 

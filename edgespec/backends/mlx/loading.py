@@ -13,12 +13,11 @@ from edgespec.backends.mlx.model_skeleton import translate_load_errors
 from edgespec.backends.mlx.weight_loading import MAX_WIDTH, check_options, load_model
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
-from edgespec.model.memory_check import BLOCK_TOKENS, cache_too_large_error, requested_context
+from edgespec.model.memory_estimate import BLOCK_TOKENS, cache_too_large_error, requested_context
 from edgespec.model.model_facts import Capabilities, ModelFacts
 from edgespec.system.heap import unmap_freed_buffers
 
 __all__ = ["load"]
-
 
 _UNLIMITED_BYTES = 1 << 62
 
@@ -42,8 +41,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     check_options(options)
     use_in_this_process()
     mx = mlx_core()
-    from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
-    from edgespec.backends.mlx.streams import reuse_stream
+    from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state, reuse_stream
 
     reuse_stream()
     unmap_freed_buffers()

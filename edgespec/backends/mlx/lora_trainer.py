@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edgespec.backends.mlx.evaluation import evaluate, release_thread_state, translate_errors
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.model.optional_features import TrainingExample
+from edgespec.model.drafter_training import TrainingExample
 
 __all__ = ["AdaptedLayer", "MlxTrainer", "adapted_layers"]
 

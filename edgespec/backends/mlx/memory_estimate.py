@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu, use_in_this_process
-from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
+from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state, reuse_stream
 from edgespec.backends.mlx.layer_placement import LayerPlacement, place_layers, place_parts, read_layer_sizes
 from edgespec.backends.mlx.model_skeleton import (
     ModelSkeleton,
@@ -22,13 +22,11 @@ from edgespec.backends.mlx.model_skeleton import (
     read_skeleton,
     trace_one_token,
 )
-from edgespec.backends.mlx.streams import reuse_stream
 from edgespec.backends.mlx.weight_loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.mlx_metadata import language_config
-from edgespec.model.memory_check import requested_context
-from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, MemoryPart
+from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, MemoryPart, requested_context
 from edgespec.model.model_facts import Adapter
 
 __all__ = ["MlxMemoryEstimator"]

@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backends.mlx.cache_serialization import deserialize_caches, serialize_caches
-from edgespec.backends.mlx.evaluation import release_thread_state
-from edgespec.backends.mlx.layer_caches import CacheCheckpoint
+from edgespec.backends.mlx.evaluation import release_thread_state, reuse_stream
+from edgespec.backends.mlx.layer_caches import CacheCheckpoint, deserialize_caches, serialize_caches
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
@@ -23,19 +22,26 @@ from edgespec.backends.mlx.partial_models import (
 )
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.state_recorder import StateRecorder
-from edgespec.backends.mlx.streams import reuse_stream
 from edgespec.backends.mlx.target_ends import HeadTarget
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import KV_BITS, LoadedMlxModel, prefill_batch_tokens
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
-from edgespec.model.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
+from edgespec.model.base import (
+    EarlyExit,
+    Head,
+    LanguageModel,
+    LoadOptions,
+    Progress,
+    SelfDraft,
+    Snapshot,
+    Vocabulary,
+)
 from edgespec.model.base_model import SelfDraftView, in_batches
-from edgespec.model.hidden_state_log import HiddenStateLog
+from edgespec.model.drafter_training import Trainer
+from edgespec.model.hidden_states import HiddenStateLog
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.optional_features import Trainer
 from edgespec.model.registry import format_of
-from edgespec.model.self_draft_methods import EarlyExit, Head, SelfDraft
 
 __all__ = ["MlxModel", "SpreadModel"]
 
@@ -80,7 +86,7 @@ class MlxModel(HeadTarget):
         return self._runner.length
 
     def _check(self, more: int) -> None:
-        # Every operation goes through here, on any thread. See `streams.py`.
+        # Every operation goes through here, on any thread. See `evaluation.py`.
         reuse_stream()
         super()._check(more)
 

@@ -24,7 +24,7 @@ from edgespec.model.formats.mlx_files import (
     weight_files,
 )
 from edgespec.model.formats.mlx_metadata import trained_context
-from edgespec.model.memory_check import check_weights_fit, requested_context
+from edgespec.model.memory_estimate import check_weights_fit, requested_context
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.layer_caches import LayerCaches

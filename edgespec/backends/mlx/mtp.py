@@ -14,11 +14,11 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.nn.layers.quantized import quantize
 
-from edgespec.backends.head_trial import load_most_accurate
+from edgespec.backends.head_view import load_most_accurate
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.head_cells import BATCH_TOKENS
-from edgespec.backends.mlx.head_loading import (
+from edgespec.backends.mlx.heads import (
+    BATCH_TOKENS,
     check_memory,
     evaluate_constants,
     head_facts,
@@ -29,13 +29,13 @@ from edgespec.backends.mlx.head_loading import (
 from edgespec.backends.mlx.layers import Body, LayerList
 from edgespec.backends.mlx.target_ends import HeadTarget, TargetEmbedding, TargetLmHead
 from edgespec.errors import ModelFileError, shorten
+from edgespec.model.base import Head
 from edgespec.model.formats.mlx_files import read_json_object
 from edgespec.model.formats.mlx_metadata import language_config
 from edgespec.model.heads.mtp_files import QWEN_MODELS, read_mtp
-from edgespec.model.heads.stored_tensor import StoredTensor
-from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
+from edgespec.model.heads.tensor_files import StoredTensor
+from edgespec.model.hidden_states import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["estimate_head", "load_head"]
 

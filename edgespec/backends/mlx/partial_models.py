@@ -18,8 +18,8 @@ from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import CapabilityError, OptionError
+from edgespec.model.base import EarlyExit, LowBit
 from edgespec.model.model_facts import ModelFacts
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from edgespec.model.self_draft_methods import LowBit
+from edgespec.model.base import LowBit
 
 __all__ = ["PassLayout", "install_tree_ropes"]
 

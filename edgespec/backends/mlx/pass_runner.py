@@ -21,7 +21,7 @@ from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError, CancelledError, CapabilityError
-from edgespec.model.hidden_state_log import OpenLogs
+from edgespec.model.hidden_states import OpenLogs
 
 __all__ = ["PassRunner"]
 

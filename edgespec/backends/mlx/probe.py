@@ -19,9 +19,9 @@ from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import PartialDraft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError, WorkerLostError
+from edgespec.model.base import EarlyExit, LowBit
 from edgespec.model.model_facts import Capabilities
 from edgespec.model.registry import format_of
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 

@@ -21,12 +21,12 @@ from edgespec.backends.residual_heads import (
     estimate_residual_heads,
     load_residual_heads,
 )
+from edgespec.model.base import Head
 from edgespec.model.formats.mlx_files import read_json_object
 from edgespec.model.formats.mlx_metadata import language_config, read_mlx_info
-from edgespec.model.heads.products import Array, Product
+from edgespec.model.heads.numpy_layers import Array, Product
 from edgespec.model.heads.residual_layout import ResidualHeads
 from edgespec.model.memory_estimate import MemoryEstimate
-from edgespec.model.self_draft_methods import Head
 
 __all__ = ["estimate_head", "load_head"]
 

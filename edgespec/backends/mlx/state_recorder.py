@@ -12,7 +12,7 @@ import numpy as np
 from edgespec.backends.mlx.layers import Body, HiddenStateHooks
 from edgespec.backends.mlx.model_skeleton import trace_one_token
 from edgespec.errors import CapabilityError
-from edgespec.model.hidden_state_log import POST_NORM, HiddenStateLog, OpenLogs
+from edgespec.model.hidden_states import POST_NORM, HiddenStateLog, OpenLogs
 
 __all__ = ["StateRecorder"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgespec.backends.mlx.layers import Body
 from edgespec.errors import CapabilityError
 from edgespec.model.base_model import BaseModel
-from edgespec.model.optional_features import HiddenStateSource
+from edgespec.model.hidden_states import HiddenStateSource
 
 __all__ = ["DraftVocabulary", "HeadTarget", "TargetEmbedding", "TargetLmHead"]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgespec.backends.mlx.draft_trainer import DraftStudent
-from edgespec.backends.mlx.head_trainer import HeadStudent
+from edgespec.backends.mlx.head_trainer import HeadStudent, TrainableHead
 from edgespec.backends.mlx.model_skeleton import translate_load_errors
 from edgespec.backends.mlx.teacher_model import TeacherModel, convert_to_float32, faster_in_float32
 from edgespec.backends.mlx.trainable_eagle import TrainableEagle
-from edgespec.backends.mlx.trainable_head import TrainableHead
 from edgespec.backends.mlx.trainable_residual import TrainableHydra, TrainableMedusa
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import load_model

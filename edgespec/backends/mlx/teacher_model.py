@@ -24,7 +24,7 @@ from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import LoadedMlxModel
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.model.base import Progress, Vocabulary
-from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.hidden_states import POST_NORM
 
 __all__ = ["TeacherModel", "convert_to_float32", "faster_in_float32", "write_texts"]
 

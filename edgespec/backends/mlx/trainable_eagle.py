@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from edgespec.backends.mlx.eagle_network import EagleLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.head_trainer import TrainableHead, least_squares
 from edgespec.backends.mlx.teacher_model import TeacherModel
-from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
 from edgespec.errors import CapabilityError
 from edgespec.model.drafter_training import TrainingBatch
 from edgespec.model.heads.eagle_files import parse_config

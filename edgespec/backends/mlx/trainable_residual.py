@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.head_trainer import TrainableHead, least_squares
 from edgespec.backends.mlx.teacher_model import TeacherModel
-from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
 from edgespec.model.drafter_training import TrainingBatch
-from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.hidden_states import POST_NORM
 
 __all__ = ["TrainableHydra", "TrainableMedusa"]
 

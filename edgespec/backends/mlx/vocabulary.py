@@ -15,7 +15,7 @@ from typing import Any
 from edgespec.errors import BackendError, ClosedError, ModelFileError
 from edgespec.model.base import Vocabulary
 from edgespec.model.base_model import MAX_CACHED_PIECES
-from edgespec.model.longest_piece import longest_piece_bytes
+from edgespec.model.token_list import longest_piece_bytes
 
 __all__ = ["MlxVocabulary"]
 

@@ -20,12 +20,11 @@ from edgespec.backends.mlx.model_skeleton import (
 from edgespec.errors import CancelledError, ModelFileError, OptionError
 from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.mlx_files import missing_files, read_json_object, readable_folder
-from edgespec.model.memory_check import check_weights_fit
+from edgespec.model.memory_estimate import check_weights_fit
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.layer_placement import LayerPlacement
-    from edgespec.backends.mlx.remote_block import RemoteBlock
-    from edgespec.backends.mlx.remote_shards import RemoteShards
+    from edgespec.backends.mlx.remote_layers import RemoteBlock, RemoteShards
 
 __all__ = [
     "KV_BITS",
@@ -123,8 +122,7 @@ def load_model(
         widen = placement.widened if placement else skeleton.sizes.widens(options)
         blocks: Sequence[RemoteBlock | RemoteShards] = ()
         if placement and options.workers:
-            from edgespec.backends.mlx.remote_block import send_blocks
-            from edgespec.backends.mlx.remote_shards import send_shards
+            from edgespec.backends.mlx.remote_layers import send_blocks, send_shards
 
             kv_bits, folder, model = KV_BITS[options.kv_type], Path(path), skeleton.model
             if options.split_tensors:

@@ -1,24 +1,322 @@
 """The formats in which models write tool calls, recognised by their chat templates.
 
-No existing library fits. The response templates of transformers (`utils/chat_parsing`) and the
-parsers of mlx-lm return a call only when it is complete, raise an error if it is invalid, and need packages
-that GGUF models do not need. Models share a few forms, however, so one table covers them.
+Calls are written as JSON objects, as the tool's name followed by JSON, or as tags. No existing library fits.
+The response templates of transformers (`utils/chat_parsing`) and the parsers of mlx-lm return a call only
+when it is complete, raise an error if it is invalid, and need packages that GGUF models do not need. Models
+share a few forms, however, so one table covers them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from edgespec.chat.tool_calls.form import CallForm
-from edgespec.chat.tool_calls.json_form import JsonForm
-from edgespec.chat.tool_calls.named_form import NamedForm
-from edgespec.chat.tool_calls.tagged_form import TaggedForm
+from edgespec.chat.tool_calls.form import (
+    MAX_NAME_CHARACTERS,
+    CallForm,
+    CallWriter,
+    ChoicePart,
+    JsonPart,
+    OptionalPart,
+    Part,
+    TextPart,
+    TextReader,
+    Wait,
+    read_arguments_object,
+    read_closes,
+)
 
 __all__ = ["HERMES", "call_form"]
 
+_NAME_KEYS = ("name", "tool_name")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+# Python's spellings of JSON values, which some templates use.
+_PYTHON_VALUES = {"True": "true", "False": "false", "None": "null"}
+_JSON_TYPES: dict[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+}
+
+
+@dataclass(frozen=True)
+class _JsonForm:
+    """Tool calls such as `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
+
+    A list of calls can appear in place of a single call.
+
+    Attributes:
+        opens: The texts before the calls.
+        closes: The texts after the calls.
+        around: The texts before the name's key and after the arguments of a call, in the form that the model
+            was trained on.
+        argument_key: The key of the arguments that the model was trained on.
+        name_key: The key of the name that the model was trained on.
+        starts_bare: Whether calls can begin without a marker at the start of the answer.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...] = ()
+    around: tuple[str, str] = ("{", "}")
+    argument_key: str = "arguments"
+    name_key: str = "name"
+    starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.opens + self.closes
+
+    def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        yield from reader.space()
+        in_list = yield from reader.literal("[")
+        while True:
+            yield from reader.space()
+            if not (yield from self._read_call(reader, writer)):
+                return False
+            yield from reader.space()
+            if not (in_list and (yield from reader.literal(","))):
+                break
+        if in_list and not (yield from reader.literal("]")):
+            return False
+        yield from read_closes(reader, self.closes)
+        return True
+
+    def _read_call(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        if not (yield from reader.literal("{")):
+            return False
+        named = has_arguments = False
+        # Holds the arguments if they come before the name.
+        held: list[str] = []
+        separator = ","
+        while separator == ",":
+            yield from reader.space()
+            key = yield from reader.json_string()
+            yield from reader.space()
+            if key is None or not (yield from reader.literal(":")):
+                return False
+            yield from reader.space()
+            if key in _NAME_KEYS and not named:
+                name = yield from reader.json_string()
+                if name is None or not writer.begin(name):
+                    return False
+                named = True
+                writer.write("".join(held))
+            elif key in _ARGUMENT_KEYS and not has_arguments:
+                if not (yield from read_arguments_object(reader, writer.write if named else held.append)):
+                    return False
+                has_arguments = True
+            elif not (yield from reader.json_value(_ignore)):
+                return False
+            yield from reader.space()
+            separator = yield from reader.literal(",", "}")
+        if not separator or not named or (self.starts_bare and not has_arguments):
+            return False
+        if not has_arguments:
+            writer.write("{}")
+        writer.end()
+        return True
+
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        before, after = self.around
+        return (
+            f'{before}"{self.name_key}": {json.dumps(name, ensure_ascii=False)}, "{self.argument_key}": ',
+            JsonPart(parameters),
+            after,
+        )
+
+
+def _ignore(text: str) -> None:
+    """Ignore the value of an irrelevant key, such as the index of the call."""
+
+
+@dataclass(frozen=True)
+class _NamedForm:
+    """Tool calls such as `[TOOL_CALLS]add[ARGS]{"a": 1}`.
+
+    Attributes:
+        opens: The markers before a call, including any marker that only the first of several calls has.
+        separators: The texts between the name and the arguments.
+        closes: The markers after a call, including any marker that only the last of several calls has.
+        around: The texts before the name, between the name and the arguments, and after the arguments, in the
+            form that the model was trained on.
+        header: Regular expression for the text before the separator. Its first group is the name.
+        markers: The texts in calls that may be control tokens.
+        reasoning_ends: The markers that begin a call and also end the reasoning.
+    """
+
+    opens: tuple[str, ...]
+    separators: tuple[str, ...]
+    around: tuple[str, str, str]
+    markers: tuple[str, ...]
+    closes: tuple[str, ...] = ()
+    header: str = r"([\w.:/-]+)"
+    starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
+
+    def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        yield from read_closes(reader, self.opens)
+        header = yield from reader.until(self.separators, MAX_NAME_CHARACTERS)
+        found = re.fullmatch(self.header, header.strip()) if header else None
+        if not found or not writer.begin(found[1]):
+            return False
+        yield from reader.literal(*self.separators)
+        yield from reader.space()
+        if not (yield from read_arguments_object(reader, writer.write)):
+            return False
+        writer.end()
+        yield from read_closes(reader, self.closes)
+        return True
+
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        before, between, after = self.around
+        return before + name + between, JsonPart(parameters), after
+
+
+@dataclass(frozen=True)
+class _TaggedForm:
+    """Tool calls such as `<function=add><parameter=a>1</parameter></function>`.
+
+    The parser converts the arguments to JSON. The parameter's schema decides whether a value is text.
+
+    Attributes:
+        opens: The texts before a tool's name, including those before the first of several calls.
+        name_end: The text after the name. It may be missing.
+        key: The texts before and after the name of a parameter.
+        value_open: The text before a value, in addition to the key, if any.
+        value_end: The text after a value.
+        call_end: The text after the last parameter.
+        padded: Whether each value is on lines of its own. The line breaks around it are not part of the
+            value.
+        closes: The texts after a call, including those after the last of several calls. They may be missing.
+    """
+
+    opens: tuple[str, ...]
+    name_end: str
+    key: tuple[str, str]
+    value_end: str
+    call_end: str
+    value_open: str = ""
+    padded: bool = False
+    closes: tuple[str, ...] = ()
+    starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.opens, *self.key, self.value_open, self.value_end, self.call_end, *self.closes)
+
+    def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        yield from read_closes(reader, self.opens)
+        key_open, key_end = self.key
+        name = yield from reader.until((self.name_end, key_open, self.call_end), MAX_NAME_CHARACTERS)
+        if name is None or not writer.begin(name.strip()):
+            return False
+        yield from reader.literal(self.name_end)
+        separator = "{"
+        while True:
+            yield from reader.space()
+            if (yield from reader.literal(self.call_end)):
+                break
+            if not (yield from reader.literal(key_open)):
+                return False
+            key = yield from reader.until((key_end,), MAX_NAME_CHARACTERS)
+            if key is None:
+                return False
+            yield from reader.literal(key_end)
+            if self.value_open:
+                yield from reader.space()
+                if not (yield from reader.literal(self.value_open)):
+                    return False
+            writer.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            if not (yield from self._read_value(reader, writer, _types(writer.parameter(key)))):
+                return False
+        writer.write("{}" if separator == "{" else "}")
+        writer.end()
+        yield from read_closes(reader, self.closes)
+        return True
+
+    def _read_value(self, reader: TextReader, writer: CallWriter, types: frozenset[str]) -> Wait[bool]:
+        ends = (f"\n{self.value_end}", self.value_end) if self.padded else (self.value_end,)
+        if self.padded:
+            yield from reader.literal("\n")
+        parts: list[str] = []
+        is_text = types == {"string"}
+        if is_text:
+            writer.write('"')
+        write = (lambda text: writer.write(_quoted(text))) if is_text else parts.append
+        if not (yield from reader.stream_until(ends, write)):
+            return False
+        yield from reader.literal(*ends)
+        writer.write('"' if is_text else _as_json("".join(parts), types))
+        return True
+
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        line = "" if self.name_end == "\n" else "\n"
+        parts: list[Part] = ["\n".join(self.opens) + name + self.name_end + line]
+        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+        for key, schema in properties.items():
+            argument = self._spell_argument(key, schema, parameters)
+            parts += argument if key in required else [OptionalPart(argument)]
+        return [*parts, "\n".join((self.call_end, *self.closes))]
+
+    def _spell_argument(self, key: str, schema: Any, parameters: Mapping[str, Any]) -> list[Part]:
+        key_open, key_end = self.key
+        padding = "\n" if self.padded else ""
+        before = key_open + key + key_end + (f"\n{self.value_open}" if self.value_open else "") + padding
+        end = f"{padding}{self.value_end}"
+        if isinstance(schema, dict) and _types(schema) == {"string"}:
+            texts = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+            return (
+                [before, ChoicePart(texts), f"{end}\n"] if texts else [before, TextPart(self.value_end), "\n"]
+            )
+        definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+        with_definitions = {**schema, **definitions} if isinstance(schema, dict) else {}
+        return [before, JsonPart(with_definitions), f"{end}\n"]
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows. Empty if the schema does not specify any."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(each for each in declared if isinstance(each, str))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset().union(*(_JSON_TYPES.get(type(value), frozenset()) for value in values))
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):
+        return frozenset().union(*map(_types, choices))
+    return frozenset()
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """Return `text` unchanged if it is JSON of an allowed type, or else as a JSON string."""
+    candidate = text.strip()
+    candidate = _PYTHON_VALUES.get(candidate, candidate)
+    try:
+        found = _JSON_TYPES[type(json.loads(candidate))]
+    except (ValueError, RecursionError):
+        found = frozenset()
+    return candidate if found and (found & types or not types) else f'"{_quoted(text)}"'
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 # The format of Qwen 2.5 and 3, Hermes, SmolLM3, Granite 4 and many others, and the default for templates
 # without tool calls.
-HERMES = JsonForm(("<tool_call>",), ("</tool_call>",), ("<tool_call>\n{", "}\n</tool_call>"))
+HERMES = _JsonForm(("<tool_call>",), ("</tool_call>",), ("<tool_call>\n{", "}\n</tool_call>"))
 
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
@@ -36,8 +334,8 @@ _KIMI = (
 )
 
 
-def _function_tags(opening: str, closing: str) -> TaggedForm:
-    return TaggedForm(
+def _function_tags(opening: str, closing: str) -> _TaggedForm:
+    return _TaggedForm(
         opens=(opening, "<function="),
         name_end=">",
         key=("<parameter=", ">"),
@@ -53,7 +351,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of gpt-oss, in which the tool's name can also precede the channel.
     (
         ("<|channel|>", "functions."),
-        NamedForm(
+        _NamedForm(
             opens=(
                 "<|start|>assistant<|channel|>commentary to=functions.",
                 "<|start|>assistant to=functions.",
@@ -70,7 +368,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of DeepSeek R1 and V3.
     (
         ("<｜tool▁calls▁begin｜>", "```json"),
-        NamedForm(
+        _NamedForm(
             opens=(*_DEEPSEEK[:2], "function<｜tool▁sep｜>"),
             separators=("```json",),
             around=(
@@ -85,7 +383,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of DeepSeek V3.1.
     (
         ("<｜tool▁calls▁begin｜>",),
-        NamedForm(
+        _NamedForm(
             opens=_DEEPSEEK[:2],
             separators=_DEEPSEEK[2:3],
             around=("".join(_DEEPSEEK[:2]), "<｜tool▁sep｜>", "".join(_DEEPSEEK[3:])),
@@ -96,7 +394,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of Kimi K2, which numbers its calls.
     (
         ("<|tool_calls_section_begin|>",),
-        NamedForm(
+        _NamedForm(
             opens=_KIMI[:2],
             separators=_KIMI[2:3],
             around=("".join(_KIMI[:2]) + "functions.", ":0<|tool_call_argument_begin|>", "".join(_KIMI[3:])),
@@ -108,7 +406,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of Mistral's models since Small 3.2.
     (
         ("[TOOL_CALLS]", "[ARGS]"),
-        NamedForm(
+        _NamedForm(
             opens=("[TOOL_CALLS]",),
             separators=("[ARGS]",),
             around=("[TOOL_CALLS]", "[ARGS]", ""),
@@ -117,11 +415,11 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
         ),
     ),
     # The format of Mistral 7B, Nemo and Small 3.
-    (("[TOOL_CALLS]",), JsonForm(("[TOOL_CALLS]",), around=("[TOOL_CALLS][{", "}]"))),
+    (("[TOOL_CALLS]",), _JsonForm(("[TOOL_CALLS]",), around=("[TOOL_CALLS][{", "}]"))),
     # The format of GLM 4.5 and later.
     (
         ("<arg_key>", "<arg_value>"),
-        TaggedForm(
+        _TaggedForm(
             opens=("<tool_call>",),
             name_end="\n",
             key=("<arg_key>", "</arg_key>"),
@@ -137,7 +435,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of MiniMax M2.
     (
         ("<minimax:tool_call>", "<invoke name="),
-        TaggedForm(
+        _TaggedForm(
             opens=("<minimax:tool_call>", '<invoke name="'),
             name_end='">',
             key=('<parameter name="', '">'),
@@ -149,7 +447,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of Command R7B and Command A.
     (
         ("<|START_ACTION|>",),
-        JsonForm(
+        _JsonForm(
             ("<|START_ACTION|>",),
             ("<|END_ACTION|>",),
             ('<|START_ACTION|>[{"tool_call_id": "0", ', "}]<|END_ACTION|>"),
@@ -158,18 +456,18 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
         ),
     ),
     # The format of Nemotron Nano 2.
-    (("<TOOLCALL>",), JsonForm(("<TOOLCALL>",), ("</TOOLCALL>",), ("<TOOLCALL>[{", "}]</TOOLCALL>"))),
+    (("<TOOLCALL>",), _JsonForm(("<TOOLCALL>",), ("</TOOLCALL>",), ("<TOOLCALL>[{", "}]</TOOLCALL>"))),
     # The format of Phi 4 mini.
     (
         ("<|tool_call|>", "<|/tool_call|>"),
-        JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>")),
+        _JsonForm(("<|tool_call|>",), ("<|/tool_call|>",), ("<|tool_call|>[{", "}]<|/tool_call|>")),
     ),
     # The format of Granite 3.
-    (("<|tool_call|>",), JsonForm(("<|tool_call|>", "<tool_call>"), (), ("<|tool_call|>[{", "}]"))),
+    (("<|tool_call|>",), _JsonForm(("<|tool_call|>", "<tool_call>"), (), ("<|tool_call|>[{", "}]"))),
     # The format of Llama 3.
     (
         ("<|eot_id|>", '"parameters": dictionary of argument name'),
-        JsonForm(("<|python_tag|>",), (), argument_key="parameters", starts_bare=True),
+        _JsonForm(("<|python_tag|>",), (), argument_key="parameters", starts_bare=True),
     ),
 )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
 
-from edgespec.chat.escaping import is_control
+from edgespec.chat.tokenizing import is_control
 from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
 from edgespec.chat.tool_calls.formats import HERMES
 from edgespec.chat.tool_calls.tool_set import ToolSet

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from edgespec.chat.reasoning import MIN_CUT_CHARACTERS
 from edgespec.chat.tool_calls.calls import ToolCallDelta
-from edgespec.chat.tool_calls.form import CallForm, CallWriter
-from edgespec.chat.tool_calls.reader import SPACE, TextReader, Wait
+from edgespec.chat.tool_calls.form import SPACE, CallForm, CallWriter, TextReader, Wait
 
 __all__ = ["CallSyntax", "ParsedText", "ToolCallParser"]
 

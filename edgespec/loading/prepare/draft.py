@@ -9,7 +9,7 @@ from edgespec.errors import OptionError
 from edgespec.loading.prepare.gguf_parts import GgufParts
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.registry import format_at
-from edgespec.store.prepared.output_file import require_folder, write_conversion
+from edgespec.store.prepared.builder import require_folder, write_conversion
 
 __all__ = ["prepare_draft"]
 
@@ -31,7 +31,7 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
         ModelFileError: The draft model is damaged, or its architecture cannot be converted.
         EdgespecError: The file cannot be written.
     """
-    from edgespec.backends.llamacpp.draft_conversion import convert_draft_model
+    from edgespec.backends.llamacpp.gguf_conversion import convert_draft_model
 
     form = format_at(target)
     if not form.converted_heads:

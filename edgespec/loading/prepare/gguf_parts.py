@@ -14,7 +14,7 @@ import gguf
 from edgespec.errors import CancelledError, ModelFileError
 from edgespec.model.base import Progress
 from edgespec.model.formats import layerskip_files
-from edgespec.system.disk_checks import explain_write_errors
+from edgespec.system.disks import explain_write_errors
 
 __all__ = ["GgufParts", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.methods.lowbit.copies import COPY_FILE, can_save_time, find_lowbit, is_valid
+from edgespec.methods.lowbit.drafter import COPY_FILE, can_save_time, find_lowbit, is_valid
 from edgespec.model.base import Progress
 from edgespec.model.registry import format_at
 from edgespec.model.trial_load import TrialModel, check_loadable

@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from time import perf_counter as now
+from typing import Protocol
 
 import numpy as np
 
@@ -19,14 +20,12 @@ from edgespec.memory.constants import (
     MIN_SEGMENT_TOKENS,
 )
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.head_state import HeadState
-from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
-from edgespec.memory.prefix_cache.store import SegmentStore
+from edgespec.memory.prefix_cache.store import ReuseCosts, SegmentStore, reusable_tokens
 from edgespec.model.base import LanguageModel
 from edgespec.model.image_tokens import whole_images
 
-__all__ = ["PrefixCache", "PrefixCacheUsage"]
+__all__ = ["HeadState", "PrefixCache", "PrefixCacheUsage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +401,25 @@ class PrefixCache:
                 reused_tokens=self.store.reused_tokens,
                 notice=" · ".join(filter(None, (self._notice, disk.notice if disk else ""))),
             )
+
+
+class HeadState(Protocol):
+    """The state of a head that drafts from its target's hidden states. Implemented by `HeadCache`.
+
+    The methods never raise, because a head without its state can still draft, just less accurately.
+    """
+
+    name: str
+
+    @property
+    def token_bytes(self) -> float:
+        """Size of the head's state per token in bytes."""
+
+    def copy(self, tokens: Sequence[int], start: int) -> bytes:
+        """Return a copy of the state for `tokens[start:]`. `tokens` is a prefix of the target's cache."""
+
+    def restore(self, tokens: Sequence[int], copy: bytes) -> None:
+        """Load a copy once the target has restored the same tokens. `tokens` is the target's whole cache."""
+
+    def needs_last_state(self, tokens: Sequence[int]) -> bool:
+        """Return whether the head needs the target to reprocess the last of `tokens`."""

@@ -125,7 +125,7 @@ MIN_PAUSE_ROUNDS, MAX_PAUSE_ROUNDS = 32, 512
 # Factor applied to the estimated cost of resuming drafting. The value was chosen to make such attempts rarer.
 RETRY_COST_FACTOR = 3
 
-# --- Retries of single drafters (`retry_schedule.py`, `model_selection.py`) ---
+# --- Retries of single drafters (`backoff.py`, `model_selection.py`) ---
 
 # Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful ones.
 # They were chosen shorter than the pauses of all drafting, because only one drafter is affected.
@@ -167,7 +167,7 @@ ASSUMED_PREFILL_COST = 0.03
 # drafting saves time. The value was chosen as the number of rounds in a reply of medium length.
 PREFILL_ROUNDS = 48
 
-# --- Acceptance before it is measured (`acceptance_stats.py`) ---
+# --- Acceptance before it is measured (`drafter_stats.py`) ---
 
 # Upper limit on the total acceptance probability of a node's children. The value was chosen because none is
 # certain.
@@ -235,7 +235,7 @@ MAX_DEVIATION = 1.25
 # chosen as a mean over about three passes.
 DEVIATION_WEIGHT = 0.3
 
-# --- Worst case of a draft (`worst_case.py`) ---
+# --- Worst case of a draft (`loss_limit.py`) ---
 
 # Assumed time to draft one token, in target steps, if the draft model has not been measured. The value was
 # chosen above `ASSUMED_DRAFT_PASS_COST`, because this is a worst case.
@@ -253,7 +253,7 @@ FIRST_ROUNDS, FIRST_ROUNDS_SHARE = 2, 0.5
 # chosen so that a shorter draft costs little more per token.
 MAX_LEVEL_COST_RATIO = 1.25
 
-# --- Kinds of text (`text_kind.py`) ---
+# --- Kinds of text (`drafter_stats.py`) ---
 
 # Number of tokens, and of characters, at the end of the text that determine its kind. They were chosen to
 # limit the time for classifying it.

@@ -1,4 +1,7 @@
-"""Control drafting for `--method auto`: draft only while it saves time, and within `--max-loss`."""
+"""Control drafting for `--method auto`: draft only while it saves time, and within `--max-loss`.
+
+Concurrent replies slow each other down. Costs are therefore tracked separately for each number of replies.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.active_replies import ACTIVE_REPLIES
 from edgespec.methods.auto.backoff import Backoff
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.auto.constants import (
@@ -24,15 +26,40 @@ from edgespec.methods.auto.constants import (
 )
 from edgespec.methods.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
-from edgespec.methods.auto.loss_limit import LossLimits, LossTracker
-from edgespec.methods.auto.worst_case import WorstCaseCosts
+from edgespec.methods.auto.loss_limit import LossLimits, LossTracker, WorstCaseCosts
 from edgespec.methods.base import Drafter, DrafterMemory
 from edgespec.methods.running_stats import RunningMean
 from edgespec.system.facts import Facts
 
-__all__ = ["AutoConfig", "AutoController"]
+__all__ = ["ACTIVE_REPLIES", "ActiveReplies", "AutoConfig", "AutoController"]
 
 _KIND = "drafting"  # The kind of facts that the statistics are.
+
+
+class ActiveReplies:
+    """Thread-safe set of the replies in progress.
+
+    Relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
+    """
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        """Number of replies in progress."""
+        return len(self._ids)
+
+    def add(self, reply: object) -> None:
+        """Add a reply. Call `discard` before the reply is deleted, because its `id` can be reused."""
+        self._ids.add(id(reply))
+
+    def discard(self, reply: object) -> None:
+        """Remove a reply if it is present."""
+        self._ids.discard(id(reply))
+
+
+ACTIVE_REPLIES = ActiveReplies()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from edgespec.methods.auto.constants import FAST_TARGET_SECONDS
-from edgespec.options.wording import CHAT, TERMS, Wording
+from edgespec.options.methods import CHAT, TERMS, Wording
 
 __all__ = ["ControllerReport", "DraftingStatus"]
 

@@ -8,9 +8,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from edgespec.methods.auto.constants import EXPLORATION_RATE, MAX_LOSS_RATE, MAX_LOSS_STEPS
+from edgespec.methods.auto.constants import (
+    ASSUMED_LEVEL_COST,
+    DRAFT_ROUND_DECAY,
+    EXPLORATION_RATE,
+    FIRST_ROUNDS,
+    FIRST_ROUNDS_SHARE,
+    MAX_LEVEL_COST_RATIO,
+    MAX_LEVEL_PASSES,
+    MAX_LOSS_RATE,
+    MAX_LOSS_STEPS,
+    WORST_DRAFT_STEP_DECAY,
+)
+from edgespec.methods.auto.live_costs import LiveCosts
+from edgespec.methods.running_stats import RunningMean
 
-__all__ = ["LossLimits", "LossTracker"]
+__all__ = ["LossLimits", "LossTracker", "WorstCaseCosts"]
 
 
 class LossLimits(NamedTuple):
@@ -98,3 +111,90 @@ class LossTracker:
     def max_loss(self) -> float:
         """Maximum extra time of this reply, as a fraction of its plain decoding time."""
         return self.limits.rate + self.limits.steps / max(self.tokens, 1)
+
+
+class WorstCaseCosts:
+    """Estimates how much time is lost in the worst case if all tokens of a draft are rejected.
+
+    Args:
+        costs: Live costs of the target's passes.
+        pass_seconds: Duration of a pass of the draft model, or 0 if unknown.
+
+    Attributes:
+        level_seconds: Worst-case time to draft one level of a token tree.
+    """
+
+    def __init__(self, costs: LiveCosts, pass_seconds: float = 0.0) -> None:
+        self._assumed_level_cost = ASSUMED_LEVEL_COST
+        if pass_seconds:
+            self._assumed_level_cost = MAX_LEVEL_PASSES * pass_seconds / costs.target_step_seconds
+        self.level_seconds = self._assumed_level_cost * costs.target_step_seconds
+        self._costs = costs
+        self._mean_level_seconds = RunningMean()
+
+    def change_conditions(self, previous_step_seconds: float) -> None:
+        """Adapt to a new number of concurrent replies or CPU threads.
+
+        Call `LiveCosts.set_conditions` first.
+        """
+        self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
+
+    def extra_pass_seconds(self, width: int) -> float:
+        """Return how much longer a `width`-token pass takes than a single-token pass in the worst case.
+
+        This includes the time to switch back to single-token passes afterwards.
+        """
+        costs = self._costs
+        extra_steps = max(costs.worst_v(width) - 1.0, 0.0)
+        return extra_steps * costs.target_step_seconds + costs.curve.change_seconds
+
+    def loss_seconds(self, levels: int, level_seconds: float) -> float:
+        """Return the worst-case time lost if `levels` tokens are drafted and all of them are rejected.
+
+        `level_seconds` is the time to draft one token.
+        """
+        return levels * level_seconds + self.extra_pass_seconds(levels + 1)
+
+    def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
+        """Return the largest draft length that costs at most `allowance_seconds` if it is rejected."""
+        if level_seconds > 0.0:
+            # Skip lengths whose drafting alone takes too long. On small targets, checking all of them takes
+            # more time per round than the allowance grows by, so a spent allowance would never recover.
+            draft_length = int(max(min(draft_length, allowance_seconds / level_seconds), 0.0))
+        for levels in range(draft_length, 0, -1):
+            if self.loss_seconds(levels, level_seconds) <= allowance_seconds:
+                return levels
+        return 0
+
+    def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
+        """Return how many tokens a draft model may draft without risking more than `allowance_seconds`.
+
+        The first two drafts of a reply usually get only half of the allowance, so that drafting can continue
+        if one of them is rejected.
+        """
+        level = self.level_seconds
+        longest = self.affordable_length(draft_length, allowance_seconds, level)
+        if longest and draft_rounds < FIRST_ROUNDS:
+            shorter = self.affordable_length(longest, FIRST_ROUNDS_SHARE * allowance_seconds, level)
+            longest_loss = self.loss_seconds(longest, level)
+            if shorter and (
+                self.loss_seconds(shorter, level) * longest <= MAX_LEVEL_COST_RATIO * longest_loss * shorter
+            ):
+                return shorter
+        return longest
+
+    def record_target_step(self) -> None:
+        """Decay the worst-case time to draft a token slightly, so that outliers are forgotten."""
+        self._set_level_seconds(self.level_seconds * WORST_DRAFT_STEP_DECAY)
+
+    def record_draft(self, levels: int, seconds: float) -> None:
+        """Record how long drafting took. `levels` is 0 if nothing was drafted."""
+        level_seconds = seconds / max(1, levels)
+        if levels:
+            self._mean_level_seconds.add(level_seconds)
+        self._set_level_seconds(max(self.level_seconds * DRAFT_ROUND_DECAY, level_seconds))
+
+    def _set_level_seconds(self, worst_seconds: float) -> None:
+        mean = self._mean_level_seconds
+        usual = mean.value if mean.count else self._assumed_level_cost * self._costs.target_step_seconds
+        self.level_seconds = max(worst_seconds, usual)

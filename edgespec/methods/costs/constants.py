@@ -63,7 +63,7 @@ MAX_STEP_RATIO = 2.0
 # chosen as a mean over about five tokens.
 PLAIN_STEP_WEIGHT = 0.2
 
-# --- Number of CPU threads (`thread_search.py`) ---
+# --- Number of CPU threads (`target_costs.py`) ---
 
 # Numbers of threads to compare, relative to the number of physical cores. Chosen: half of the cores of many
 # laptops are slow, and few cores can use all of the memory bandwidth.

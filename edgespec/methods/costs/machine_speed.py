@@ -31,7 +31,7 @@ from edgespec.methods.costs.constants import (
 )
 from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.model.base import LoadOptions, Progress
-from edgespec.model.pass_weights import PassWeights
+from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import BenchmarkModels, FileFormat, backends
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
 from edgespec.system.facts import Facts

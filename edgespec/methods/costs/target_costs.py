@@ -1,19 +1,43 @@
-"""Measure a loaded target's cost curve once per machine, and save it for later runs."""
+"""Measure a loaded target's cost curve and its fastest number of CPU threads, and save them for later runs.
+
+The number of threads cannot be derived from the number of cores, because cores can have different speeds,
+share an execution unit, or compete for memory bandwidth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
+from time import perf_counter as now
 from typing import Any, TypeAlias
 
-from edgespec.methods.costs.constants import BUDGET_SECONDS, MAX_STEP_RATIO, REPEATS
+from edgespec.errors import CancelledError
+from edgespec.methods.costs.constants import (
+    BUDGET_SECONDS,
+    MAX_STEP_RATIO,
+    MAX_THREAD_SLOWDOWN,
+    MIN_THREAD_GAIN,
+    REPEATS,
+    THREAD_BUDGET_SECONDS,
+    THREAD_ROUNDS,
+    THREAD_SHARES,
+)
 from edgespec.methods.costs.curve import CostCurve, measure_costs
 from edgespec.methods.costs.machine_speed import machine_identity
-from edgespec.methods.costs.thread_search import use_fastest_threads
 from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.store.saved_arrays import models_fingerprint
+from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES, usable_cores
 from edgespec.system.facts import Facts
 
-__all__ = ["FreeCosts", "PassCosts", "TargetCosts", "settings_key"]
+__all__ = [
+    "FreeCosts",
+    "PassCosts",
+    "TargetCosts",
+    "fastest_threads",
+    "settings_key",
+    "thread_counts",
+    "use_fastest_threads",
+]
 
 
 class FreeCosts:
@@ -79,7 +103,7 @@ class TargetCosts:
         self._model.truncate(0)
         # Network speed varies, so measure passes on workers every time.
         widths = self._model.facts.capabilities.pass_widths
-        saved = None if self._is_remote else _from_json(Facts().get("costs", self._key()), widths)
+        saved = None if self._is_remote else _curve_from_json(Facts().get("costs", self._key()), widths)
         step = None
         if saved or not self._is_measuring:
             step = measure_costs(self._model, widths=(), repeats=1, budget_seconds=0.0)
@@ -125,9 +149,91 @@ def settings_key(options: LoadOptions) -> str:
     return repr((chosen, machine_identity())) + kernels + workers + split
 
 
-def _from_json(saved: Any, pass_widths: tuple[int, ...]) -> CostCurve | None:
+def _curve_from_json(saved: Any, pass_widths: tuple[int, ...]) -> CostCurve | None:
     try:
         widths = tuple(int(width) for width in saved["widths"])
         return CostCurve(widths, tuple(float(seconds) for seconds in saved["seconds"]), pass_widths)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
+
+
+def thread_counts(cores: int, logical_cores: int) -> tuple[int, ...]:
+    """Return the thread counts to compare, starting with the number of physical cores.
+
+    A single thread is left out, because some attention kernels round differently with it.
+    """
+    counts = dict.fromkeys([cores, logical_cores, *(round(share * cores) for share in THREAD_SHARES)])
+    return tuple(count for count in counts if count > 1)
+
+
+def fastest_threads(seconds: Mapping[int, float], cores: int) -> int:
+    """Return the fastest number of threads, or the number of physical cores if it is about as fast.
+
+    Args:
+        seconds: Duration of a pass for each number of threads.
+        cores: Number of physical cores.
+    """
+    best = min(seconds, key=lambda count: seconds[count])
+    return best if seconds[best] * MIN_THREAD_GAIN < seconds[cores] else cores
+
+
+def use_fastest_threads(
+    model: LanguageModel, settings_key: str, progress: Progress | None = None, *, again: bool = False
+) -> Mapping[int, float]:
+    """Switch a model to the number of CPU threads that is fastest on this machine.
+
+    Thread counts are compared once for each model and machine, in an empty context. If other programs are
+    busy, the result is not used, and the comparison is repeated when the model is next loaded.
+
+    Args:
+        model: The loaded model. Its cache is cleared.
+        settings_key: Identifies this machine and all options that affect the duration of a pass.
+        progress: Called before the measurement. Returning False cancels it.
+        again: Whether to remeasure even if there is a saved result.
+
+    Returns:
+        Duration of a single-token pass in seconds for each number of threads. Empty if there was nothing to
+        compare or the measurement was disturbed.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
+    cores = usable_cores()
+    counts = thread_counts(cores, usable_cores(logical=True))
+    # Small models use a single thread, so the number of cores does not matter.
+    if model.max_threads <= 1 or len(counts) < 2:
+        return {}
+    key = f"{models_fingerprint(model.facts)} {settings_key} {counts}"
+    seconds = {} if again else _seconds_from_json(Facts().get("threads", key))
+    if set(seconds) != set(counts):
+        if progress and not progress("finding the best number of CPU threads", 0.0):
+            raise CancelledError("measuring the best number of CPU threads was cancelled")
+        seconds = _measure(model, counts)
+        if CPU_LOAD.busy_cores() > MAX_BUSY_CORES:
+            model.set_max_threads(cores)
+            return {}
+        Facts().put("threads", {key: list(seconds.items())})
+    model.set_max_threads(fastest_threads(seconds, cores))
+    return seconds
+
+
+def _measure(model: LanguageModel, counts: tuple[int, ...]) -> dict[int, float]:
+    model.truncate(0)
+    found: dict[int, list[float]] = {count: [] for count in counts}
+    started, remaining = now(), list(counts)
+    for _ in range(THREAD_ROUNDS):
+        for count in remaining:
+            model.set_max_threads(count)
+            found[count].append(measure_costs(model, (), repeats=0).target_step_seconds)
+        fastest = min(median(each) for each in found.values())
+        remaining = [count for count in remaining if median(found[count]) <= MAX_THREAD_SLOWDOWN * fastest]
+        if now() - started > THREAD_BUDGET_SECONDS:
+            break
+    return {count: median(each) for count, each in found.items()}
+
+
+def _seconds_from_json(saved: Any) -> dict[int, float]:
+    try:
+        return {int(count): float(seconds) for count, seconds in saved if seconds > 0}
+    except (TypeError, ValueError, OverflowError):
+        return {}

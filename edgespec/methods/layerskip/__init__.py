@@ -31,7 +31,7 @@ def _preparation(context: DrafterContext) -> str:
 
 
 def _find_target(target: Resolved, is_named: bool) -> Resolved:
-    from edgespec.methods.layerskip.prepared import find_split_model
+    from edgespec.methods.layerskip.drafter import find_split_model
 
     return find_split_model(target, is_named=is_named)
 

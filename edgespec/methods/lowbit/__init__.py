@@ -31,7 +31,7 @@ def _preparation(context: DrafterContext) -> str:
 
 
 def _find_copy(target: Resolved, is_named: bool) -> Resolved | None:
-    from edgespec.methods.lowbit.copies import lowbit_model
+    from edgespec.methods.lowbit.drafter import lowbit_model
 
     return lowbit_model(target, is_named=is_named)
 

@@ -1,14 +1,40 @@
-"""Create the drafter that runs the target at lower precision."""
+"""Create the drafter that runs the target at lower precision, on MLX, or with a prepared low-bit copy."""
 
 from __future__ import annotations
 
-from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
-from edgespec.methods.lowbit.copies import check_lowbit, find_lowbit, lowbit_file
-from edgespec.methods.model.making import draft_with
-from edgespec.model.self_draft_methods import LowBit
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
-__all__ = ["make", "preparation"]
+from edgespec.errors import ModelFileError
+from edgespec.methods.base import Drafter
+from edgespec.methods.constants import MAX_COPY_SHARE
+from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
+from edgespec.methods.model.making import draft_with
+from edgespec.model.base import LowBit
+from edgespec.store.prepared.prepared_files import (
+    PreparedModel,
+    absolute_path,
+    check_prepared,
+    find_prepared,
+    read_prepared,
+)
+from edgespec.store.reference import Resolved
+
+__all__ = [
+    "COPY_FILE",
+    "can_save_time",
+    "check_lowbit",
+    "find_lowbit",
+    "find_useful_lowbit",
+    "is_valid",
+    "lowbit_file",
+    "lowbit_model",
+    "make",
+    "preparation",
+]
+
+COPY_FILE = "copy.gguf"
 
 
 def preparation(context: DrafterContext) -> str:
@@ -40,3 +66,88 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
         LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None)
     )
     return draft_with(context, view, "lowbit")
+
+
+def can_save_time(copy_bytes: int, source_bytes: int) -> bool:
+    """Return whether drafting with a copy can save time, given the weight bytes that both models read."""
+    return copy_bytes < MAX_COPY_SHARE * source_bytes
+
+
+def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | None:
+    """Find the low-bit copy of the model at `path` without checking its files.
+
+    For a model prepared for early exit, copies of its original file are also considered. To check the files,
+    use `check_lowbit`.
+
+    Args:
+        path: A GGUF file or a folder prepared for early exit.
+        type_name: Quantisation type of the copy, such as `Q4_0`. If None, the newest copy of any type is
+            returned.
+    """
+    settings = None if type_name is None else {"type": type_name}
+    found = find_prepared("lowbit", path, settings)
+    if found is None and path.is_dir():
+        split_model = read_prepared(path)
+        found = find_prepared("lowbit", split_model.source, settings)
+        if found is not None and found.source_records != split_model.source_records:
+            return None
+    return found
+
+
+def check_lowbit(prepared: PreparedModel, path: Path) -> None:
+    """Check that a low-bit copy is intact and that the model at `path` has not changed.
+
+    Raises:
+        ModelFileError: The copy is damaged, or the model has changed.
+    """
+    check_prepared(prepared, path if prepared.source == absolute_path(path) else None)
+
+
+def is_valid(prepared: PreparedModel, source: Path) -> bool:
+    """Return whether a low-bit copy is intact and the model at `source` has not changed."""
+    with suppress(ModelFileError):
+        check_lowbit(prepared, source)
+        return True
+    return False
+
+
+def find_useful_lowbit(path: Path) -> PreparedModel | None:
+    """Return the low-bit copy of the model at `path` for automatic use.
+
+    Returns None if the copy is missing, damaged or outdated, or if drafting with it cannot save time.
+    """
+    prepared = find_lowbit(path)
+    if prepared is None or not is_valid(prepared, path):
+        return None
+    sizes = prepared.facts.get("weight_bytes", 0), prepared.facts.get("source_weight_bytes", 1)
+    return prepared if can_save_time(*sizes) else None
+
+
+def lowbit_file(prepared: PreparedModel) -> Path:
+    """Return the path of the GGUF file of a low-bit copy, as required by `LowBit(copy=...)`."""
+    return prepared.path(COPY_FILE)
+
+
+def lowbit_model(target: Resolved, *, is_named: bool) -> Resolved | None:
+    """Return the target's low-bit copy as a model, or None if there is none to draft with.
+
+    Args:
+        target: The target.
+        is_named: Whether the user named the method. If not, a copy that cannot save time is ignored.
+
+    Raises:
+        ModelFileError: The user named the method, but the copy is damaged or outdated.
+    """
+    form = target.file_format
+    if not form.low_bit_copy_format:
+        return None
+    prepared = find_lowbit(target.path) if is_named else find_useful_lowbit(target.path)
+    if prepared is None:
+        return None
+    check_lowbit(prepared, target.path)
+    return replace(
+        target,
+        name=f"{target.name} at low bits",
+        path=lowbit_file(prepared),
+        format=form.low_bit_copy_format,
+    )

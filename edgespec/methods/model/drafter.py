@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
-from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling import Distribution, Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.base import Drafter, DrafterMemory, ForcedDraft, check_rollback
 from edgespec.methods.constants import MAX_FORCED_TOKENS, WARM_UP_TOKENS

@@ -1,21 +1,24 @@
-"""Create drafters that run a draft model or a view of the target that behaves like one."""
+"""Create drafters that run a draft model, a head, or another view of the target that behaves like one."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.errors import EdgespecError, about_option
 from edgespec.methods.base import Drafter
-from edgespec.methods.context import DrafterContext
-from edgespec.methods.costs.pass_limits import PassLimits
-from edgespec.methods.draft_cache import DraftCache
+from edgespec.methods.context import DrafterContext, LoadedHead, MissingDrafter, why_no_view
+from edgespec.methods.costs.curve import PassLimits
+from edgespec.methods.draft_cache import DraftCache, HeadCache
 from edgespec.methods.model.drafter import ModelDrafter
-from edgespec.methods.tree_growth import TreeGrowth
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth, TreeGrowth
 from edgespec.model.base import LanguageModel
-from edgespec.model.optional_features import Trainable
+from edgespec.model.drafter_training import Trainable
+from edgespec.model.hidden_states import HeadModel
+from edgespec.model.registry import all_files
 from edgespec.store.saved_arrays import SavedArrays, models_fingerprint
+from edgespec.system.files import file_state
 
-__all__ = ["draft_with", "make"]
+__all__ = ["draft_with", "make", "make_head_drafter"]
 
 
 def make(context: DrafterContext) -> Drafter:
@@ -69,3 +72,42 @@ def _make_online(context: DrafterContext, draft: LanguageModel) -> Drafter:
         branches=_growth(context, draft),
         min_confidence=context.arguments["draft_confidence"],
     )
+
+
+def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDrafter:
+    """Create the drafter that runs the target's head for a method, or explain why there is none.
+
+    Args:
+        context: The target and its heads.
+        name: The name of the method.
+
+    Raises:
+        EdgespecError: The user named the head or its method, and the head cannot be loaded.
+    """
+    heads = {option.method: option for option in context.heads}
+    option = heads.get(name)
+    if option is None or option.head is None:
+        if heads and (other := next(iter(heads.values()))).source == "named":
+            return MissingDrafter(
+                f"{other.name} is a head for method {other.method}", f"use --method {other.method}"
+            )
+        reason = f"it needs a head that was trained for {context.target.facts.name}"
+        advice = f"pass one with --head REF (see `edgespec models show {context.reference}`)"
+        return MissingDrafter(f"{reason}, but {context.why_no_head}", context.head_advice or advice)
+    if name not in context.target.facts.capabilities.self_draft_methods:
+        missing = why_no_view(context.target, option.head)
+        context.dropped_heads.append(f"not drafting with the head {option.name}: {missing.reason}")
+        return missing
+    try:
+        with about_option("head"):
+            view = cast(HeadModel, context.target.self_draft(option.head))
+    except EdgespecError as error:
+        if option.source == "named" or name in context.named:
+            raise
+        context.dropped_heads.append(f"not drafting with the head {option.name}: {error.what}")
+        return MissingDrafter(error.what, error.next_step)
+    files = all_files(option.head.path) if option.head.path else ()
+    cache = HeadCache(view, " ".join((name, *map(file_state, files))))
+    path = str(option.head.path) if option.head.path else ""
+    context.loaded_heads.append(LoadedHead(option.name, path, cache))
+    return draft_with(context, view, name, cache)

@@ -25,7 +25,7 @@ from edgespec.methods.draft_cache import DraftCache, replace_unknown_ids
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.tree_growth import TreeGrowth
 from edgespec.model.base import LanguageModel
-from edgespec.model.optional_features import Trainer, TrainingExample
+from edgespec.model.drafter_training import Trainer, TrainingExample
 from edgespec.store.saved_arrays import SavedArrays
 
 __all__ = ["OnlineDrafter", "OnlineTrainer"]

@@ -13,8 +13,8 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.methods.constants import SINK_TOKENS, WINDOW_TOKENS, WINDOW_TREE_TOKENS
-from edgespec.methods.wrapped_model import WrappedModel, wrapped_capabilities
 from edgespec.model.base import LanguageModel, Progress
+from edgespec.model.base_model import WrappedModel, wrapped_capabilities
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 

@@ -13,11 +13,10 @@ from edgespec.errors import ModelFileError
 from edgespec.model.formats.file_quirks import why_doubtful
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import GgufHeader, GgufTensor, read_header
-from edgespec.model.model_info import ModelInfo, ModelKind
-from edgespec.model.pass_weights import OutputLayer, PassWeights
+from edgespec.model.model_facts import ModelInfo, ModelKind, OutputLayer, PassWeights
 from edgespec.model.token_list import tokens_of_header
 from edgespec.options.methods import head_kinds
-from edgespec.options.stated_sampling import stated_sampling
+from edgespec.options.reply_options import stated_sampling
 
 __all__ = ["read_gguf_info", "read_pass_weights", "read_split_info", "split_metadata_file", "tensor_bytes"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgespec.errors import ModelFileError, shorten
+from edgespec.model.base import Head
 from edgespec.model.formats.mlx_metadata import read_head_info
 from edgespec.model.heads.residual_layout import residual_head_method
-from edgespec.model.model_info import ModelInfo
+from edgespec.model.model_facts import ModelInfo
 from edgespec.model.registry import format_at
-from edgespec.model.self_draft_methods import Head
 from edgespec.options.methods import Method, head_kinds
 
 __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]

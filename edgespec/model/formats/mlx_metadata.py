@@ -23,10 +23,10 @@ from edgespec.model.formats.mlx_files import (
 from edgespec.model.heads.eagle_files import eagle_kind
 from edgespec.model.heads.mtp_files import mtp_files
 from edgespec.model.heads.tensor_files import read_folder_tensors
-from edgespec.model.model_info import ModelInfo, ModelKind
+from edgespec.model.model_facts import ModelInfo, ModelKind
 from edgespec.model.token_list import tokens_of_folder
 from edgespec.options.methods import head_kinds
-from edgespec.options.stated_sampling import stated_sampling
+from edgespec.options.reply_options import stated_sampling
 from edgespec.system.files import read_regular_file, regular_file_bytes
 
 __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, shorten
 from edgespec.model.heads.layer_config import LayerConfig, layer_settings, read_config
-from edgespec.model.heads.stored_tensor import StoredTensor
-from edgespec.model.heads.tensor_files import read_folder_tensors
+from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
 
 __all__ = ["EagleConfig", "EagleFiles", "eagle_kind", "parse_config", "read_eagle", "target_ids"]
 

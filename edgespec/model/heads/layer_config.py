@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError, shorten
-from edgespec.model.heads.rotation import RopeSettings, parse_rope, positive
+from edgespec.model.heads.numpy_layers import RopeSettings, parse_rope, positive
 from edgespec.system.files import error_reason, read_regular_file
 
 __all__ = ["LayerConfig", "invalid_settings", "layer_settings", "read_config"]

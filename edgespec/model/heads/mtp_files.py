@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import ModelFileError
-from edgespec.model.heads.stored_tensor import StoredTensor
-from edgespec.model.heads.tensor_files import read_folder_tensors, read_tensor_files
+from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors, read_tensor_files
 
 __all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 

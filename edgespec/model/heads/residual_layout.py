@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.errors import CapabilityError, ModelFileError, shorten
-from edgespec.model.heads.stored_tensor import StoredTensor
-from edgespec.model.heads.tensor_files import read_tensor_files
+from edgespec.model.heads.tensor_files import StoredTensor, read_tensor_files
 from edgespec.options.methods import methods
 from edgespec.system.files import error_reason, read_regular_file
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
 from edgespec.server.anthropic.messages import (
     AnthropicCount,
+    AnthropicCountRequest,
+    AnthropicMessageRequest,
     AnthropicReply,
     count_tokens,
     create_message,
     error_body,
 )
-from edgespec.server.protocol import Endpoint, Protocol
+from edgespec.server.endpoint import Endpoint, Protocol
 
 __all__ = ["ANTHROPIC"]
 

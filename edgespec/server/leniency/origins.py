@@ -1,17 +1,18 @@
-"""Parse web origins and patterns as users write them, and match request origins against them."""
+"""Parse web origins and patterns as users write them, and recognise this machine's names and addresses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 from edgespec.errors import OptionError
-from edgespec.server.hosts import is_loopback
 
-__all__ = ["ANY_ORIGIN", "is_origin", "origins_regex"]
+__all__ = ["ANY_ORIGIN", "is_loopback", "is_origin", "origins_regex"]
 
 ANY_ORIGIN = "*"
 """Allows every web page and app."""
+
 
 _ORIGIN = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[^/?#@:\[\]\s]*)(?::(?P<port>[0-9]{1,5}|\*))?/?",
@@ -91,3 +92,14 @@ def _advice(text: str) -> str:
     if re.fullmatch(r"[\w.*-]+(:[0-9*]+)?/?", text):
         return f"write {'http' if is_loopback(text.partition(':')[0]) else 'https'}://{text.rstrip('/')}"
     return "write an origin such as https://chat.example.com, http://localhost:3000 or chrome-extension://*"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address can be reached only from this machine."""
+    # Host names are case-insensitive. A trailing dot marks a fully qualified name.
+    if host.removesuffix(".").lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

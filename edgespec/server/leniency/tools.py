@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.tool_spellings import ToolChoice, functions_in, read_choice, single_call
+from edgespec.chat.tool_calls.tool_set import ToolChoice, functions_in, read_choice, single_call
 from edgespec.errors import OptionError
 from edgespec.server.errors import invalid_request
 from edgespec.server.leniency.content import plain_message

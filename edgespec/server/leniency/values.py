@@ -1,8 +1,8 @@
-"""Read field values in the forms that other languages and servers use.
+"""Read fields in the forms that other languages and servers use.
 
 PHP serialises an empty map as `[]`, and Lua an empty list as `{}`. JavaScript and Lua do not distinguish 64
 from 64.0. Forms, settings files and environment variables contain numbers as text. Some servers use -1 for
-"no limit" or "off".
+"no limit" or "off". Unknown fields are ignored, unless their names suggest that they constrain the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typing_extensions import TypeAliasType
 
-__all__ = ["Repair", "field_repair", "repair_for", "token_biases"]
+__all__ = ["CONSTRAINT_HINT", "Repair", "asks_for_constraint", "field_repair", "repair_for", "token_biases"]
+
+CONSTRAINT_HINT = "use response_format for a JSON schema, or regex, grammar or choice"
+
+# Words in the names of fields that constrain the answer, such as `guided_decoding` and `responseSchema`.
+_WORDS = re.compile("constrain|ebnf|grammar|guided|schema|structur|^response_?format$", re.IGNORECASE)
+# Number of levels of nested objects to search, as in `{"extra_body": {"nvext": {"guided_json": ...}}}`. The
+# value was chosen, not measured.
+_MAX_LEVELS = 3
+
 
 Repair: TypeAlias = Callable[[Any], Any]
 """A function that repairs a value. It returns values that need no repair unchanged."""
@@ -138,3 +147,13 @@ def token_biases(value: Any) -> Any:
 
 def _bias(value: Any) -> Any:
     return _from_text(value.strip(), {float}) if isinstance(value, str) else value
+
+
+def asks_for_constraint(name: str, value: Any, levels: int = _MAX_LEVELS) -> bool:
+    """Return whether the name of a field, or of a field nested in its value, suggests a constraint."""
+    if value in (None, False, "", [], {}):
+        return False
+    if _WORDS.search(name):
+        return True
+    inner = value.items() if levels and isinstance(value, Mapping) else ()
+    return any(asks_for_constraint(str(key), each, levels - 1) for key, each in inner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
-from edgespec.server.ollama.chat import OllamaChat, OllamaChatRequest, chat
+from edgespec.server.endpoint import Call, Endpoint, Protocol
 from edgespec.server.ollama.embed import (
     OllamaEmbedding,
     OllamaEmbeddingRequest,
@@ -14,7 +14,6 @@ from edgespec.server.ollama.embed import (
     embed,
     embed_prompt,
 )
-from edgespec.server.ollama.generate import OllamaGenerateRequest, OllamaGeneration, generate
 from edgespec.server.ollama.model_list import (
     LoadedModels,
     ModelTags,
@@ -27,8 +26,16 @@ from edgespec.server.ollama.model_list import (
     pull_model,
     show_model,
 )
-from edgespec.server.ollama.replying import STREAM_MEDIA_TYPE, error_body
-from edgespec.server.protocol import Call, Endpoint, Protocol
+from edgespec.server.ollama.replies import (
+    STREAM_MEDIA_TYPE,
+    OllamaChat,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaGeneration,
+    chat,
+    error_body,
+    generate,
+)
 from edgespec.server.responses import json_response
 
 __all__ = ["OLLAMA"]

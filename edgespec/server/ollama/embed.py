@@ -10,9 +10,9 @@ from pydantic import FailFast, Field
 from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
+from edgespec.server.endpoint import Call
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.openai.report import IgnoredReport
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
 __all__ = [

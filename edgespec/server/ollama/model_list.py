@@ -10,11 +10,11 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.models import KnownModel
 from edgespec.server.ollama.fields import RENAMED
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
 __all__ = [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from edgespec.server.endpoint import Endpoint, Protocol
 from edgespec.server.openai.chat import ChatCompletion, ChatRequest, create_chat_completion
 from edgespec.server.openai.completions import Completion, CompletionRequest, create_completion
 from edgespec.server.openai.embeddings import EmbeddingList, EmbeddingRequest, create_embeddings
-from edgespec.server.openai.errors import error_body
+from edgespec.server.openai.fields import error_body
 from edgespec.server.openai.model_list import Model, ModelList, list_models, retrieve_model
 from edgespec.server.openai.responses import ResponseObject, ResponsesRequest, create_response
-from edgespec.server.protocol import Endpoint, Protocol
 
 __all__ = ["OPENAI"]
 

@@ -17,6 +17,7 @@ from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.decode.reply import TokenLogprobs
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, ItemFields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
@@ -37,11 +38,9 @@ from edgespec.server.leniency.tools import (
     offered_tools,
     skipped_tools,
 )
-from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, requests_options
+from edgespec.server.openai.fields import ChoiceFields, ReasoningFields, error_event, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs, wanted_logprobs
 from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
 __all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completion"]

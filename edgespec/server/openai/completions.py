@@ -14,12 +14,19 @@ from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.decode.reply import TokenLogprobs
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import MaxTokensOrZero
 from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
 from edgespec.server.models import LoadedModel
-from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, Texts, requests_options, texts_in
+from edgespec.server.openai.fields import (
+    MAX_CHOICES,
+    ChoiceFields,
+    Texts,
+    error_event,
+    requests_options,
+    texts_in,
+)
 from edgespec.server.openai.logprobs import (
     TextLogprobs,
     TextOffsets,
@@ -29,7 +36,6 @@ from edgespec.server.openai.logprobs import (
     wanted_logprobs,
 )
 from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage, usage_so_far
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
 __all__ = ["Completion", "CompletionRequest", "create_completion"]

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from edgespec import Embedding
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.openai.fields import Texts, texts_in
 from edgespec.server.openai.report import IgnoredReport
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
 __all__ = ["EmbeddingList", "EmbeddingRequest", "create_embeddings"]

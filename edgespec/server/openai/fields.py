@@ -1,4 +1,4 @@
-"""Fields that OpenAI's endpoints share."""
+"""Fields and the form of errors that OpenAI's endpoints share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import FailFast, Field, field_validator
 from typing_extensions import TypeAliasType
 
-from edgespec.server.errors import invalid_request
+from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
 from edgespec.server.leniency.constraints import ConstraintFields, answer_constraint, constraints_in
+from edgespec.server.responses import server_sent_event
 
 __all__ = [
     "MAX_CHOICES",
@@ -17,6 +18,8 @@ __all__ = [
     "OpenAIFields",
     "ReasoningFields",
     "Texts",
+    "error_body",
+    "error_event",
     "openai_options",
     "requests_options",
     "texts_in",
@@ -28,6 +31,8 @@ MAX_CHOICES = 16
 _Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 _TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
+
+
 Texts: TypeAlias = str | _Texts | _Tokens | _TokenLists
 """A text, or several texts. Each can also be a list of token ids."""
 _STATES = {"enabled": "on", "disabled": "off", True: "on", False: "off"}
@@ -133,3 +138,21 @@ class ReasoningFields(RequestFields):
             "chat_template_kwargs": template.get("enable_thinking", template.get("thinking")),
         }
         return {name: _STATES[value] for name, value in given.items() if isinstance(value, bool)}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error response."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+            **error.details,
+        }
+    }
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event that reports an error to a client that is already receiving a stream."""
+    return server_sent_event(error_body(error))

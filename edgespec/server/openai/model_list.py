@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from edgespec.server.endpoint import Call
 from edgespec.server.models import KnownModel
 from edgespec.server.openai.report import ExactnessReport, exactness_report
-from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
 __all__ = ["Model", "ModelList", "list_models", "retrieve_model"]

@@ -14,6 +14,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.decode.reply import TokenLogprobs
+from edgespec.server.endpoint import Call
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.fields import Ignored, ItemFields, require_fields
 from edgespec.server.generation import ChatPrompt, ReplyRequest
@@ -29,10 +30,9 @@ from edgespec.server.leniency.tools import OfferedTools, checked_choice, offered
 from edgespec.server.openai.fields import OpenAIFields, ReasoningFields, openai_options
 from edgespec.server.openai.logprobs import chat_logprobs
 from edgespec.server.openai.report import ReplyReport, Timings
-from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import Event, respond
 from edgespec.server.responses import server_sent_event
-from edgespec.server.stored_items import StoredItems
+from edgespec.server.service import StoredItems
 
 __all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response"]
 

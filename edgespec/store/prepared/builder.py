@@ -1,4 +1,4 @@
-"""Build prepared models. Only one process builds a model at a time.
+"""Build prepared models, and copy models to another quantisation. Only one process builds a model at a time.
 
 Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete, so a
 folder without the suffix is always complete. A journal of finished files makes it possible to resume an
@@ -11,23 +11,35 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
+from edgespec.errors import (
+    CancelledError,
+    CapabilityError,
+    EdgespecError,
+    ModelFileError,
+    ModelNotFoundError,
+    OptionError,
+)
 from edgespec.model.base import Progress
-from edgespec.store.prepared.file_records import FileRecord, hash_files, matches_record
 from edgespec.store.prepared.prepared_files import (
     MANIFEST,
     VERSION,
     BuildSettings,
+    FileRecord,
     PreparedModel,
     absolute_path,
     check_prepared,
+    find_prepared,
+    hash_files,
+    matches_record,
     model_files,
     read_prepared,
     store_folder,
@@ -41,11 +53,28 @@ from edgespec.system.files import (
     write_advice,
 )
 
-__all__ = ["BuildFolder", "build", "interrupted_settings"]
+__all__ = [
+    "BuildFolder",
+    "build",
+    "delete_leftovers",
+    "find_quantised",
+    "interrupted_settings",
+    "prepare_quantised",
+    "require_folder",
+    "write_conversion",
+]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
 _USE_NEW_FOLDER = "choose a folder that does not exist"
+# Prefix of the names of temporary folders for conversions.
+_UNFINISHED = ".edgespec-"
+# Age in seconds from which a temporary folder counts as abandoned. No conversion takes this long.
+_STALE_SECONDS = 24 * 3600.0
+_COPY = "copy.gguf"
+# Free disk space in bytes that a copy needs in addition to the size of the model. A type with about as many
+# bits per weight can produce a slightly larger file.
+_EXTRA_BYTES = 16 << 20
 
 
 class BuildFolder:
@@ -365,3 +394,87 @@ def _entry_name(source: Path, settings: BuildSettings) -> str:
     identity = json.dumps([str(source), dict(settings)], sort_keys=True)
     stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
     return f"{stem[:60]}-{sha256(os.fsencode(identity)).hexdigest()[:12]}"
+
+
+def require_folder(folder: Path) -> None:
+    """Raise ModelNotFoundError if the folder to convert does not exist."""
+    if not folder.exists():
+        raise ModelNotFoundError(f"there is no folder {folder}", "check the path")
+
+
+def write_conversion(
+    output: Path, what: str, convert: Callable[[Path], None], *, setting: str = "--to"
+) -> int:
+    """Convert a model to a file, and return the file's size in bytes.
+
+    Args:
+        output: The file to write. An existing file is replaced once the new one is complete.
+        what: Description of the model, for error messages.
+        convert: Writes the file to the given path.
+        setting: The option or environment variable that chose the output's folder, for error messages.
+
+    Raises:
+        EdgespecError: The file cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=_UNFINISHED, dir=output.parent) as unfinished:
+            path = Path(unfinished) / "converted.gguf"
+            convert(path)
+            size_bytes = path.stat().st_size
+            path.replace(output)
+    except OSError as error:
+        raise EdgespecError(
+            f"{what} cannot be converted to {output}: {error_reason(error)}",
+            write_advice(error, output.parent, setting),
+            code="file_not_written",
+        ) from error
+    return size_bytes
+
+
+def delete_leftovers(folder: Path) -> None:
+    """Delete the temporary folders left by conversions that were killed."""
+    with suppress(OSError):
+        for leftover in folder.glob(f"{_UNFINISHED}*"):
+            if leftover.stat().st_mtime < time.time() - _STALE_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def find_quantised(path: Path, type_name: str) -> Path | None:
+    """Return the file of a copy made by `prepare_quantised`, or None if it is missing or damaged."""
+    prepared = find_prepared("quantised", path, {"type": type_name})
+    try:
+        if prepared is not None:
+            check_prepared(prepared, path)
+    except ModelFileError:
+        return None
+    return prepared.path(_COPY) if prepared is not None else None
+
+
+def prepare_quantised(path: Path, type_name: str, progress: Progress | None = None) -> Path:
+    """Make a copy of a GGUF model in another quantisation type, or return the existing intact copy.
+
+    Args:
+        path: The GGUF file.
+        type_name: Quantisation type of the copy, such as Q4_0.
+        progress: Reports progress while reading and writing.
+
+    Returns:
+        The copy's file in the store.
+
+    Raises:
+        ModelFileError: The model cannot be read, or the copy cannot be written.
+        BackendError: llama.cpp failed.
+        CancelledError: `progress` returned False.
+    """
+    from edgespec.backends.llamacpp.quantise import quantise
+
+    def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
+        build_folder.file(_COPY, lambda copy: quantise(build_folder.source, copy, type_name, progress))
+        return {}
+
+    settings = {"type": type_name}
+    needed_bytes = path.stat().st_size + _EXTRA_BYTES
+    return build("quantised", path, settings, write_files, needed_bytes=needed_bytes, progress=progress).path(
+        _COPY
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.model.formats.head_files import head_at
 from edgespec.model.registry import format_at
-from edgespec.store.prepared.output_file import delete_leftovers, require_folder, write_conversion
+from edgespec.store.prepared.builder import delete_leftovers, require_folder, write_conversion
 from edgespec.system.files import cache_folder, error_reason
 
 __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
@@ -71,7 +71,7 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
         OptionError: The target is not a GGUF model.
         EdgespecError: The file cannot be written.
     """
-    from edgespec.backends.llamacpp.head_conversion import convert_dflash_head, convert_eagle_head
+    from edgespec.backends.llamacpp.gguf_conversion import convert_dflash_head, convert_eagle_head
     from edgespec.model.heads.dflash_files import is_dflash
     from edgespec.model.heads.layer_config import read_config
 

@@ -1,34 +1,44 @@
-"""The store of prepared models, with one folder for each combination of model and settings."""
+"""The store of prepared models, with one folder for each combination of model and settings.
+
+It records the size and hash of each file, to check quickly whether a file has changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import CancelledError, ModelFileError
+from edgespec.model.base import Progress
 from edgespec.model.formats.gguf_files import gguf_files
-from edgespec.store.prepared.file_records import FileRecord, hash_files, matches_record
-from edgespec.system.files import cache_folder, read_regular_file
+from edgespec.system.files import cache_folder, read_regular_file, sampled_sha256
 
 __all__ = [
     "MANIFEST",
     "VERSION",
     "BuildSettings",
+    "FileRecord",
     "PreparedModel",
     "absolute_path",
     "check_prepared",
     "find_prepared",
+    "hash_files",
     "list_prepared",
+    "matches_record",
     "model_files",
     "read_prepared",
     "store_folder",
 ]
+
+_CHUNK_BYTES = 1 << 22
+
 
 BuildSettings: TypeAlias = Mapping[str, str | int]
 
@@ -197,3 +207,77 @@ def model_files(source: Path) -> list[Path]:
 def absolute_path(path: Path) -> Path:
     """Return the absolute path without resolving symbolic links."""
     return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A record of a file's content at a point in time.
+
+    Attributes:
+        name: File name without its folder.
+        size_bytes: Size of the file in bytes.
+        sha256: SHA-256 hash of the file.
+        sample: SHA-256 hash of a few sampled blocks. See `sampled_sha256`.
+    """
+
+    name: str
+    size_bytes: int
+    sha256: str
+    sample: str
+
+    @classmethod
+    def from_json(cls, value: Any) -> FileRecord:
+        """Create a record from a JSON object. Raises KeyError, TypeError or ValueError if it is invalid."""
+        name, size = value["name"], value["size_bytes"]
+        if not isinstance(name, str) or not isinstance(size, int) or name != os.path.basename(name):
+            raise ValueError(f"{name!r} is not a plain file name")
+        return cls(name, size, str(value["sha256"]), str(value["sample"]))
+
+
+def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
+    """Read files completely and return a record of each file's size and SHA-256 hash.
+
+    Args:
+        paths: The files.
+        what: Description of the task to show with `progress`.
+        progress: Reports the fraction of bytes read so far.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+        CancelledError: `progress` returned False.
+    """
+    done_bytes, records = 0, []
+    with _reading(paths):
+        sizes = [path.stat().st_size for path in paths]
+        for path, size_bytes in zip(paths, sizes, strict=True):
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    done_bytes += len(chunk)
+                    if progress and not progress(what, min(1.0, done_bytes / sum(sizes))):
+                        raise CancelledError(f"{what} was cancelled")
+            records.append(FileRecord(path.name, size_bytes, digest.hexdigest(), sampled_sha256(path)))
+    return tuple(records)
+
+
+def matches_record(path: Path, record: FileRecord) -> bool:
+    """Return whether the size and a few blocks of a file match its record.
+
+    Raises:
+        ModelFileError: The file cannot be read.
+    """
+    with _reading([path]):
+        return path.stat().st_size == record.size_bytes and sampled_sha256(path) == record.sample
+
+
+@contextmanager
+def _reading(paths: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelFileError(
+            f"{error.filename or paths[0]} cannot be read: {error.strerror or error}",
+            "check the path and its permissions",
+            code="model_file_unreadable",
+        ) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.chat.exporting import write_export
 from edgespec.chat.importing import ExportedChats
-from edgespec.chat.search import FoundChat, find_chat, search
+from edgespec.chat.store import FoundChat, find_chat, search
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.commands.results import (
     Action,

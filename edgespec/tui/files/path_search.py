@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from time import monotonic
 
-from edgespec.attachments.listing import list_files
+from edgespec.attachments.finding import list_files
 
 __all__ = ["PathSearch"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from textual.geometry import Size
 
-from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import MessageTree
 from edgespec.tui.open_chat import ChatEntry, version_label
 from edgespec.tui.tool_access import saved_result
 from edgespec.tui.widgets.long_texts import drawing_seconds

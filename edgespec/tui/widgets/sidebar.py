@@ -17,8 +17,7 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from edgespec.chat.search import FoundChat, search
-from edgespec.chat.store import StoredChat
+from edgespec.chat.store import FoundChat, StoredChat, search
 from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import FORK_SUFFIX
 from edgespec.tui.widgets.prompt import UNDO_KEYS

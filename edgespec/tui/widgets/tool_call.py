@@ -8,8 +8,7 @@ from textual.widgets import Collapsible, Static
 from textual.widgets._collapsible import CollapsibleTitle
 
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.tools.result import ToolResult, Veto
-from edgespec.tools.tool import visible
+from edgespec.tools.tool import ToolResult, Veto, visible
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.tool_access import readable_arguments
 from edgespec.tui.widgets.long_texts import limited_text

@@ -15,8 +15,7 @@ from edgespec.api.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.llamacpp.dflash import DFlashHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.base import Head, LanguageModel, LoadOptions
 from tests.backends.tiny_heads import write_dflash
 from tests.backends.tiny_models import WORDS, write_llama
 

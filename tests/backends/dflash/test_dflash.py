@@ -20,7 +20,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.model.base import LoadOptions
 from tests.backends.dflash.targets import (

@@ -13,9 +13,8 @@ from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.head_files import head_at
-from edgespec.model.self_draft_methods import Head
 from edgespec.store.prepared.head import prepare_head
 from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
 from tests.backends.tiny_models import WORDS, write_llama

@@ -16,10 +16,9 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.heads.dflash_files import MAX_BLOCK_TOKENS
-from edgespec.model.hidden_state_log import MAX_LOGGED_TOKENS
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.hidden_states import MAX_LOGGED_TOKENS
 from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes
 from tests.backends.dflash.targets import (
     CONTEXT,

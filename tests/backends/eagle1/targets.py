@@ -10,10 +10,9 @@ from typing import Any
 from safetensors.numpy import load_file, save_file
 
 from edgespec.backends import llamacpp
-from edgespec.backends.llamacpp.eagle1 import Eagle1Head
-from edgespec.backends.llamacpp.file_matrix import FileMatrix
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import Head
+from edgespec.backends.llamacpp.eagle import Eagle1Head
+from edgespec.backends.llamacpp.matrices import FileMatrix
+from edgespec.model.base import Head, LanguageModel, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba

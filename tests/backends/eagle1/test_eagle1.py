@@ -17,12 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.backends.llamacpp.file_matrix import FileMatrix
+from edgespec.backends.llamacpp.matrices import FileMatrix
 from edgespec.engine.tree import TokenTree
-from edgespec.model.base import LanguageModel
-from edgespec.model.hidden_state_log import POST_NORM
-from edgespec.model.optional_features import HeadModel, HiddenStateSource
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.base import Head, LanguageModel
+from edgespec.model.hidden_states import POST_NORM, HeadModel, HiddenStateSource
 from tests.backends.eagle1.targets import KINDS, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.published_heads import VOCAB

@@ -10,11 +10,10 @@ import pytest
 
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.base import LanguageModel
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head, LanguageModel
 from edgespec.model.formats.head_files import head_at, head_info
 from edgespec.model.registry import format_at
-from edgespec.model.self_draft_methods import Head
 from edgespec.store.prepared.head import prepare_head
 from tests.backends.damaged_heads import check_same_replies
 from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1

@@ -19,9 +19,8 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
-from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from edgespec.model.formats.layerskip_files import SHARED_BYTES_KEY
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
 from tests.cases import covering
 from tests.raising import raises

@@ -14,8 +14,7 @@ from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.methods.base import DrafterMemory
 from edgespec.methods.model.drafter import ModelDrafter
-from edgespec.model.base import LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.model.base import EarlyExit, LoadOptions
 from tests.backends.layerskip.conftest import EXITS
 from tests.cases import covering
 from tests.tables import lookups

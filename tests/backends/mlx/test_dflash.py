@@ -19,9 +19,8 @@ from edgespec.backends.mlx.dflash import DFlashHead, estimate_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.heads.tensor_files import read_folder_tensors
-from edgespec.model.self_draft_methods import Head
 from tests.backends.dflash_reference import block_logits, markov_logits
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint

@@ -9,9 +9,8 @@ import numpy as np
 
 from edgespec.backends import mlx
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.layerskip.exit_table import exit_table
-from edgespec.model.base import LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.methods.layerskip.drafter import exit_table
+from edgespec.model.base import EarlyExit, LoadOptions
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.test_self_drafts import PROMPT, loaded
 

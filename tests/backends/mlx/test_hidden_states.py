@@ -13,9 +13,8 @@ from edgespec.backends import mlx
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.target_ends import TargetLmHead
 from edgespec.engine.tree import TokenTree
-from edgespec.model.base import LoadOptions
-from edgespec.model.hidden_state_log import POST_NORM
-from edgespec.model.self_draft_methods import EarlyExit
+from edgespec.model.base import EarlyExit, LoadOptions
+from edgespec.model.hidden_states import POST_NORM
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 
 SIZE = 64

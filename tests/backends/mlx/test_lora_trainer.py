@@ -20,14 +20,13 @@ from edgespec.backends.mlx.model import MlxModel
 from edgespec.decode import idle
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.methods.costs.curve import assumed_cost
-from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.costs.curve import PassLimits, assumed_cost
 from edgespec.methods.draft_cache import DraftCache
 from edgespec.methods.model import online as online_drafting
 from edgespec.methods.model.online import OnlineDrafter, OnlineTrainer
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from edgespec.model.base import LoadOptions
-from edgespec.model.optional_features import TrainingExample
+from edgespec.model.drafter_training import TrainingExample
 from edgespec.store.catalogue import models_folder
 from edgespec.store.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint

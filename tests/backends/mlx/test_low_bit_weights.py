@@ -15,9 +15,8 @@ from edgespec.backends import mlx
 from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import LoadOptions, LowBit
 from edgespec.model.model_facts import Adapter
-from edgespec.model.self_draft_methods import LowBit
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import write_adapter, write_checkpoint
 from tests.raising import raises

@@ -14,14 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.backends import head_trial, mlx
+from edgespec.backends import head_view, mlx
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.mtp_files import read_mtp
-from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.mtp_layers import NUMBERED, write_mtp_layer, write_numbered_mtp_layer
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -173,13 +172,13 @@ def test_the_order_of_the_inputs_is_found_by_a_trial(
                 tensors[name] = np.concatenate(halves[::-1] if hidden_first else halves, axis=1)
         save_file(tensors, file)
     target, tried = load(folder), []
-    agreement = head_trial._agreement
+    agreement = head_view._agreement
 
     def count_tries(head: Any, *arguments: Any) -> int:
         tried.append(head)
         return agreement(head, *arguments)
 
-    monkeypatch.setattr(head_trial, "_agreement", count_tries)
+    monkeypatch.setattr(head_view, "_agreement", count_tries)
     network: Any = head_of(target).networks[0]
     assert network._hidden_first is hidden_first
     # Two of the four heads predict nothing and are tried once. The other two are equally accurate.

@@ -11,10 +11,9 @@ import pytest
 from edgespec.backends.mlx.model_skeleton import read_skeleton
 from edgespec.backends.mlx.mtp import estimate_head
 from edgespec.errors import ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.heads.tensor_files import read_tensor_files
-from edgespec.model.self_draft_methods import Head
 from tests.backends.mlx.mtp_layers import write_fp8_model
 from tests.backends.mlx.test_mtp import check_plan, check_replies
 from tests.backends.mlx.test_mtp_sidecars import drafts, head_of, load

@@ -17,9 +17,8 @@ from edgespec.backends.mlx import mtp
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
-from edgespec.model.base import LoadOptions
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.mlx_metadata import read_mlx_info
-from edgespec.model.self_draft_methods import Head
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.mtp_layers import (
     dequantise_mtp,

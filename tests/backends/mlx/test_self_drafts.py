@@ -26,8 +26,7 @@ from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.base import Drafter
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit, LowBit, SelfDraft
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft
 from edgespec.options.methods import head_names
 from edgespec.store.catalogue import models_folder
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint

@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core")
 
 from edgespec import load  # noqa: E402
 from edgespec.backends.mlx.build_info import runs_on_cpu  # noqa: E402
-from edgespec.backends.mlx.streams import reuse_stream  # noqa: E402
+from edgespec.backends.mlx.evaluation import reuse_stream  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not runs_on_cpu(), reason="MLX computes on the GPU")
 

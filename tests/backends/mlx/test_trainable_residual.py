@@ -16,11 +16,11 @@ from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.head_files import head_at
 from edgespec.model.heads.residual_layout import read_residual_heads
-from edgespec.model.optional_features import HeadModel
+from edgespec.model.hidden_states import HeadModel
 from tests.backends.mlx.test_eagle_trainer import batch_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering, first

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import cast
 
 from edgespec.backends import llamacpp
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.optional_features import HeadModel
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.base import Head, LanguageModel, LoadOptions
+from edgespec.model.hidden_states import HeadModel
 from tests.backends.tiny_mtp_models import write_mtp_model, write_mtp_sidecar
 
 CONTEXT = 512

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp import context_planning, mtp, staging_api, state_taps
+from edgespec.backends.llamacpp import context_planning, mtp, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.methods.head_cache import HeadCache
-from edgespec.model.hidden_state_log import POST_NORM
-from edgespec.model.self_draft_methods import Head
+from edgespec.methods.draft_cache import HeadCache
+from edgespec.model.base import Head
+from edgespec.model.hidden_states import POST_NORM
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mtp.targets import Files, head_of
 from tests.backends.tiny_mtp_models import SHAPES
@@ -142,7 +142,7 @@ def test_every_architecture_is_tested() -> None:
 def test_llama_cpp_without_these_functions_does_not_draft(
     glm: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mtp, staging_api):
+    for module in (mtp, state_taps):
         monkeypatch.setattr(module, "nextn_api", lambda: None)
     target = glm.load()
     assert "dflash" in target.facts.capabilities.self_draft_methods

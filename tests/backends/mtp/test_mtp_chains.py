@@ -13,7 +13,7 @@ import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mtp.targets import Files, head_of
 from tests.cases import first

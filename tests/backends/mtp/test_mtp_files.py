@@ -13,7 +13,7 @@ from hypothesis import given, settings
 import edgespec
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LanguageModel
 from edgespec.model.formats.gguf_header import read_header
 from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes, check_same_replies

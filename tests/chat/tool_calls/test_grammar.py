@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from edgespec.chat.reply_splitter import ReplySplitter
+from edgespec.chat.reply_text import ReplySplitter
 from edgespec.chat.tool_calls.calls import ToolCall, collect_calls
 from edgespec.chat.tool_calls.form import CallForm
 from edgespec.chat.tool_calls.formats import call_form

@@ -11,8 +11,13 @@ import pytest
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.calls import ToolCall, as_tool_calls
-from edgespec.chat.tool_calls.tool_set import ToolSet, as_tool_set, render_with_tools
-from edgespec.chat.tool_calls.tool_spellings import functions_in, single_call
+from edgespec.chat.tool_calls.tool_set import (
+    ToolSet,
+    as_tool_set,
+    functions_in,
+    render_with_tools,
+    single_call,
+)
 from edgespec.errors import OptionError, TemplateError
 from tests.raising import raises
 

@@ -19,9 +19,8 @@ import pytest
 
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, ModelNotFoundError, OptionError
-from edgespec.loading.prepare.exit_measurement import measure_exits
 from edgespec.loading.prepare.gguf_parts import GgufParts, split_metadata, write_gguf
-from edgespec.loading.prepare.layerskip import prepare_layerskip
+from edgespec.loading.prepare.layerskip import measure_exits, prepare_layerskip
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.layerskip_files import LOWER, LOWER_FIRST, SHARED, UPPER, UPPER_FIRST
 from edgespec.store.prepared.prepared_files import check_prepared, find_prepared, store_folder

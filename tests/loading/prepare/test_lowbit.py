@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp import quantise as quantise_module
 from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise, quantised_size
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.methods.lowbit.copies import find_lowbit, find_useful_lowbit, lowbit_file
+from edgespec.methods.lowbit.drafter import find_lowbit, find_useful_lowbit, lowbit_file
 from edgespec.model.base import LoadOptions
 from edgespec.store.prepared.prepared_files import check_prepared, store_folder
 from tests.backends.tiny_models import write_jamba, write_lfm2, write_mamba
@@ -97,7 +97,7 @@ def test_a_copy_that_cannot_save_time_is_not_used_automatically(
     small = tmp_path / "small.gguf"
     quantise(source, small, "Q4_1")
     with monkeypatch.context() as earlier:
-        earlier.setattr("edgespec.methods.lowbit.copies.MAX_COPY_SHARE", 1.0)
+        earlier.setattr("edgespec.methods.lowbit.drafter.MAX_COPY_SHARE", 1.0)
         made = prepare_lowbit(small, "Q4_0")
     assert find_lowbit(small) == made
     assert find_useful_lowbit(small) is None

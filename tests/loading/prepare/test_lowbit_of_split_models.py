@@ -16,9 +16,8 @@ from edgespec.errors import CancelledError, CapabilityError, ModelFileError, Opt
 from edgespec.loading.prepare.gguf_parts import GgufParts, merged_file
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.methods.lowbit.copies import check_lowbit, find_lowbit, lowbit_file
-from edgespec.model.base import LoadOptions
-from edgespec.model.self_draft_methods import LowBit
+from edgespec.methods.lowbit.drafter import check_lowbit, find_lowbit, lowbit_file
+from edgespec.model.base import LoadOptions, LowBit
 from edgespec.store.prepared import builder
 from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, store_folder
 from tests.backends.contract import step, tokens_for

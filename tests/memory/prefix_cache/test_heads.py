@@ -14,11 +14,10 @@ from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
 from edgespec.decode.drafter_set import DrafterSet
 from edgespec.methods.context import LoadedHead
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.methods.model.drafter import ModelDrafter
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.optional_features import HeadModel
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.base import Head, LanguageModel, LoadOptions
+from edgespec.model.hidden_states import HeadModel
 from tests.backends.head_histories import first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_heads import write_eagle

@@ -17,8 +17,7 @@ from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.memory.prefix_cache import ReuseCosts
 from edgespec.methods.model.drafter import ModelDrafter
 from edgespec.methods.ngram.drafter import NgramDrafter
-from edgespec.model.base import LanguageModel, LoadOptions
-from edgespec.model.self_draft_methods import EarlyExit, LowBit
+from edgespec.model.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
 from tests.memory.prefix_cache.helpers import ask, keeping
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.auto.active_replies import ActiveReplies
-from edgespec.methods.auto.controller import AutoController
+from edgespec.methods.auto.controller import ActiveReplies, AutoController
 from edgespec.methods.auto.live_costs import Conditions, LiveCosts
 from edgespec.methods.costs.curve import CostCurve
 from scripts.simulation import MACHINES, World, make_controller, stationary

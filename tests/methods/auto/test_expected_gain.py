@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.methods.auto.expected_gain import RoundEstimate
-from edgespec.methods.costs.curve import CostCurve
-from edgespec.methods.costs.pass_limits import PassLimits
+from edgespec.methods.auto.model_selection import RoundEstimate
+from edgespec.methods.costs.curve import CostCurve, PassLimits
 
 CURVE = CostCurve((1, 2, 3, 4, 5, 8), (1.0, 1.5, 2.4, 1.7, 2.5, 3.0))
 # Level by level the chance that the text is still in a draft: it never rises.

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from edgespec.engine.tree import TokenTree
-from edgespec.methods.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.methods.auto.acceptance_stats import AcceptanceStats
-from edgespec.methods.auto.backoff import Backoff
+from edgespec.methods.auto.backoff import Backoff, RetrySchedule
 from edgespec.methods.auto.combined_drafter import CombinedDrafter
 from edgespec.methods.auto.controller import AutoController
-from edgespec.methods.auto.drafter_stats import DrafterStats
+from edgespec.methods.auto.drafter_stats import AcceptanceStats, DrafterStats
 from edgespec.methods.auto.live_costs import LiveCosts
 from edgespec.methods.auto.loss_limit import LossTracker
-from edgespec.methods.auto.retry_schedule import RetrySchedule
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.running_stats import AcceptanceCounts, RunningMean
+from edgespec.methods.tree_growth import AdaptiveTreeGrowth
 from edgespec.system.facts import Facts
 from scripts.simulation import MACHINES, World, stationary
 

@@ -15,7 +15,7 @@ import edgespec.methods.costs.machine_speed as machine_speed
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed, measure_machine, saved_machine_speed
-from edgespec.model.pass_weights import PassWeights
+from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import BenchmarkModels, FileFormat, format_of
 from edgespec.system.facts import Facts
 from tests.raising import raises

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.methods.suffix.corpus.saved_replies import NoveltyFilter
-from edgespec.methods.suffix.tokens import TokenArray
+from edgespec.methods.suffix.indexes import TokenArray
 
 
 def words(seed: int, count: int) -> TokenArray:

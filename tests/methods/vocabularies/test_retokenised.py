@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from edgespec import Message
 from edgespec.backends import llamacpp
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.tree import common_prefix_length
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.losslessness import Prompt, verify
 from edgespec.methods.model.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised

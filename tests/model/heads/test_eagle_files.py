@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from edgespec.errors import ModelFileError
 from edgespec.model.heads.eagle_files import read_eagle
-from edgespec.model.heads.rotation import RopeSettings
-from edgespec.store.head_reference import resolve_head
+from edgespec.model.heads.numpy_layers import RopeSettings
+from edgespec.store.heads import resolve_head
 from tests.model.heads.published import LAYOUTS, Layout, write_head
 from tests.raising import raises
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelFileError
-from edgespec.model.heads.pickled_tensors import read_pickled_tensors
+from edgespec.model.heads.tensor_files import read_pickled_tensors
 from tests.model.heads.torch_files import Call, Named, Storage, pickled, write_archive, write_torch_file
 from tests.raising import raises
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from edgespec.backends.residual_heads import AttentionShape, PrefixLayer, ResidualNetwork
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.model.heads.products import Product, WeightLoader
+from edgespec.model.heads.numpy_layers import Product, WeightLoader
 from edgespec.model.heads.residual_layout import ResidualHeads, read_residual_heads, residual_head_method
 from tests.model.heads.residual_files import (
     ATTENTION,

@@ -5,10 +5,13 @@ the ids of tokens that both vocabularies contain. The other method retokenizes t
 target, as in Universal Assisted Generation (UAG).
 """
 
-from edgespec.methods.model.vocabularies.comparison import VocabularyComparison, compare_vocabularies
 from edgespec.methods.model.vocabularies.retokenised import RetokenisedDrafter
 from edgespec.methods.model.vocabularies.translated import TranslatedModel
-from edgespec.methods.model.vocabularies.translation import TokenTranslation
+from edgespec.methods.model.vocabularies.translation import (
+    TokenTranslation,
+    VocabularyComparison,
+    compare_vocabularies,
+)
 
 __all__ = [
     "RetokenisedDrafter",

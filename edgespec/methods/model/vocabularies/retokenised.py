@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, common_prefix_length
 from edgespec.methods.base import Drafter, DrafterMemory, check_rollback
 from edgespec.methods.draft_cache import is_confident
 from edgespec.methods.model.vocabularies.translation import TokenTranslation

@@ -14,8 +14,8 @@ from edgespec.engine.noise import Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.methods.model.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation
-from edgespec.methods.wrapped_model import WrappedModel, wrapped_capabilities
 from edgespec.model.base import LanguageModel, Progress, Vocabulary
+from edgespec.model.base_model import WrappedModel, wrapped_capabilities
 
 __all__ = ["TranslatedLogits", "TranslatedModel"]
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from edgespec.methods.suffix.corpus.saved_replies import SavedReplies, delete_saved_replies
 from edgespec.methods.suffix.corpus.user_files import UserFiles, read_user_files
-from edgespec.methods.suffix.drafter import SuffixCorpus, SuffixDrafter
-from edgespec.methods.suffix.scoring import SuffixConfig
-from edgespec.methods.suffix.suffix_array import SuffixArray
+from edgespec.methods.suffix.drafter import SuffixConfig, SuffixCorpus, SuffixDrafter
+from edgespec.methods.suffix.indexes import SuffixArray
 from edgespec.model.base import Progress, Vocabulary
 
 __all__ = [

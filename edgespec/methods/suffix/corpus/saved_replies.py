@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.methods.suffix.tokens import SEPARATOR, TokenArray
+from edgespec.methods.suffix.indexes import SEPARATOR, TokenArray
 from edgespec.system.files import (
     data_folder,
     delete_files,

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.errors import CancelledError, OptionError
-from edgespec.methods.suffix.tokens import TokenArray
+from edgespec.methods.suffix.indexes import TokenArray
 from edgespec.model.base import Progress, Vocabulary
 from edgespec.system.files import (
     cache_folder,

@@ -7,8 +7,7 @@ from typing import Any
 
 from edgespec.backends import mlx
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.model.base import LoadOptions
-from edgespec.model.self_draft_methods import Head
+from edgespec.model.base import Head, LoadOptions
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.model.heads.published import Layout, write_head
 

@@ -21,9 +21,9 @@ from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ClosedError
-from edgespec.methods.head_cache import HeadCache
+from edgespec.methods.draft_cache import HeadCache
 from edgespec.model.base import LoadOptions
-from edgespec.model.hidden_state_log import POST_NORM
+from edgespec.model.hidden_states import POST_NORM
 from edgespec.store.catalogue import models_folder
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mlx.eagle.targets import CONTEXT, KINDS, SIZE, STATES, Files, head_of

@@ -1,0 +1,383 @@
+"""Handle `POST /api/chat` and `POST /api/generate`.
+
+Replies are sent as JSON or as a stream of JSON lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import FailFast, Field, model_validator
+from starlette.responses import Response
+from typing_extensions import TypeAliasType, TypedDict
+
+from edgespec import Reply, TextChunk
+from edgespec.chat.tool_calls.calls import ToolCall, parse_object
+from edgespec.decode.reply import TokenLogprobs
+from edgespec.server.endpoint import Call
+from edgespec.server.errors import ApiError, invalid_request
+from edgespec.server.fields import ItemFields
+from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest, TextPrompt
+from edgespec.server.leniency.content import (
+    SystemPrompt,
+    omitted_parts,
+    plain_message,
+    result_text,
+    system_messages,
+    text_of,
+)
+from edgespec.server.leniency.tools import checked_choice, offered_tools, skipped_tools
+from edgespec.server.ollama.fields import OllamaFields, ignored_fields, options_of, read_images
+from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
+from edgespec.server.openai.report import ReplyReport, report
+from edgespec.server.responses import json_line, json_response, open_stream
+
+__all__ = [
+    "STREAM_MEDIA_TYPE",
+    "OllamaChat",
+    "OllamaChatRequest",
+    "OllamaGenerateRequest",
+    "OllamaGeneration",
+    "chat",
+    "error_body",
+    "generate",
+    "load_model",
+    "respond",
+]
+
+STREAM_MEDIA_TYPE = "application/x-ndjson"
+_UNSUPPORTED = {
+    "suffix": "edgespec cannot fill in text before a suffix; leave suffix out",
+    "template": "edgespec uses the chat template of the model; leave template out, or use raw: true",
+    "context": "edgespec does not return Ollama's context; send the whole conversation to /api/chat instead",
+}
+
+
+class OllamaReply(TypedDict):
+    """The fields common to chat and generate responses. All times are in nanoseconds.
+
+    In a stream, only the last line contains the counts and times.
+    """
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[str]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+    logprobs: NotRequired[list[ContentLogprob]]
+    edgespec: NotRequired[ReplyReport]
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaPart:
+    """A part of a streamed reply, or a whole reply."""
+
+    text: str = ""
+    thinking: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+
+
+Formatter = Callable[[OllamaPart], Mapping[str, Any]]
+"""Returns the fields that contain a part of a reply."""
+
+
+async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) -> Response:
+    """Generate a reply and return the response: a stream, unless the request has `stream: false`.
+
+    Args:
+        call: A request whose body is an `OllamaFields`.
+        request: The reply to generate.
+        formatted: Formats the parts of the reply.
+    """
+    fields: OllamaFields = call.body
+    if fields.top_logprobs and fields.wanted_logprobs is None:
+        raise invalid_request(
+            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
+            param="top_logprobs",
+        )
+    if fields.stream is not False:
+        return await open_stream(_stream(call, request, formatted), _error_line, STREAM_MEDIA_TYPE)
+    started = time.perf_counter_ns()
+    async with call.service.generate(fields.model, [request]) as generation:
+        (reply,) = await generation.replies()
+        raw = isinstance(request.prompt, TextPrompt)
+        part = OllamaPart(reply.text) if raw else OllamaPart(reply.answer, reply.reasoning, reply.tool_calls)
+        logprobs = _logprobs(reply.logprobs) if fields.wanted_logprobs is not None else {}
+        head = _head(generation.model_name)
+        end = _end(fields, reply, generation, started)
+        response = json_response({**head, **formatted(part), **logprobs, **end})
+    if fields.unloads:
+        await call.service.models.unload(fields.model)
+    return response
+
+
+async def _stream(
+    call: Call[Any], request: ReplyRequest, formatted: Formatter
+) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a streamed reply. Ollama does not split tool calls, so they follow the text."""
+    fields: OllamaFields = call.body
+    started = time.perf_counter_ns()
+    async with call.service.generate(fields.model, [request]) as generation:
+        raw = isinstance(request.prompt, TextPrompt)
+        async for _, event in generation.events():
+            head = _head(generation.model_name)
+            if isinstance(event, TextChunk):
+                part = _part(event, raw)
+                logprobs = _logprobs(event.logprobs) if event.logprobs else {}
+                if part.text or part.thinking or logprobs:
+                    yield _line({**head, **formatted(part), **logprobs})
+                continue
+            if event.tool_calls and not raw:
+                yield _line({**head, **formatted(OllamaPart(tool_calls=event.tool_calls))})
+            end = _end(fields, event, generation, started)
+            yield _line({**head, **formatted(OllamaPart()), **end})
+    if fields.unloads:
+        await call.service.models.unload(fields.model)
+
+
+async def load_model(call: Call[Any], formatted: Formatter) -> Response:
+    """Load the model of a request without a prompt, as Ollama does, so that the next reply starts sooner.
+
+    With `keep_alive: 0`, the model is unloaded instead.
+    """
+    fields: OllamaFields = call.body
+    models = call.service.models
+    found = await models.find(fields.model)
+    if fields.unloads:
+        await models.unload(fields.model)
+        reason = "unload"
+    else:
+        async with models.borrow(found):
+            reason = "load"
+    return json_response(
+        {**_head(found.name), **formatted(OllamaPart()), "done": True, "done_reason": reason}
+    )
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error response."""
+    return {"error": error.message}
+
+
+def _error_line(error: ApiError) -> bytes:
+    return _line(error_body(error))
+
+
+def _part(chunk: TextChunk, raw: bool) -> OllamaPart:
+    if raw:
+        return OllamaPart(chunk.raw_text)
+    return OllamaPart(thinking=chunk.text) if chunk.reasoning else OllamaPart(chunk.text)
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return f"{json_line(value)}\n".encode("utf-8", "replace")
+
+
+def _head(name: str) -> dict[str, Any]:
+    return {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": False}
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    content = chat_logprobs(tokens)["content"]
+    return {"logprobs": content} if content else {}
+
+
+def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: int) -> dict[str, Any]:
+    """Return the closing fields of a reply.
+
+    Args:
+        fields: The request's fields.
+        reply: The reply.
+        generation: The replies to the request.
+        started: Time at which the request arrived, from `time.perf_counter_ns`.
+    """
+    stats = reply.stats
+    return {
+        "done": True,
+        "done_reason": reply.finish_reason,
+        "total_duration": time.perf_counter_ns() - started,
+        "load_duration": generation.loaded_ns - started,
+        "prompt_eval_count": stats.prompt_tokens,
+        "prompt_eval_duration": round(stats.prefill_seconds * 1e9),
+        "eval_count": stats.generated_tokens,
+        "eval_duration": round(stats.decode_seconds * 1e9),
+        "edgespec": report(reply, ignored_fields(fields)),
+    }
+
+
+class OllamaMessage(ItemFields):
+    """A message of the conversation. Fields of other servers are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Any] | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    tool_name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simplify(cls, data: Any) -> Any:
+        return plain_message(data) if isinstance(data, dict) else data
+
+
+# Define an alias, because a union cannot contain an annotated type directly.
+_Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()])
+
+
+class OllamaChatRequest(OllamaFields):
+    """The body of a chat request. Without messages, it loads the model."""
+
+    advice = MappingProxyType({"prompt": "use messages, or POST /api/generate"})
+
+    messages: _Messages | None = None
+    system: SystemPrompt = Field(default=None, description="A system prompt before the messages.")
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="As in OpenAI's API: auto, none, required, or the function to call."
+    )
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the ignored fields and the locations of skipped tools and parts."""
+        omitted = [
+            place
+            for index, message in enumerate(self.messages or ())
+            if message.role == "tool"
+            for place in omitted_parts(f"messages.{index}.content", message.content)
+            + [f"messages.{index}.images"] * bool(message.images)
+        ]
+        return [*super().ignored_fields(), *skipped_tools(self.tools or ()), *omitted]
+
+
+class OllamaReplyMessage(TypedDict):
+    """The message of a reply, or a part of it."""
+
+    role: str
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class OllamaChat(OllamaReply):
+    """The response to a chat request."""
+
+    message: OllamaReplyMessage
+
+
+async def chat(call: Call[OllamaChatRequest]) -> Response:
+    """Reply to the messages of a request."""
+    body = call.body
+    if not body.messages:
+        return await load_model(call, _formatted_message)
+    converted = [_converted_message(index, message) for index, message in enumerate(body.messages)]
+    messages = [*system_messages(body.system), *converted]
+    offered = offered_tools(body.tools or ())
+    choice = checked_choice(body.tool_choice, offered, body.tools or ())
+    prompt = ChatPrompt.from_messages(messages, offered.definitions, choice)
+    return await respond(call, ReplyRequest(prompt, options_of(body)), _formatted_message)
+
+
+def _converted_message(index: int, message: OllamaMessage) -> dict[str, Any]:
+    place, images = f"messages.{index}.content", []
+    if message.role == "tool":
+        # An agent cannot take back a tool result, so images in it must not end the conversation.
+        notes = ["[image omitted: text only]"] * len(message.images or ())
+        content = "\n".join(filter(None, [result_text(place, message.content), *notes]))
+    else:
+        content = text_of(place, message.content)
+        images = read_images(message.images, f"messages.{index}.images")
+    return {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+        "images": images,
+        "reasoning": message.thinking or "",
+        "tool_calls": message.tool_calls or (),
+        "tool_call_id": message.tool_call_id or "",
+        "name": message.tool_name or "",
+    }
+
+
+def _formatted_message(part: OllamaPart) -> dict[str, Any]:
+    message: OllamaReplyMessage = {"role": "assistant", "content": part.text}
+    if part.thinking:
+        message["thinking"] = part.thinking
+    if calls := [call for index, each in enumerate(part.tool_calls) if (call := _call(index, each))]:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _call(index: int, call: ToolCall) -> dict[str, Any] | None:
+    """Return a tool call in Ollama's format, or None if the reply ended within its arguments."""
+    arguments = parse_object(call.arguments)
+    if arguments is None:
+        return None
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
+
+
+class OllamaGenerateRequest(OllamaFields):
+    """The body of a generate request. Without a prompt, it loads the model."""
+
+    advice = MappingProxyType(
+        {
+            "messages": "use prompt, or POST /api/chat",
+            "tools": "only chats have tools, so POST /api/chat",
+        }
+    )
+
+    prompt: str | None = Field(default=None, description="The question, or with raw the text to continue.")
+    system: str | None = Field(default=None, description="The system prompt.")
+    raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
+    images: list[str] | None = Field(default=None, description="Images before the prompt, in base64.")
+    # Ollama's client always sends these two fields, usually empty.
+    suffix: str | None = Field(default=None, description="Must be empty.")
+    template: str | None = Field(default=None, description="Must be empty.")
+    context: list[int] | None = Field(default=None, description="Must be empty.")
+
+
+class OllamaGeneration(OllamaReply):
+    """The response to a generate request."""
+
+    response: str
+    thinking: NotRequired[str]
+
+
+async def generate(call: Call[OllamaGenerateRequest]) -> Response:
+    """Reply to a prompt, or continue it."""
+    body = call.body
+    for name, message in _UNSUPPORTED.items():
+        if getattr(body, name):
+            raise invalid_request(message, param=name)
+    if body.raw and body.system:
+        raise invalid_request(
+            "raw continues the prompt verbatim, without a system prompt; leave out raw or system",
+            param="system",
+            code="option_conflict",
+        )
+    if not body.prompt:
+        return await load_model(call, _formatted_text)
+    return await respond(
+        call, ReplyRequest(_generate_prompt(body, body.prompt), options_of(body)), _formatted_text
+    )
+
+
+def _generate_prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
+    images = read_images(body.images, "images")
+    if body.raw:
+        return TextPrompt(prompt, tuple(each.image for each in images))
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return ChatPrompt([*system, {"role": "user", "content": prompt, "images": images}])
+
+
+def _formatted_text(part: OllamaPart) -> dict[str, Any]:
+    return {"response": part.text, **({"thinking": part.thinking} if part.thinking else {})}
