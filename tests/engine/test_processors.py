@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.engine.logits import HostLogits
+from edgespec.engine.logits import HostLogits, candidates
 from edgespec.engine.noise import Noise
 from edgespec.engine.processors import (
     Candidates,
@@ -220,3 +220,18 @@ def test_noise_selects_the_token() -> None:
     chain = build_processors(SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), [])
     drawn = {logits.best(0, 1, chain, Noise(1, position))[0][0] for position in range(50)}
     assert len(drawn) > 30
+
+
+class SayTwice(Forbid):
+    """Names every token that it forbids twice."""
+
+    def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        return np.sort(np.concatenate([self._tokens, self._tokens]))
+
+
+def test_a_token_that_a_processor_names_twice_is_one_candidate() -> None:
+    logits = HostLogits(np.arange(8, dtype=np.float32)[None])
+    (tokens, values), peak = candidates(logits, 0, [SayTwice([2, 7]), TopK(2)])
+    assert tokens.tolist() == [2, 3, 4, 5, 6, 7]
+    assert values.tolist() == tokens.tolist()
+    assert peak == 7.0

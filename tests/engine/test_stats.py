@@ -110,3 +110,8 @@ def test_phases_sum_to_the_round_and_unfinished_rounds_are_dropped() -> None:
     clock.finish(stats, overlapped_seconds=0.5, waited_seconds=1.0)
     assert phases(stats) == (8.5, 3.5, 3.0, 32.0, 80.0)
     assert stats.decode_seconds == hand.seconds - began
+
+
+def test_the_token_of_the_prompt_pass_is_not_decoded() -> None:
+    stats = Stats(generated_tokens=5, prompt_pass_tokens=1)
+    assert stats.decoded_tokens == 4
