@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from edgespec.store.catalogue import ModelEntry
+from edgespec.store.catalogue import ModelEntry, load_catalogue
 from edgespec.store.installed import model_info_or_none
 from edgespec.store.reference import Resolved
 
@@ -28,13 +28,16 @@ def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> di
     """Return the recommended sampling settings of a model, by name.
 
     What a user sets has precedence over these settings. If several sources state a setting, the first counts:
-    the program that stores the model, the model's files, the catalogue.
+    the program that stores the model, the model's files, the catalogue. The catalogue's settings also apply to
+    copies of its models in other programs' folders, which are recognised by their headers.
 
     Args:
         model: The model, or None if it is not on this machine.
         entry: The model's entry in the catalogue, if it has one.
     """
     info = model_info_or_none(model) if model else None
+    if model and not entry:
+        entry = load_catalogue().of_header(model.path)
     sources: dict[str, Mapping[str, float]] = {
         "Ollama": model.sampling if model else {},
         "the model's files": info.sampling if info else {},
