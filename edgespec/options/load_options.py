@@ -40,11 +40,12 @@ class LoadArguments(TypedDict, total=False):
     memory: Annotated[str | int | None, Option(Size(), "model",
         "Total memory edgespec may use, such as 8GiB, including models, caches, working memory and the"
         " program itself.",
-        default_text="available memory minus --reserve", common=True)]
+        default_text="available memory minus --reserve", common=True,
+        in_chat=("Memory limit", "for models and caches, such as 8GiB"))]
     context: Annotated[int | None, Option(Integer(_MIN_CONTEXT_TOKENS, _MAX_CONTEXT_TOKENS), "model",
         "Context length in tokens, including the reply: 256 to 16777216, rounded up to a multiple of 256.",
         default_text="the model's trained context; above 8192 only if nothing else has to shrink",
-        common=True)]
+        common=True, in_chat=("Context length", "tokens that the model can see"))]
     prefer: Annotated[str, Option(Choice(("speed", "context")), "model",
         "What to keep when memory is tight: `speed` keeps the draft model, `context` keeps the context"
         " length.",
@@ -72,7 +73,7 @@ class LoadArguments(TypedDict, total=False):
     kv_type: Annotated[str, Option(Text("TYPE", "auto, f16, q8_0 or another type"), "model",
         "Data type of the KV cache: auto, f32, f16, bf16, q8_0, q5_1, q5_0, iq4_nl, q4_1, q4_0, or separate"
         " types for keys and values, such as q8_0/q4_0. Smaller types save memory.",
-        default="auto")]
+        default="auto", in_chat=("KV cache type", "auto, f16, or to save memory: q8_0"))]
     flash_attention: Annotated[str, Option(Choice(("auto", "on", "off")), "model",
         "Whether to use flash attention, which saves time and memory with long contexts.",
         default="auto")]
@@ -157,7 +158,7 @@ class LoadArguments(TypedDict, total=False):
     head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
         "Head to draft with: a small network trained for this model. `auto` uses heads in the model's"
         " files, its folder and the Hugging Face cache (see `edgespec models show`); `none` disables heads.",
-        default="auto")]
+        default="auto", in_chat=("Head", "a head's name or path, auto or none"))]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "Text file or folder where the suffix method looks up likely continuations, such as the code you are"
         " editing.")]

@@ -39,8 +39,7 @@ class Option:
         common: Whether the option is one of the few that most users need. `--help` lists these first.
         per_run: Whether the option applies to a single model or run and therefore cannot be set for all runs.
         api_only: Whether the option is available only in Python.
-        in_chat: The label and hint of a reply option in the chat's settings form. None if the chat does not
-            offer it.
+        in_chat: The label and hint in the chat's settings form. None if the chat cannot change the option.
     """
 
     kind: Kind

@@ -50,7 +50,7 @@ MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
     "draft": Option(ModelName("REF|auto|none", f"auto, none, {_REFERENCE}"), "model",
         "The draft model: a small, fast model that proposes tokens for the main model to check. `auto` picks"
         " the best one on this machine (see `edgespec models show`); `none` runs without one.",
-        default="auto", common=True),
+        default="auto", common=True, in_chat=("Draft model", "a model's name, auto or none")),
 })
 # fmt: on
 """The two models, which `load` and `plan` take as positional arguments."""

@@ -28,6 +28,7 @@ __all__ = [
     "facts_line",
     "labelled_drafters",
     "limits_speed",
+    "loaded_value",
     "memory_rows",
     "notices",
     "reason_text",
@@ -82,6 +83,19 @@ def _head_names(runtime: ChatModel) -> list[str]:
 def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str, str]]:
     """Return the label and name of the draft model, if there is one, and of each head."""
     return ([("Draft model", draft)] if draft else []) + [("Head", head) for head in heads]
+
+
+def loaded_value(name: str, runtime: ChatModel) -> str:
+    """Return the value of a load option (`LOAD_SETTINGS`) that the loaded model uses, as text."""
+    plan = runtime.plan
+    values = {
+        "draft": runtime.draft.name if runtime.draft is not None else "none",
+        "head": ", ".join(_head_names(runtime)) or "none",
+        "context": count(runtime.context_tokens),
+        "kv_type": plan.kv_type if plan else "auto",
+        "memory": format_bytes(plan.budget.total_bytes) if plan else "available memory",
+    }
+    return values[name]
 
 
 def reason_text(method: MethodReport) -> str:

@@ -29,7 +29,7 @@ from edgespec.tui.settings import (
     shown,
     with_load_setting,
 )
-from edgespec.tui.texts import sentences
+from edgespec.tui.texts import loaded_value, sentences
 from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from edgespec.store.reference import Resolved
     from edgespec.tui.open_chat import OpenChat
 
-__all__ = ["COMMANDS", "chosen_model", "system_change"]
+__all__ = ["COMMANDS", "check_load_setting", "chosen_model", "system_change"]
 
 
 def _model(context: Context) -> Result:
@@ -126,24 +126,29 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
     return f"{model.reference}: {', '.join(filter(None, parts))}"
 
 
-def _reload(name: str, text: str) -> Result:
+def _reload(context: Context, name: str, text: str) -> Result:
     """Load the model again with another value of a load option. Without a value, describe the option."""
     if not text:
-        described = f"{name}: {LOAD_SETTINGS[name].help.rstrip('.')}"
-        advice = f"To load the model again with another value, type /set {name} VALUE"
-        return Text(sentences(described, advice))
-    with_load_setting({}, name, text)
-    if name == "draft" and text not in ("auto", "default", "none"):
-        _check_known(text)
+        value = f"{name}: {loaded_value(name, context.runtime)}"
+        advice = f"To change it, which loads the model again, type /set {name} and a value"
+        return Text(sentences(value, LOAD_SETTINGS[name].help, advice))
+    check_load_setting(name, text)
     return Action("reload", f"{name} {text}")
 
 
+def check_load_setting(name: str, text: str) -> None:
+    """Raise OptionError if a text is not a value of this load option, or names an unknown draft model."""
+    with_load_setting({}, name, text)
+    if name == "draft" and text not in ("auto", "default", "none"):
+        _check_known(text)
+
+
 def _draft(context: Context) -> Result:
-    return _reload("draft", unquoted(context.argument))
+    return _reload(context, "draft", unquoted(context.argument))
 
 
 def _context(context: Context) -> Result:
-    return _reload("context", context.argument)
+    return _reload(context, "context", context.argument)
 
 
 def _set(context: Context) -> Result:
@@ -158,7 +163,7 @@ def _set(context: Context) -> Result:
         return _system_prompt(context.chat, text.strip())
     word, _, text = context.argument.removeprefix("parameter ").replace("=", " ", 1).partition(" ")
     if (load_name := load_setting_named(word)) is not None:
-        return _reload(load_name, text.strip())
+        return _reload(context, load_name, text.strip())
     name, settings, text = setting_named(word), dict(context.chat.settings), text.strip()
     if not text:
         default = f"{default_text(name, context.runtime, settings)} ({default_source(name, context.runtime)})"
