@@ -28,8 +28,8 @@ def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> di
     """Return the recommended sampling settings of a model, by name.
 
     What a user sets has precedence over these settings. If several sources state a setting, the first counts:
-    the program that stores the model, the model's files, the catalogue. The catalogue's settings also apply to
-    copies of its models in other programs' folders, which are recognised by their headers.
+    the program that stores the model, the model's files, the catalogue. The catalogue's settings also apply
+    to copies of its models in other programs' folders, which are recognised by their headers.
 
     Args:
         model: The model, or None if it is not on this machine.

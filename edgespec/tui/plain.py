@@ -161,6 +161,13 @@ class PlainChat:
             del settings["method"]
         self.save()
 
+    def use_reloaded_model(self) -> None:
+        """Use the model that was loaded again after it lost a worker, or the program that had loaded it."""
+        if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
+            if note := takeover_note(self.runtime):
+                self.console.note(note)
+            self.runtime, self._reader = runtime, AttachmentReader(runtime)
+
     def send(self, text: str) -> None:
         """Send a message with the files that it refers to, and print the reply. Raises EdgespecError."""
         message = _with_files(text, self._reader, self.console.note)
@@ -202,11 +209,7 @@ class PlainChat:
         except Exception as error:
             state = None
             self.console.note("\n".join(error_text(error)))
-        if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
-            # The model was loaded again after it lost a worker, or the program that had loaded it.
-            if note := takeover_note(self.runtime):
-                self.console.note(note)
-            self.runtime, self._reader = runtime, AttachmentReader(runtime)
+        self.use_reloaded_model()
         reply = state.reply if state is not None else None
         entry = chat.finish_turn(
             reply, None if state is None else state.messages[-1], leaving=self.console.leaving

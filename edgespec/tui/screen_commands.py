@@ -173,7 +173,10 @@ async def _show_race(screen: TurnScreen, running: RunningRace) -> None:
     # Imported only when used, because this import would delay the first screen.
     from edgespec.tui.screens.race import RaceScreen
 
-    await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel))
+    def closed(_result: None) -> None:
+        screen.call_later(screen.use_reloaded_model)
+
+    await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel), closed)
 
 
 async def _choose_preset(screen: TurnScreen) -> None:

@@ -90,7 +90,7 @@ def _lines(found: Sequence[FoundChat]) -> str:
 
 def _export(context: Context) -> Result:
     """Write the open chat to a file. The file extension selects the format: `.md`, `.json` or `.html`."""
-    if not context.chat.entries:
+    if not context.chat.messages_so_far:
         raise OptionError(
             "there is nothing to export: the chat is empty",
             "send a message first",

@@ -81,7 +81,7 @@ def _copy(context: Context) -> Result:
     part, _, number = context.argument.lower().partition(" ")
     number, reply = number.strip(), context.chat.last_reply
     if part in ("chat", "all"):
-        return Copy(messages_as_markdown(context.chat.messages), "chat")
+        return Copy(messages_as_markdown(context.chat.messages_so_far), "chat")
     if part in ("", "reply", "last"):
         return Copy(reply.content.strip() if reply is not None else "", "last reply")
     if part not in ("code", "block"):
