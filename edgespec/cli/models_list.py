@@ -208,10 +208,12 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
 
 def _size(entry: ModelEntry, files: Mapping[str, str]) -> str:
     """Return the size of a model's default version, estimated if its file is not on this machine."""
+    from edgespec.store.installed import loaded_bytes
+
     path = files.get(entry.quantisation)
     if path is not None:
         with suppress(EdgespecError, OSError):
-            return format_bytes(entry.file_format.read_info(Path(path)).size_bytes)
+            return format_bytes(loaded_bytes(entry.file_format.read_info(Path(path)), entry))
     return format_bytes(entry.approximate_file_bytes)
 
 

@@ -131,7 +131,7 @@ class Shown:
         if self.found is None:
             lines.append(("on this machine", f"no; {self.next_step}"))
         if self.info is not None:
-            lines += _info_lines(self.info)
+            lines += _info_lines(self.info, self.entry)
         if self.sampling:
             lines.append(("default settings", _sampling_line(self.sampling)))
         if self.facts is not None:
@@ -294,7 +294,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
-def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
+def _info_lines(info: ModelInfo, entry: ModelEntry | None) -> list[tuple[str, str]]:
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
     same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "cannot be compared with other models"

@@ -27,6 +27,7 @@ __all__ = [
     "InstalledModels",
     "UnusableModel",
     "find_installed",
+    "loaded_bytes",
     "model_info_or_none",
     "read_model_info",
     "refusal_of",
@@ -140,6 +141,19 @@ def refusal_of(resolved: Resolved, info: ModelInfo) -> str:
         return ""
     (reason,) = why_refused([TrialModel(resolved.name, resolved.path, resolved.file_format, runs=False)])
     return reason
+
+
+def loaded_bytes(info: ModelInfo, entry: ModelEntry | None) -> int:
+    """Return the size of the file that edgespec loads for a model with this metadata.
+
+    edgespec converts a model in a Python package to its default quantisation when it is first loaded.
+
+    Args:
+        info: The metadata of the model's files.
+        entry: The model's entry in the catalogue, if it has one.
+    """
+    is_converted = entry is not None and entry.packaged_quantisation == info.quantisation
+    return entry.approximate_file_bytes if entry and is_converted else info.size_bytes
 
 
 def read_model_info(resolved: Resolved) -> ModelInfo:

@@ -15,8 +15,8 @@ from edgespec.model.formats.gguf_header import (
     StringArray,
     TruncatedHeader,
     parse_header,
-    read_header,
     read_general,
+    read_header,
 )
 from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import write_llama

@@ -23,8 +23,8 @@ __all__ = [
     "TruncatedHeader",
     "describe_start",
     "parse_header",
-    "read_header",
     "read_general",
+    "read_header",
 ]
 
 # Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
