@@ -43,7 +43,7 @@ __all__ = ["command"]
     "bench",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, *WORKER_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Measure how much each method speeds up replies.",
+    short_help="Measure how much faster each method makes replies.",
     examples=(
         "edgespec bench",
         "edgespec bench --target 8b-q4 --draft 1b-q4 --max-seconds 900 --plots pictures",

@@ -21,15 +21,15 @@ _PIPE_COLUMNS = 100
 # Minimum speed-up to report. Smaller ones could be measurement noise.
 _MIN_SPEED_UP = 1.03
 _LEGEND = """\
-SPEED-UP      speed compared with no drafting on the same prompt, not counting the time to read the prompt
+SPEED-UP      how many times as fast as without the speed-up, not counting the time to read the prompt
 95% CI        95% confidence interval of SPEED-UP
 WORST         SPEED-UP on the worst prompt
 WHOLE         SPEED-UP including the time to read the prompt
-TOKENS/PASS   tokens generated per pass of the model
-ACCEPTED      share of drafted tokens that the model accepted
+TOKENS/PASS   tokens that the model generates at a time, on average
+ACCEPTED      share of the proposed tokens that the model accepted
 TTFT, TPOT    time to first token, and time per token after that
-DRAFT ...     additional memory used for drafting
-IDENTICAL     replies with exactly the same tokens as without drafting
+DRAFT ...     additional memory that the speed-up uses
+IDENTICAL     replies with exactly the same tokens as without the speed-up
 PREFILL       time to read the prompt
 BEST SINGLE   the one method that is fastest for the category as a whole
 BEST EACH     SPEED-UP if every prompt used the method that is fastest for it

@@ -118,8 +118,8 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
             usable model are left out.
 
     Returns:
-        The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine,
-        and after the GGUF models unless it is a Mac with Apple Silicon, because elsewhere llama.cpp is faster.
+        The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine.
+        They come after the GGUF models except on Apple Silicon, because llama.cpp is faster elsewhere.
 
     Raises:
         OptionError: `memory` is not a size.

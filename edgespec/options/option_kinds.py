@@ -123,7 +123,7 @@ class ModelName(Text):
 class HeadName(Kind):
     """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
 
-    metavar = "REF|auto|none"
+    metavar = "HEAD|auto|none"
 
     def check(self, name: str, value: Any) -> str:
         return "none" if value is None else check_path(name, value)

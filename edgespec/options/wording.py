@@ -19,6 +19,8 @@ class Wording(NamedTuple):
         drafted: The participle.
         drafting: The activity.
         sources: Returns the name of drafters such as `model+suffix` in a sentence.
+        without: Decoding without drafts.
+        limit: Where the maximum loss is set, in parentheses. Empty in the chat, which cannot change it.
     """
 
     draft: str
@@ -26,10 +28,14 @@ class Wording(NamedTuple):
     drafted: str
     drafting: str
     sources: Callable[[str], str]
+    without: str
+    limit: str
 
 
-TERMS = Wording("draft", "drafts", "drafted", "drafting", str)
+TERMS = Wording(
+    "draft", "drafts", "drafted", "drafting", str, "plain decoding", " (--max-loss sets how much)"
+)
 """The terms of the command line, the API and the documentation."""
 
-CHAT = Wording("guess", "guesses", "guessed", "guessing", sources_text)
+CHAT = Wording("guess", "guesses", "guessed", "guessing", sources_text, "without the speed-up", "")
 """The words of the chat, in which drafters are called by the source of their tokens."""

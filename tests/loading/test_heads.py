@@ -143,7 +143,7 @@ class TestFinding:
         for name, method, quoted in (
             ("demo", "eagle", "--head demo-head"),
             ("demo", "medusa", "edgespec models show demo"),
-            (str(target), "eagle", "--head REF"),
+            (str(target), "eagle", "--head HEAD"),
         ):
             with raises(OptionError, quoted, code="method_unavailable"):
                 edgespec.load(name, "none", method=method, **OPTIONS)
