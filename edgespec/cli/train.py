@@ -85,7 +85,7 @@ def _training_options(example: str) -> Decorator:
             metavar="DIR",
             required=True,
             type=OutputPath(example=example, path_type=Path, file_okay=False),
-            help="Folder in which to save the result. An earlier result in it is replaced only by a better one.",
+            help="Folder in which to save the result. Only a better one replaces an earlier result in it.",
         ),
         click.option(
             "--weights",

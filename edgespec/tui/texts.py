@@ -154,11 +154,11 @@ def exactness_text(exactness: Exactness) -> str:
     speed = exactness.expected_speed
     if not exactness.bits:
         if not speed:
-            return exactness.outcome
+            return exactness.outcome.replace("plain decoding", "those without the speed-up")
         cost = f", which takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
         return (
-            "can differ from those without the speed-up, because of rounding; to prevent that, start edgespec"
-            f" with --exact{cost}"
+            "can differ from those without the speed-up by rounding; to prevent that, start edgespec with"
+            f" --exact{cost}"
         )
     if not limits_speed(exactness):
         return "identical with and without the speed-up"

@@ -161,7 +161,7 @@ def _advice(
     if is_demo:
         return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
-        return "There is nothing to change. Type /race to compare this reply with plain decoding."
+        return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
     if missing_draft:
         return f"Try the draft model {missing_draft}: type /draft {missing_draft}."
     if missing_draft == "":

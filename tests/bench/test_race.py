@@ -127,10 +127,10 @@ def test_without_drafts_only_the_machine_explains_a_difference(finished: Race) -
     race = with_drafts(finished, drafted=0)
     for seconds in (0.009, 0.02):
         headline = race_of(race, 0.01, seconds).headline()
-        assert headline.startswith("model drafted nothing here, so only the machine explains a difference: ")
+        assert headline.startswith("model drafted nothing here, so a difference in speed comes from the machine: ")
         assert headline.endswith(f"for this reason: {finished.other.reply.method.reason}.")
         guess = race_of(race, 0.01, seconds).chat_headline()
-        assert guess.startswith("model guessed nothing here, so only the machine explains a difference: ")
+        assert guess.startswith("model guessed nothing here, so a difference in speed comes from the machine: ")
 
 
 @pytest.mark.parametrize(("seconds", "exceeds"), [(0.0106, False), (0.02, True)])
@@ -158,13 +158,13 @@ def test_the_remarks_say_how_the_race_was_run(finished: Race) -> None:
 def test_a_race_on_a_disturbed_machine_claims_nothing(finished: Race) -> None:
     for drift, said in ((0.5, "became 50% slower"), (-2.0, "became 200% faster")):
         race = race_of(finished, 0.02, 0.01, drift)
-        assert race.headline().startswith("No fair comparison: ")
+        assert race.headline().startswith("The comparison was not fair, because ")
         assert said in race.headline()
         assert not race.is_faster
         assert not race.is_fair
     # Drafting alone cannot make a reply a hundred times as fast.
     race = race_of(finished, 1.0, 0.01)
-    assert race.headline().startswith("No fair comparison: the machine became faster during the race.")
+    assert race.headline().startswith("The comparison was not fair, because the machine became faster during the race.")
     assert not race.is_faster
     assert race_of(finished, 0.02, 0.01, 0.1).is_faster
     assert race_of(finished, 0.02, 0.01, None).is_faster

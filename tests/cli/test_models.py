@@ -264,10 +264,10 @@ class TestHeads:
 
     def test_show_a_head(self, run: Run, target: Path) -> None:
         shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
-        assert re.search(r"^what it is +a head: .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
-        assert not re.search("^drafts for", shown, re.MULTILINE)
+        assert re.search(r"^what it is +a head, .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
+        assert not re.search("^made for", shown, re.MULTILINE)
         assert ", where MODEL is the model that it was trained for (add --method eagle" in shown
-        assert "--draft auto" not in shown
+        assert "chosen draft model" not in shown
 
     @pytest.mark.parametrize(
         ("head", "target", "reads"),
@@ -281,10 +281,10 @@ class TestHeads:
             re.split("  +", line, maxsplit=1) for line in run("models", "show", head).stdout.splitlines()
         )
         assert lines["head"].startswith(f"{head} -> built in: ")
-        assert lines["drafts for"] == target
+        assert lines["made for"] == target
         assert lines["size"].startswith(("2.1 MiB, Q8_0", "3.9 MiB, float16"))
         assert lines["reads"].startswith(reads)
-        assert lines["can draft"] == "all 8,192 tokens of the target"
+        assert lines["can propose"] == "all 8,192 tokens of the model"
         assert lines["use it with"].startswith(f"--target {target} --head {head} (add --method eagle ")
         shown = json_of(run("models", "show", head, "--json"))
         assert shown["catalogue"]["targets"] == [target]
@@ -299,7 +299,7 @@ class TestHeads:
     def test_show_a_folder_with_a_head(self, run: Run, tmp_path: Path) -> None:
         folder = write_published(tmp_path / "my head", draft_vocab_size=100)
         shown = run("models", "show", str(folder)).stdout
-        assert re.search(r"^can draft +100 of the 269 tokens of the target$", shown, re.MULTILINE)
+        assert re.search(r"^can propose +100 of the 269 tokens of the model$", shown, re.MULTILINE)
         assert f"--head '{folder}'" in shown
 
     def test_heads_that_are_part_of_edgespec_are_not_removed(self, run: Run) -> None:

@@ -120,7 +120,7 @@ def test_drafts_of_another_backend_are_offered_but_not_taken(lmstudio: Path) -> 
     choice = chosen("maker/Large-GGUF")
     assert (choice.draft, choice.reason) == (
         None,
-        "no suitable draft model was found for maker/Large-GGUF; if you have one, pass it with --draft",
+        "no draft model was found for maker/Large-GGUF; to choose one, use --draft",
     )
 
 

@@ -52,7 +52,7 @@ async def test_changed_settings_come_before_the_defaults(tmp_path: Path) -> None
 async def test_memory_begins_with_its_first_line(tmp_path: Path, size: tuple[int, int]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         await d.say("/memory")
-        await until(d.pilot, lambda: "model files 12.0 MiB" in visible(d), "the first line")
+        await until(d.pilot, lambda: "model weights 12.0 MiB" in visible(d), "the first line")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
