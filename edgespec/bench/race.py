@@ -156,7 +156,7 @@ class Race:
                 f" programs and race again. (Measured: {speeds}.)"
             )
         if self.is_faster:
-            return f"{name} was {self.speed_up:.2f}x as fast as {words.without}: {speeds}."
+            return f"{words.subject(name)} was {self.speed_up:.2f}x as fast as {words.without}: {speeds}."
         if not self.other.reply.stats.drafted_tokens:
             return (
                 f"{name} {words.drafted} nothing here, so a difference in speed comes from the machine:"
@@ -169,9 +169,9 @@ class Race:
                 f" machine: {speeds}."
             )
         if self.speed_up < 1 - EQUAL_SPEEDS:
-            result = f"{name} was slower here ({self.speed_up:.2f}x)"
+            result = f"{words.subject(name)} was slower here ({self.speed_up:.2f}x)"
         else:
-            result = f"{name} was no faster here"
+            result = f"{words.subject(name)} was no faster here"
         return f"{result}: {speeds}. {self._explanation(words)}"
 
     def _explanation(self, words: Wording) -> str:

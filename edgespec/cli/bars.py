@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.cli.screen import line_of, rate
+from edgespec.options.wording import limit_text, no_draft_text
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
 _POOLS = {"memory": "memory", "gpu": "GPU memory"}
+# Terms in the names of memory items, and how they are shown.
+_SHOWN_TERMS = {
+    "target ": "model ",
+    "draft ": "draft model ",
+    " cache": " KV cache",
+    "headroom": "safety margin (--headroom)",
+}
 
 
 def picture(preview: Preview, requested_context_tokens: int | None = None) -> RenderableType:
@@ -42,7 +50,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
     plan = preview.plan
     parts: list[RenderableType] = [
         _line(f"model {preview.target}"),
-        _line(f"draft model {preview.draft or f'none; {preview.why_no_draft}'}"),
+        _line(f"draft model {preview.draft}" if preview.draft else no_draft_text(preview.why_no_draft)),
         *(_line(f"head {name}") for name in preview.heads),
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"KV cache type {plan.kv_type}"),
@@ -56,7 +64,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         chats = plan.prefix_cache_bytes if pool == "memory" else 0
         more = f", plus up to {format_bytes(chats)} for the cache of earlier chats" if chats else ""
         parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
-    limit = f"memory limit of {format_bytes(plan.budget.bytes)}: {plan.budget.source}"
+    limit = f"memory limit of {format_bytes(plan.budget.bytes)}: {limit_text(plan.budget.source)}"
     parts += [_line(limit, "dim"), Text(), _items(plan)]
     if preview.spread:
         parts += [Text(), _machines(plan, preview.spread), Text(), *map(_line, _spread(preview.spread))]
@@ -192,6 +200,6 @@ def _spread(spread: SpreadPrediction) -> list[str]:
 
 def _label(name: str) -> str:
     """Return the display name of a memory item."""
-    for term, shown in (("target ", "model "), ("draft ", "draft model "), (" cache", " KV cache")):
+    for term, shown in _SHOWN_TERMS.items():
         name = name.replace(term, shown)
     return name

@@ -239,16 +239,16 @@ def _default_model(stop: Stop) -> Check:
     if reply.finish_reason == "cancelled":
         raise CancelledError(f"{name} was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
-    method = f"with the method {reply.method.effective}"
+    method = f"(method {reply.method.effective})"
     if reply.method.effective == "none":
-        method = "without the speed-up, which would not make it faster"
+        method = "(speed-up off, because it would not help here)"
     finding = (
         f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
         f" at {rate:.0f} tokens/s {method}"
     )
     if rate < _SLOW_TOKENS_PER_SECOND:
         busy = "close other programs that use the CPU, or lower --threads"
-        return Check(name, True, f"{finding}, which is slow", busy)
+        return Check(name, True, f"{finding}; this is slow", busy)
     missing = why_toy(name)
     return Check(name, True, finding, f"{missing}; to install it, run {setup_command()}" if missing else "")
 

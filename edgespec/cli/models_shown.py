@@ -270,7 +270,7 @@ def _head_line(head: HeadOption) -> str:
     elif head.head is None and not head.reference:
         use = f"usable once the model is downloaded, with --method auto or {head.method}"
     elif head.head is None:
-        use = f"not on this machine; download it with --head {head.reference}"
+        use = f"not on this machine; --head {head.reference} downloads it"
     else:
         use = f"usable with --method auto or {head.method}"
     kind = [head.kind] if head.reference else []

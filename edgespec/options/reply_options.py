@@ -46,7 +46,7 @@ class ReplyArguments(TypedDict, total=False):
     max_tokens: Annotated[int | None, Option(Integer(1, _MAX_SEED), "reply",
         "Maximum number of tokens in a reply.",
         default_text="8192, or until the context is full", flags=("-n",), common=True,
-        in_chat=("Maximum length", "maximum number of tokens in a reply"))]
+        in_chat=("Maximum length", "maximum tokens in a reply"))]
     min_tokens: Annotated[int, Option(Integer(0, _MAX_SEED), "reply",
         "Minimum number of tokens in a reply: the model cannot end it earlier, but stop strings can. This is"
         " useful for measuring speeds with replies of the same length.",
@@ -74,7 +74,7 @@ class ReplyArguments(TypedDict, total=False):
     thinking: Annotated[str, Option(Choice(("auto", "on", "off")), "reply",
         "Whether the model reasons before it answers, for models with which that can be chosen. `auto` is the"
         " model's default.",
-        default="auto", in_chat=("Reasoning", "whether to reason: auto, on or off"))]
+        default="auto", in_chat=("Reasoning", "auto, on or off"))]
     logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
         "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
         " command line, use it with --json.",

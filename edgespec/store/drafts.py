@@ -248,7 +248,7 @@ def _why_none(
     if missing and missing.rank < len(_recommended(target)):
         return (
             "the recommended draft model is not on this machine; to download it, use --draft"
-            f" {missing.reference} ({format_bytes(missing.size_bytes)}, speed-up about"
+            f" {missing.reference} ({format_bytes(missing.size_bytes)}, expected speed-up"
             f" {missing.speedup:.1f}x, estimated from its size)"
         )
     return _no_draft_found(target)

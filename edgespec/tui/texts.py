@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
 from edgespec.options.methods import methods, sources_text
+from edgespec.options.wording import limit_text, no_draft_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import LOAD_SETTINGS, SCHEMA, SETTINGS, default_source, default_text, shown
@@ -195,7 +196,7 @@ def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
     elif not runtime.heads and method.requested == "auto" and _only_looks_up(method.effective):
-        rows.append(("Draft model", sentences(f"none; {reason_text(method)}")))
+        rows.append(("Draft model", sentences(no_draft_text(reason_text(method)))))
     rows += [*labelled_drafters(None, _head_names(runtime)), ("Speed-up", speed_up_text(method))]
     if method.effective == "none" or not explains:
         return rows
@@ -401,7 +402,8 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         )
         for pool in plan.pools
     ]
-    rows.append(("memory limit", f"{format_bytes(plan.budget.bytes)}: {in_chat(plan.budget.source)}"))
+    limit = in_chat(limit_text(plan.budget.source))
+    rows.append(("memory limit", f"{format_bytes(plan.budget.bytes)}: {limit}"))
     rows += [
         (
             f"on {share.name}",

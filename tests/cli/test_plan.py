@@ -113,7 +113,7 @@ def test_the_picture(run: Run) -> None:
     assert done.stdout.startswith(
         "model demo\ndraft model demo-draft\n"
         "context 1,024 tokens (as many as the model was trained for)\nKV cache type bf16/f16\n"
-        "expected speed unknown, because this machine has not been measured (run `edgespec recommend`)\n\n"
+        "expected speed unknown; to measure this machine, run `edgespec recommend`\n\n"
     )
     assert "of 400 MiB memory, plus up to " in done.stdout
     assert "█" in done.stdout
@@ -133,7 +133,7 @@ def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
     asked = ("plan", "--context", "24576", "--draft-window", "700")
     assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}
     assert (
-        "in longer contexts, the draft model reads only the first 4 and the last 700 tokens\n"
+        "in longer chats, the draft model sees only the first 4 and the last 700 tokens\n"
         in run(*asked).stdout
     )
     assert "draft_sees" not in json.loads(run("plan", "--json").stdout)
@@ -147,9 +147,12 @@ def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> No
     said = json.loads(run(*options, "--json").stdout)
     assert (said["context"], said["context_trained"], said["context_begins"]) == (1 << 17, 1 << 17, 2048)
     shown = " ".join(run(*options).stdout.split())
-    assert "131,072 tokens (as many as the model was trained for; memory is allocated as the chat grows, at first for 2,048) KV cache" in shown
+    assert (
+        "131,072 tokens (as many as the model was trained for; memory is allocated as the chat grows, at"
+        " first for 2,048) KV cache" in shown
+    )
     asked = " ".join(run(*options, "--context", "1024").stdout.split())
-    assert "context 1,024 tokens cache" in asked
+    assert "context 1,024 tokens KV cache" in asked
     beyond = " ".join(run(*options, "--context", "262144").stdout.split())
     assert "262,144 tokens (longer than the 131,072 tokens the model was trained for; grows" in beyond
 

@@ -164,7 +164,7 @@ def test_a_draft_that_shares_most_of_the_tokens(own_home: Path) -> None:
     choice = chosen("maker/large")
     assert choice.draft is not None
     assert choice.draft.name == "maker/small"
-    assert "it has 97.2 % of the target's tokens" in choice.reason
+    assert "it has 97.2 % of the model's tokens" in choice.reason
 
 
 class TestCatalogueDrafts:
@@ -212,7 +212,7 @@ class TestCatalogueDrafts:
         choice = chosen("70b-q4")
         assert choice.draft is None
         assert choice.reason.startswith(
-            "the recommended draft model is not on this machine; download it with --draft llama-3.2-3b"
+            "the recommended draft model is not on this machine; to download it, use --draft llama-3.2-3b"
             " (1.9 GiB, expected speed-up "
         )
         assert choice.reason.endswith("x, estimated from its size, not measured on this machine)")
@@ -241,7 +241,8 @@ class TestUserPairs:
         choice = chosen("demo")
         assert choice.draft is None
         assert (
-            choice.reason == "1b-q4, which you chose, is not on this machine; download it with --draft 1b-q4"
+            choice.reason
+            == "1b-q4, which you chose, is not on this machine; to download it, use --draft 1b-q4"
         )
 
 

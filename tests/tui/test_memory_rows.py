@@ -17,7 +17,7 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
 def test_plan_of_one_memory_pool() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
     assert rows["planned"] == "up to 1.9 GiB"
-    assert rows["memory limit"] == "2.8 GiB: /set memory"
+    assert rows["memory limit"] == "2.8 GiB: chosen with /set memory"
     assert rows["to save memory"] == "no draft model: it is short"
 
 

@@ -184,6 +184,6 @@ KEEPING = (
     ),
     Command("quit", "", "quit; the chat is saved", _quit, ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", _clear, ("reset",)),
-    Command("rename", "[title]", "rename this chat, which is saved automatically", _rename, ("save",)),
+    Command("rename", "[title]", "give this chat another title", _rename, ("save",)),
     Command("pin", "", "pin this chat to the top of the list of chats, or unpin it", _pin),
 )

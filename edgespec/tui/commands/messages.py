@@ -118,7 +118,9 @@ def _editor(context: Context) -> Result:
 
 
 COMMANDS = (
-    Command("regen", "", "regenerate the last reply", _regen, ("regenerate", "retry", "again")),
+    Command(
+        "regen", "", "generate another reply to your last message", _regen, ("regenerate", "retry", "again")
+    ),
     Command(
         "continue",
         "",

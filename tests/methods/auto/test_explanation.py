@@ -57,15 +57,15 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong draft could cost the time of 3.2 tokens, but only 2.4 may be lost (--max-loss sets how much)",
+            "a wrong draft could cost the time of 3.2 tokens, but only 2.4 may be lost (see --max-loss)",
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has used all the time that a reply may lose (--max-loss sets how much)",
+            "drafting has used all the time that a reply may lose (see --max-loss)",
         ),
         (
             replace(START, unaffordable_rounds=9, allowance_steps=0.0),
-            "preparing drafts has used all the time that a reply may lose (--max-loss sets how much)",
+            "preparing drafts has used all the time that a reply may lose (see --max-loss)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
