@@ -22,7 +22,7 @@ from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.plain_tools import PlainTools
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import error_text, sentences, speed_up_short, takeover_note
+from edgespec.tui.texts import error_text, not_found_text, sentences, speed_up_short, takeover_note
 from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class PlainChat:
         except ChatFileError as error:
             self.console.note(sentences(error.what, error.next_step))
             return
-        missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
-        self.console.note(f"There is {missing}, so this is a new chat. Type /load for the list of chats.")
+        self.console.note(f"{not_found_text(wanted)}. Type /load for the list of chats.")
 
     def open_new(self, chat: OpenChat) -> None:
         """Open an empty chat. The current one remains saved."""

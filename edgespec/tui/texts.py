@@ -32,6 +32,7 @@ __all__ = [
     "limits_speed",
     "loaded_value",
     "memory_rows",
+    "not_found_text",
     "notices",
     "reason_text",
     "rounding_warning",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 # For each model that a first chat can open with: a remark, and the kind of model to use instead.
-_TOY = ("The demo is a toy for offline use.", "real")
+_TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
     "demo-mlx": _TOY,
@@ -324,7 +325,7 @@ def show_rows(
     rows += [(name, shown(chat.settings[name])) for name in (*SETTINGS, SCHEMA) if name in chat.settings]
     if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
         share, why = worst
-        rows.append(("at worst", f"the speed-up made the last reply {share} slower (allowed: {why})"))
+        rows.append(("at worst", f"the speed-up made the last reply up to {share} slower (allowed: {why})"))
     rows.append(("system prompt", chat.system or "none"))
     rows += [
         (name, f"{default_text(name, runtime, chat.settings)} ({default_source(name, runtime)})")
@@ -414,6 +415,12 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         for share in plan.machines[1:]
     ]
     return [*rows, *(("to save memory", f"{each.what}: {each.why}") for each in plan.decisions)]
+
+
+def not_found_text(wanted: str) -> str:
+    """Say that there is no saved chat to resume. `wanted` is its ID or title, or `last` for the newest."""
+    missing = "There are no saved chats yet" if wanted == "last" else f"There is no saved chat {wanted!r}"
+    return f"{missing}, so this is a new chat"
 
 
 def sentences(*texts: str) -> str:

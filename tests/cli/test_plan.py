@@ -154,7 +154,7 @@ def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> No
     asked = " ".join(run(*options, "--context", "1024").stdout.split())
     assert "context 1,024 tokens KV cache" in asked
     beyond = " ".join(run(*options, "--context", "262144").stdout.split())
-    assert "262,144 tokens (longer than the 131,072 tokens the model was trained for; grows" in beyond
+    assert "262,144 tokens (more than the 131,072 that the model was trained for; memory" in beyond
 
 
 def test_options_of_no_use(run: Run) -> None:

@@ -124,7 +124,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
         for word in (
             "Speed",
             "Guesses accepted",
-            "Tokens per pass",
+            "Tokens at a time",
             "read prompt",
             "guess ",
             "check ",

@@ -57,8 +57,8 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         )
     if mismatch := _mismatch(own, needed):
         raise CapabilityError(
-            f"the head {path} was made for another target: it needs {mismatch} as in {target_name}",
-            "choose the head that was published for this target",
+            f"the head {path} was made for another model: it needs {mismatch} as in {target_name}",
+            "choose the head that was published for this model",
             code="head_mismatch",
         )
 

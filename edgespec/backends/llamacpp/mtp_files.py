@@ -260,9 +260,9 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
         has, needs = own.metadata.get(key), needed.metadata.get(key)
         if not _equal(has, needs):
             raise CapabilityError(
-                f"the head {path} was made for another target: its {key} is {_shown(has)}, but"
+                f"the head {path} was made for another model: its {key} is {_shown(has)}, but"
                 f" {_shown(needs)} in {target_name}",
-                "choose the head that was published for this target",
+                "choose the head that was published for this model",
                 code="head_mismatch",
             )
 

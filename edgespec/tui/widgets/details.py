@@ -90,7 +90,7 @@ def _speed(
         share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
         rows.append(("Guesses accepted", f"{share} ({percent(stats.acceptance_rate)})"))
     if stats.tokens_per_target_pass is not None:
-        rows.append(("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}"))
+        rows.append(("Tokens at a time", f"{stats.tokens_per_target_pass:.2f}"))
     if method.speed_up_text and method.effective != "none":
         rows.append(("Speed-up", method.speed_up_text))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
@@ -161,7 +161,7 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
         peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
             ("Peak", peak_bytes),
-            ("Draft model", stats.draft_weight_bytes),
+            ("Draft model weights", stats.draft_weight_bytes),
             ("Draft model cache", stats.draft_kv_bytes),
             ("Tables of repeated text", stats.draft_other_bytes),
         )
