@@ -273,8 +273,8 @@ def run_race(
     warm = runner.run("warming up", method, 0.0, max_tokens=WARM_UP_TOKENS)
     runner.options["seed"] = warm.reply.seed
     runner.run("warming up", "none", 0.02, max_tokens=WARM_UP_TOKENS)
-    plain = runner.run("plain decoding", "none", 0.04)
-    other = runner.run(method, method, 0.5)
+    plain = runner.run("generating a reply without the speed-up", "none", 0.04)
+    other = runner.run(f"generating a reply with {method}", method, 0.5)
     tokens = min(CHECK_TOKENS, plain.tokens_at(plain.seconds))
     if tokens < CHECK_TOKENS // 2:
         return Race(plain, other, None)

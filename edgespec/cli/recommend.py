@@ -66,9 +66,10 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
         _print(result)
     if result.machine.is_disturbed:
         warn(
-            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy when this machine was"
-            " measured, so the predictions are too low and the recommended model may be too small; close them"
-            " and run this command again, which then measures this machine again"
+            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy during the"
+            " measurement,"
+            " so the predictions are too low and the recommended model may be too small; close them, and run"
+            " this command again"
         )
     return DONE
 

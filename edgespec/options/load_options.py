@@ -110,7 +110,7 @@ class LoadArguments(TypedDict, total=False):
         default="auto", per_run=True)]
     workers: Annotated[str | None, Option(WorkerList(), "workers",
         "Machines to run the model on, which each hold a part of it. Separate them with commas, and add the"
-        " memory to use if you like, such as ssh://you@mac=16GiB,192.168.1.20:50052,local=8GiB. For ssh://"
+        " memory to use if you like, such as ssh://you@mac=16GiB,local=8GiB. For ssh://"
         " addresses, edgespec connects with `ssh` and starts the worker. On other machines, first start"
         " `edgespec worker` yourself.",
         per_run=True)]

@@ -76,7 +76,7 @@ def test_table(run: Run, prompts: str) -> None:
     counts = ["PROMPTS", "REPLIES", "IDENTICAL", "ROUNDING", "FAULTS", "LARGEST-DIFF", "DRAFTED", "ACCEPTED"]
     assert lines[2].split() == ["METHOD", *counts]
     # Two prompts at two temperatures, with two methods.
-    assert lines[-1].startswith("Passed: drafting did not change a single token of these 8 replies")
+    assert lines[-1].startswith("Passed: the speed-up did not change a single token of these 8 replies")
     assert [line.split()[0] for line in lines[3:-2]] == ["ngram", "model"]
     for line in lines[3:-2]:
         assert line.split()[1:3] == ["2", "4"]
@@ -277,9 +277,9 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: methods that draft from the text, and those of the loaded heads;" in told
+    assert "[default: the methods that use repeated text, and those of the loaded heads;" in told
     assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
-    assert "Others, such as auto, are checked only if listed" in told
+    assert "Others, such as auto, are checked only if you name them" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"], asked["idle_seconds"]) == (5, "invariant", 2)

@@ -108,11 +108,11 @@ def _models(runtime: ChatModel) -> Result:
             " `edgespec recommend`."
         )
     fitting = sum(not model.is_installed and model.fits for model in models)
-    number, verb = count(fitting, "model"), "fits" if fitting == 1 else "fit"
+    number, verb = count(fitting, "more model"), "fits" if fitting == 1 else "fit"
     return (
         Text("\n".join(["On this machine:", *lines])),
         Text(disturbed, is_hint=True),
-        Text(f"You can download {number} more that {verb} in memory. `edgespec models list` shows them."),
+        Text(f"You can download {number} that {verb} in memory. `edgespec models list` shows them."),
         Text("To switch to a model or to download it, type /model and its name.", is_hint=True),
     )
 
