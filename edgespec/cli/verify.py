@@ -78,8 +78,8 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    help="Methods to check. Others, such as auto, are checked only if you name them. [default: the methods that use repeated text, and those of the loaded heads; with"
-    " a draft model, also model and model+suffix]"
+    help="Methods to check. Others, such as auto, are checked only if you name them. [default: the methods"
+    " that use repeated text, and those of the loaded heads; with a draft model, also model and model+suffix]"
 )
 @prompts_option(
     help="JSON Lines file with a `prompt` or `messages` on each line. [default: 18 built-in prompts]"
