@@ -42,8 +42,8 @@ class ChatScreen(TurnScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         _key("escape", "back", "stop the reply, or cancel editing", MOST_USED),
-        _key("ctrl+r", "regenerate", "generate another reply to your last message", MOST_USED),
-        _key("f3", "details", "show the speed and memory use of a reply", MOST_USED),
+        _key("ctrl+r", "regenerate", "generate another reply", MOST_USED),
+        _key("f3", "details", "show speed and memory use", MOST_USED),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", MOST_USED),
         _key("ctrl+n", "new_chat", "start a new chat", MOST_USED),
         _key("f2,ctrl+b", "chats", "show the saved chats", MOST_USED),

@@ -132,7 +132,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
             "other",
         ):
             assert word in text
-        assert "(draft model +" in text
+        assert "draft model +" in text
 
 
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
