@@ -82,7 +82,7 @@ __all__ = ["command"]
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure plain decoding (no drafting) a second time, to show how much timings vary by chance.",
+    help="Measure replies without the speed-up a second time, to show how much timings vary by chance.",
 )
 @max_tokens_option(default=64, help="Maximum number of tokens per reply.")
 @seed_option(help="Random seed for all replies.")
@@ -117,7 +117,7 @@ def command(
 ) -> int:
     """Measure how much each method speeds up replies to different kinds of prompts.
 
-    The model answers every prompt without drafting and with each method. The order changes from prompt to
+    The model answers every prompt without the speed-up and with each method. The order changes from prompt to
     prompt, so that a slowdown of the machine affects all methods equally. The report ends with a legend and a
     conclusion. If you press Ctrl-C, the report covers everything measured so far.
     """

@@ -62,7 +62,7 @@ def command() -> None:
 @_to_option
 @json_option
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
-    """Split MODEL in two files, so that its first layers can work as its draft model.
+    """Split MODEL into two files, so that its first layers can work as its draft model.
 
     This makes models faster that were trained for early exit, with `--method layerskip`. edgespec checks that
     the two files give the same replies as the original, which you can then delete: all other methods work

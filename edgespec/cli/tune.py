@@ -95,7 +95,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 
 def _print(tuning: Tuning) -> None:
     click.echo(f"model {tuning.target}, draft model {tuning.draft or 'none'}")
-    click.echo(f"{_milliseconds(tuning.target_step_seconds)} ms per token without drafting\n")
+    click.echo(f"{_milliseconds(tuning.target_step_seconds)} ms per token without the speed-up\n")
     if tuning.thread_seconds:
         print_table(
             ("THREADS", "MS PER TOKEN"),

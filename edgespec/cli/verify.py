@@ -212,7 +212,7 @@ def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, An
     ]
     names = ", ".join(compared["methods"])
     sampled = compared["acceptance"] == "rejection"
-    rest = "; above temperature 0, each is sampled many times" if sampled else ", and without drafting"
+    rest = "; above temperature 0, each is sampled many times" if sampled else ", and without the speed-up"
     amount = f"{replies:,} replies of up to {max_tokens} tokens"
     return f"plan: {amount}: {' x '.join(factors)} ({names}){rest}"
 
@@ -268,7 +268,7 @@ def _print(facts: dict[str, Any]) -> None:
     print_table(heads[:columns], [row[:columns] for row in rows])
     for name in facts["nothing_drafted"]:
         why = facts["methods"][name]["note"]
-        click.echo(printable(f"{name} drafted nothing, so nothing was checked{why and f': {why}'}"))
+        click.echo(printable(f"{name} proposed no tokens, so nothing was checked{why and f': {why}'}"))
     for name in facts["nothing_shared"]:
         click.echo(f"the replies with {name} shared no pass of the model, so nothing was checked")
     for name, method in facts["methods"].items():

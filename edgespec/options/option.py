@@ -77,8 +77,8 @@ ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
     " give a different reply with another method, and, with `auto` or several methods, each time.",
     default="invariant", in_chat=("Acceptance", "invariant (same seed, same reply)"))
 MAX_LOSS = Option(Share(), "drafting",
-    "How much longer a reply may take than without the speed-up, such as 5%, plus the time of two tokens."
-    " If set, this also applies to methods other than `auto`.",
+    "How much slower than without the speed-up a reply may become, such as 5%. The time of two tokens is"
+    " allowed in addition. If set, this also applies to methods other than `auto`.",
     default_text="2% for auto, no limit for other methods")
 # fmt: on
 

@@ -41,7 +41,7 @@ class ChatScreen(TurnScreen):
     """The complete chat screen, with key bindings and actions. The help page lists the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        _key("escape", "back", "stop the reply, or cancel editing", MOST_USED),
+        _key("escape", "back", "stop the reply or cancel editing", MOST_USED),
         _key("ctrl+r", "regenerate", "generate another reply", MOST_USED),
         _key("f3", "details", "show speed and memory use", MOST_USED),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", MOST_USED),

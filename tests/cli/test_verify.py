@@ -108,7 +108,7 @@ def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
     result = run(*args)
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == "model drafted nothing, so nothing was checked"
+    assert result.stdout.splitlines()[-1] == "model proposed no tokens, so nothing was checked"
     result = run(*args, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -256,7 +256,8 @@ def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(losslessness, "verify", verified)
     result = run("verify", "--methods", "model", "--idle-time", "0.5")
     assert (
-        "model drafted nothing, so nothing was checked: it looks for layers[2J" in result.stdout.splitlines()
+        "model proposed no tokens, so nothing was checked: it looks for layers[2J"
+        in result.stdout.splitlines()
     )
     assert (result.exit_code, verified.asked["idle_seconds"]) == (1, 0.5)
 

@@ -35,8 +35,8 @@ CHAT_LIST_PART, MODEL_LIST_PART = "Keys for the list of chats", "Keys for the li
 
 _LABEL_WIDTH = 21
 _MOST_USED = (
-    ("Enter", "send your message"),
-    ("Ctrl+J, Shift+Enter", "start a new line"),
+    ("Enter", "send"),
+    ("Ctrl+J, Shift+Enter", "new line"),
     ("@", "attach a file, a folder, or all files that match a pattern"),
 )
 _OTHER_KEYS = (
