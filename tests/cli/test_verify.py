@@ -43,8 +43,8 @@ def test_json(run: Run, prompts: str) -> None:
 @pytest.mark.parametrize(
     ("acceptance", "replies", "rest"),
     [
-        # Two prompts at two temperatures, with four methods, and without drafting.
-        ("invariant", 20, "and without drafting"),
+        # Two prompts at two temperatures, with four methods, and without the speed-up.
+        ("invariant", 20, "and without the speed-up"),
         # At temperature 0.8, each of the eight cases is sampled 200 times.
         ("rejection", 1610, "above temperature 0, each is sampled many times"),
     ],
