@@ -177,9 +177,8 @@ def _spread(spread: SpreadPrediction) -> list[str]:
         lines.append(f"Expected speed without a draft model: about {speed} tokens per second.")
     elif spread.unmeasured:
         lines.append(
-            "The speed is unknown. To measure it, run `edgespec recommend` on"
-            f" {', '.join(spread.unmeasured)},"
-            " and then start the workers again."
+            f"The speed is unknown. Run `edgespec recommend` on {', '.join(spread.unmeasured)}, then start"
+            " the workers again."
         )
     if spread.disturbed:
         lines.append(
