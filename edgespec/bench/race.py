@@ -151,15 +151,17 @@ class Race:
                 "faster" if self._is_impossible else f"{abs(drift):.0%} {'slower' if drift > 0 else 'faster'}"
             )
             return (
-                f"No fair comparison: the machine became {change} during the race. Close other programs and"
-                f" race again. (Measured: {speeds}.)"
+                f"The comparison was not fair, because the machine became {change} during the race. Close"
+                " other"
+                f" programs and race again. (Measured: {speeds}.)"
             )
         if self.is_faster:
-            return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
+            return f"{words.subject(name)} was {self.speed_up:.2f}x as fast as {words.without}: {speeds}."
         if not self.other.reply.stats.drafted_tokens:
             return (
-                f"{name} {words.drafted} nothing here, so only the machine explains a difference: {speeds}."
-                f" It did not {words.draft} for this reason: {reason}."
+                f"{name} {words.drafted} nothing here, so a difference in speed comes from the machine:"
+                f" {speeds}."
+                f" The reason for not {words.drafting}: {reason}."
             )
         if self.speed_up > 1 + EQUAL_SPEEDS:
             return (
@@ -167,9 +169,9 @@ class Race:
                 f" machine: {speeds}."
             )
         if self.speed_up < 1 - EQUAL_SPEEDS:
-            result = f"{name} was slower here ({self.speed_up:.2f}x)"
+            result = f"{words.subject(name)} was slower here ({self.speed_up:.2f}x)"
         else:
-            result = f"{name} was no faster here"
+            result = f"{words.subject(name)} was no faster here"
         return f"{result}: {speeds}. {self._explanation(words)}"
 
     def _explanation(self, words: Wording) -> str:
@@ -184,23 +186,24 @@ class Race:
             return text
         rate, steps = limits
         text += (
-            f" To try {words.drafts}, a reply may take {rate:.0%} plus the time of {steps:g} tokens longer."
+            f" Trying {words.drafts} may make a reply longer by {rate:.0%} and the time of {steps:g} tokens."
         )
         if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - EQUAL_SPEEDS:
-            text += " The difference is larger, so the machine probably caused the rest."
+            text += " The difference is larger, so the rest probably comes from the machine."
         return text
 
     def remarks(self) -> list[str]:
         """Return sentences on whether the texts are the same and how the race was run."""
         how = (
-            f"The replies were generated one after the other, with seed {self.plain.reply.seed}, and are"
-            " shown together at their measured speeds. Both runs had read the prompt before."
+            f"The replies were generated one after the other, with the same seed ({self.plain.reply.seed}),"
+            " and"
+            " are shown at their measured speeds. Reading the prompt does not count."
         )
         return [self._comparison(), how]
 
     def _comparison(self) -> str:
         if self.is_same_text:
-            return "Both replies are the same, token for token."
+            return "Both replies are exactly the same."
         same = 0
         for mine, other in zip(self.plain.reply.tokens, self.other.reply.tokens, strict=False):
             if mine != other:
@@ -212,8 +215,8 @@ class Race:
             reason = exactness.reason
             differ += f" {reason[0].upper()}{reason[1:]}."
         return (
-            f"{differ} To find out whether only rounding is the reason, run"
-            f" `edgespec verify --methods {self.other.method}`."
+            f"{differ} To find out whether this is only rounding, run `edgespec verify --methods"
+            f" {self.other.method}`."
         )
 
     def to_json(self) -> dict[str, object]:
@@ -270,8 +273,8 @@ def run_race(
     warm = runner.run("warming up", method, 0.0, max_tokens=WARM_UP_TOKENS)
     runner.options["seed"] = warm.reply.seed
     runner.run("warming up", "none", 0.02, max_tokens=WARM_UP_TOKENS)
-    plain = runner.run("plain decoding", "none", 0.04)
-    other = runner.run(method, method, 0.5)
+    plain = runner.run("generating a reply without the speed-up", "none", 0.04)
+    other = runner.run(f"generating a reply with {method}", method, 0.5)
     tokens = min(CHECK_TOKENS, plain.tokens_at(plain.seconds))
     if tokens < CHECK_TOKENS // 2:
         return Race(plain, other, None)

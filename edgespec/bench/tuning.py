@@ -273,7 +273,7 @@ def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None
         )
     tried = [result for result in drafters if result.drafted]
     if drafters and not tried:
-        return "Nothing was drafted, because the replies were too short. Use a larger --max-tokens."
+        return "The replies were too short to try any method. Use a larger --max-tokens."
     best = max(tried, key=lambda result: result.expected, default=None)
     ceiling = f"at most {limit:.2f}x is possible on this machine"
     expected = best.expected if best is not None else 1.0

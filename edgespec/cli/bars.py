@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.cli.screen import line_of, rate
+from edgespec.options.methods import limit_text, no_draft_text
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
 _POOLS = {"memory": "memory", "gpu": "GPU memory"}
+# Terms in the names of memory items, and how they are shown.
+_SHOWN_TERMS = {
+    "target ": "model ",
+    "draft ": "draft model ",
+    " cache": " KV cache",
+    "headroom": "safety margin (--headroom)",
+}
 
 
 def picture(preview: Preview, requested_context_tokens: int | None = None) -> RenderableType:
@@ -42,33 +50,32 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
     plan = preview.plan
     parts: list[RenderableType] = [
         _line(f"model {preview.target}"),
-        _line(f"draft model {preview.draft}" if preview.draft else f"no draft model: {preview.why_no_draft}"),
+        _line(f"draft model {preview.draft}" if preview.draft else no_draft_text(preview.why_no_draft)),
         *(_line(f"head {name}") for name in preview.heads),
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
-        _line(f"cache type {plan.kv_type}"),
+        _line(f"KV cache type {plan.kv_type}"),
         *([] if preview.spread else [_line(f"expected speed {_expected_speed(preview)}")]),
         *([_line(f"larger than memory: {plan.streaming.text}")] if plan.streaming else []),
     ]
     if preview.draft_window:
-        parts.append(
-            _line(f"in longer contexts, the draft model reads only {preview.draft_window.description}")
-        )
+        parts.append(_line(f"in longer chats, the draft model sees only {preview.draft_window.description}"))
     for pool in plan.pools:
         planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
         chats = plan.prefix_cache_bytes if pool == "memory" else 0
         more = f", plus up to {format_bytes(chats)} for the cache of earlier chats" if chats else ""
         parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
-    parts += [Text(f"limit: {plan.budget.source}", "dim"), Text(), _items(plan)]
+    limit = f"memory limit of {format_bytes(plan.budget.bytes)}: {limit_text(plan.budget.source)}"
+    parts += [_line(limit, "dim"), Text(), _items(plan)]
     if preview.spread:
         parts += [Text(), _machines(plan, preview.spread), Text(), *map(_line, _spread(preview.spread))]
     if plan.decisions:
-        heading = "changed to save memory:" if plan.fits else "tried, but still too large:"
+        heading = "Changed to save memory:" if plan.fits else "Changed to save memory, but still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if plan.streaming:
-        parts += [Text(), _line(f"to keep all weights in memory: {preview.advice}")]
+        parts += [Text(), _line(f"To keep the whole model in memory, {preview.advice}.")]
     if not plan.fits:
-        parts += [Text(), _line(f"does not fit: {preview.advice}", "bold red")]
+        parts += [Text(), _line(f"This does not fit in memory: {preview.advice}.", "bold red")]
     return Group(*parts)
 
 
@@ -76,13 +83,13 @@ def _expected_speed(preview: Preview) -> str:
     speed = preview.prediction
     if streaming := preview.plan.streaming:
         tokens_per_second = 1 / streaming.seconds_per_pass
-        return f"at most {rate(tokens_per_second)} passes per second, each with all accepted draft tokens"
+        return f"at most {rate(tokens_per_second)} tokens per second, plus accepted tokens of the draft model"
     if speed is None:
-        return "unknown, because this machine has not been measured (run `edgespec recommend`)"
+        return "unknown; to measure this machine, run `edgespec recommend`"
     drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
     disturbed = (
         " (probably too low, because other programs were busy when this machine was measured; run `edgespec"
-        " recommend` again when they are not)"
+        " recommend` again when they have finished)"
         if speed.is_disturbed
         else ""
     )
@@ -93,13 +100,15 @@ def _about_context(preview: Preview, requested_tokens: int | None) -> str:
     """Return a parenthesised note on the context length, or an empty string."""
     tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
     first = preview.first_context_tokens
-    remarks = ["the model's trained context length"] if tokens == trained else []
+    remarks = ["as many as the model was trained for"] if tokens == trained else []
     if requested_tokens is not None and requested_tokens < tokens:
         remarks.append(f"rounded up from {requested_tokens:,} to a multiple of 256")
     if 0 < trained < tokens:
-        remarks.append(f"longer than the {trained:,} tokens the model was trained for")
+        remarks.append(f"more than the {trained:,} that the model was trained for")
     if first < tokens:
-        remarks.append("grows on demand" + (f" from {first:,}" if first else ""))
+        remarks.append(
+            "memory is allocated as the chat grows" + (f", at first for {first:,}" if first else "")
+        )
     return f" ({'; '.join(remarks)})" if remarks else ""
 
 
@@ -161,10 +170,11 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 def _spread(spread: SpreadPrediction) -> list[str]:
     """Describe the speed of a model on several machines in sentences."""
-    lines = [f"Sending the weights takes at least {rate(spread.send_seconds)} s, unless workers cached them."]
+    seconds = rate(spread.send_seconds)
+    lines = [f"Sending the model to the workers takes at least {seconds} s, unless they have cached it."]
     if spread.tokens_per_second is not None:
         speed = rate(spread.tokens_per_second)
-        lines.append(f"Expected speed without drafting: about {speed} tokens per second.")
+        lines.append(f"Expected speed without a draft model: about {speed} tokens per second.")
     elif spread.unmeasured:
         lines.append(
             f"The speed is unknown. Run `edgespec recommend` on {', '.join(spread.unmeasured)}, then start"
@@ -189,4 +199,6 @@ def _spread(spread: SpreadPrediction) -> list[str]:
 
 def _label(name: str) -> str:
     """Return the display name of a memory item."""
-    return name.replace("target ", "model ").replace("draft ", "draft model ")
+    for term, shown in _SHOWN_TERMS.items():
+        name = name.replace(term, shown)
+    return name

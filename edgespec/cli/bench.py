@@ -43,7 +43,7 @@ __all__ = ["command"]
     "bench",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, *WORKER_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Measure how much each method speeds up replies.",
+    short_help="Measure how much faster each method makes replies.",
     examples=(
         "edgespec bench",
         "edgespec bench --target 8b-q4 --draft 1b-q4 --max-seconds 900 --plots pictures",
@@ -82,7 +82,7 @@ __all__ = ["command"]
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure plain decoding (no drafting) a second time, to show how much timings vary by chance.",
+    help="Measure replies without the speed-up a second time, to show how much timings vary by chance.",
 )
 @max_tokens_option(default=64, help="Maximum number of tokens per reply.")
 @seed_option(help="Random seed for all replies.")
@@ -117,7 +117,7 @@ def command(
 ) -> int:
     """Measure how much each method speeds up replies to different kinds of prompts.
 
-    The model answers every prompt without drafting and with each method. The order changes from prompt to
+    The model answers every prompt without the speed-up and with each method. The order changes from prompt to
     prompt, so that a slowdown of the machine affects all methods equally. The report ends with a legend and a
     conclusion. If you press Ctrl-C, the report covers everything measured so far.
     """

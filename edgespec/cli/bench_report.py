@@ -21,15 +21,15 @@ _PIPE_COLUMNS = 100
 # Minimum speed-up to report. Smaller ones could be measurement noise.
 _MIN_SPEED_UP = 1.03
 _LEGEND = """\
-SPEED-UP      speed compared with no drafting on the same prompt, not counting the time to read the prompt
+SPEED-UP      how many times as fast as without the speed-up, not counting the time to read the prompt
 95% CI        95% confidence interval of SPEED-UP
 WORST         SPEED-UP on the worst prompt
 WHOLE         SPEED-UP including the time to read the prompt
-TOKENS/PASS   tokens generated per pass of the model
-ACCEPTED      share of drafted tokens that the model accepted
+TOKENS/PASS   tokens that the model generates at a time, on average
+ACCEPTED      share of the proposed tokens that the model accepted
 TTFT, TPOT    time to first token, and time per token after that
-DRAFT ...     additional memory used for drafting
-IDENTICAL     replies with exactly the same tokens as without drafting
+DRAFT ...     additional memory that the speed-up uses
+IDENTICAL     replies with exactly the same tokens as without the speed-up
 PREFILL       time to read the prompt
 BEST SINGLE   the one method that is fastest for the category as a whole
 BEST EACH     SPEED-UP if every prompt used the method that is fastest for it
@@ -56,7 +56,9 @@ def print_report(report: BenchReport, machine: Mapping[str, object], *, plot: bo
         _print_details([each for each in figures if each.category is None])
         _print_oracle([each for each in report.oracle_comparisons if each.temperature == temperature])
     if not report.figures:
-        click.echo("No prompt was answered both with and without drafting, so no speed-up can be shown.")
+        click.echo(
+            "No prompt was answered both with and without the speed-up, so there is nothing to compare."
+        )
     if plot:
         click.echo("")
         for line in charts(report, terminal_width() or _PIPE_COLUMNS):
@@ -136,10 +138,12 @@ def _print_notes(report: BenchReport) -> None:
     silent = [each for each in of_all if each.config.method != "none" and not each.drafted_tokens]
     for each in silent:
         why = f": {each.note}" if each.note else ""
-        click.echo(printable(f"{each.config.name} drafted nothing at temperature {each.temperature:g}{why}"))
+        click.echo(
+            printable(f"{each.config.name} proposed no tokens at temperature {each.temperature:g}{why}")
+        )
     if report.differing:
         click.echo(
-            f"{report.differing} replies differ from those without drafting. Run `edgespec verify` to see"
+            f"{report.differing} replies differ from those without the speed-up. Run `edgespec verify` to see"
             " whether rounding explains the differences."
         )
 
@@ -152,7 +156,7 @@ def _verdict(report: BenchReport) -> str:
         if each.category is None and each.speed_up is not None and each.config.method != "none"
     ]
     if not of_all:
-        return "Only replies without drafting were measured."
+        return "Only replies without the speed-up were measured."
     # A method that drafted nothing is plain decoding, so any difference in speed is noise.
     drafting = [each for each in of_all if each.drafted_tokens]
     if not drafting:

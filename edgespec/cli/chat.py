@@ -41,7 +41,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat
         *("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES, *WORKER_NAMES),
         defaults={"prefix_cache": "disk", "remember": True},
     ),
-    short_help="Chat in the terminal.",
+    short_help="Chat with a model in the terminal.",
     examples=(
         "edgespec chat",
         "edgespec chat 8b-q4",
@@ -55,18 +55,22 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat
 @click.argument("model", required=False)
 @click.option(
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
-    help="Continue the last chat, or the one with this id or title.",
+    help="Continue the last chat, or the chat with this ID or title.",
 )  # fmt: skip
 @click.option(
     "--plain", is_flag=True,
-    help="Chat line by line, without colours and cursor movement, for screen readers. This is also the"
-    " default in pipes and on terminals that cannot draw the chat.",
+    help="Chat line by line, without colours or a full-screen display, for example with a screen reader."
+    " edgespec does this by itself in pipes and in terminals that cannot show the full-screen chat.",
 )  # fmt: skip
 @click.option(
-    "--no-mouse", is_flag=True, help="Do not react to the mouse, so that the terminal selects text."
+    "--no-mouse",
+    is_flag=True,
+    help="Do not use the mouse, so that you can select text as usual in your terminal.",
 )
 @click.option("--tools", is_flag=True, help="Start your MCP servers, so that the model can call their tools.")
-@click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
+@click.option(
+    "--light/--dark", default=None, help="Use light or dark colours. [default: as in the last chat]"
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -82,13 +86,13 @@ def command(
 ) -> int:
     """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
-    The chat is saved as you go: each message when you send it, and the reply about once a second. --resume
-    opens the last chat, and /continue finishes a reply that was interrupted.
+    The chat is saved all the time, so nothing is lost if it is interrupted. --resume opens the last chat
+    again, and /continue finishes a reply that was interrupted.
 
-    MODEL is short for --target MODEL. Without it, --resume opens the chat's own models, and a new chat opens
-    the default that you chose in the list of models (F9), or else the models that you used last. The first
-    chat is with SmolLM2, a small model that `scripts/setup` installs, or with the tiny demo model if it is
-    missing.
+    `edgespec chat MODEL` is short for `edgespec chat --target MODEL`. If you name no model, a saved chat
+    opens with its own models, and a new chat with the default that you chose in the list of models (F9), or
+    else with the models that you used last. The first chat is with SmolLM2, a small model that
+    `scripts/setup` installs, or with a tiny demo model if that is missing.
     """
     are_remembered = _choose_models(ctx, options, model, resume)
     if sys.stdin is None:

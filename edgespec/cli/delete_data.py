@@ -16,11 +16,11 @@ __all__ = ["command"]
 
 _DESCRIPTIONS = {
     "all": (
-        "saved replies, what drafters learned from earlier replies, the cache of earlier chats, and the"
-        " history of prompts"
+        "saved replies, what was learned from earlier replies, the cache of earlier chats, and the history of"
+        " prompts"
     ),
     "replies": "saved replies",
-    "learned": "what drafters learned from earlier replies",
+    "learned": "what was learned from earlier replies",
     "prefix-cache": "the cache of earlier chats",
     "history": "the history of prompts",
 }
@@ -29,24 +29,26 @@ _DESCRIPTIONS = {
 @click.command(
     "delete-data",
     cls=HelpfulCommand,
-    short_help="Delete data saved between runs (chats are kept).",
+    short_help="Delete saved replies, caches and statistics. Keeps your chats.",
     examples=("edgespec delete-data", "edgespec delete-data replies", "edgespec delete-data prefix-cache"),
 )
 @click.argument("kind", type=click.Choice(tuple(_DESCRIPTIONS)), default="all")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, kind: str, as_json: bool) -> int:
-    """Delete data that edgespec saved between runs.
+    """Delete data that edgespec has saved to make later replies faster, and the history of prompts.
 
     \b
-    replies       earlier prompts and replies that the suffix method drafts from
+    replies       prompts and replies that speed up similar replies
     learned       trained draft models, measured speeds and acceptance rates
-    prefix-cache  the cache of earlier chats; the next reply in each chat takes longer to start
-    history       prompts that you browse with Up and Down in the chat, and images pasted into it
+    prefix-cache  the cache of earlier chats; without it, the next reply in each
+                  of these chats takes longer to start
+    history       prompts that you browse with Up and Down in the chat, and
+                  images pasted into it
     all           all of the above [default]
 
-    Saved chats and the files made by `edgespec prepare` are kept. Without an argument, edgespec asks for
-    confirmation if it runs in a terminal.
+    Saved chats and the files made by `edgespec prepare` are kept. If you name nothing, edgespec asks for
+    confirmation first when it runs in a terminal.
     """
     import edgespec
 

@@ -69,10 +69,10 @@ class Check:
 )
 @json_option
 def command(as_json: bool, workers: str | None) -> int:
-    """Check the machine, the installed libraries, the folders and the settings, then run the default model.
+    """Check this machine, the installed libraries, the folders and the settings, and run the default model.
 
-    To find full and read-only disks, it writes a small file to each folder and deletes it. Each warning is
-    followed by what to do next. With --workers, it also checks each worker and measures the connection to it.
+    Each warning says what to do next. To find full and read-only disks, edgespec writes a small file to each
+    folder and deletes it again. With --workers, it also checks each worker and measures the connection to it.
     The exit status is 1 if the default model does not run, or a worker cannot be used.
     """
     from edgespec.api.machine import inspect_machine
@@ -104,7 +104,7 @@ def command(as_json: bool, workers: str | None) -> int:
 def _hardware(machine: MachineInfo) -> list[Check]:
     threads = machine.llama_cpp.default_threads
     cores = f"{machine.physical_cores} cores, {machine.logical_cores} threads" + (
-        f"; edgespec uses {threads}" if threads else ""
+        f"; edgespec uses {threads} {'thread' if threads == 1 else 'threads'}" if threads else ""
     )
     little = machine.memory_available_bytes < _LOW_MEMORY_BYTES
     available, total = machine.memory_available_bytes, machine.memory_total_bytes
@@ -162,7 +162,11 @@ def _mlx(machine: MachineInfo) -> Check:
     if not library.version:
         # Report missing MLX only on Apple Silicon, where it is the faster backend.
         wanted = machine.accelerator == "metal" or library.problem != "not installed"
-        finding = library.problem if wanted else f"{library.problem}; needed for MLX models only: {install}"
+        finding = (
+            library.problem
+            if wanted
+            else f"{library.problem}; only MLX models need it. To install it, run {install}"
+        )
         return Check("mlx", not wanted, finding, f"run {install}" if wanted else "")
     finding = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
@@ -235,18 +239,18 @@ def _default_model(stop: Stop) -> Check:
     if reply.finish_reason == "cancelled":
         raise CancelledError(f"{name} was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
-    method = f"with method {reply.method.effective}"
+    method = f"(method {reply.method.effective})"
     if reply.method.effective == "none":
-        method = "without drafting, because drafting would not be faster"
+        method = "(speed-up off, because it would not help here)"
     finding = (
         f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
         f" at {rate:.0f} tokens/s {method}"
     )
     if rate < _SLOW_TOKENS_PER_SECOND:
         busy = "close other programs that use the CPU, or lower --threads"
-        return Check(name, True, f"{finding}, which is slow", busy)
+        return Check(name, True, f"{finding}; this is slow", busy)
     missing = why_toy(name)
-    return Check(name, True, finding, f"{missing}; run {setup_command()}" if missing else "")
+    return Check(name, True, finding, f"{missing}; to install it, run {setup_command()}" if missing else "")
 
 
 def _print(checks: list[Check]) -> None:

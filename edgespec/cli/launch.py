@@ -26,7 +26,7 @@ _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edges
 @click.command(
     "launch",
     cls=HelpfulCommand,
-    short_help="Configure an editor, agent or script to use the server.",
+    short_help="Set up an editor, agent or script to use edgespec's server.",
     examples=(
         "edgespec launch",
         "edgespec launch codex",

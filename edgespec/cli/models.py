@@ -60,7 +60,7 @@ command.add_command(list_models)
 
 @command.command(
     "show",
-    short_help="Show details of a model, its draft models and its heads.",
+    short_help="Show a model, and what can make it faster.",
     examples=(
         "edgespec models show demo",
         "edgespec models show 8b-q4 --json",
@@ -68,13 +68,13 @@ command.add_command(list_models)
     ),
 )
 @model_reference("reference")
-@click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
+@click.option("--probe", is_flag=True, help="Also load the model, and test what it supports.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show details of the model or head REF, and which models and heads can draft for a model.
+    """Show details of a model, and which draft models and heads can make it faster. MODEL can also be a head.
 
-    Until two models have been used together, the expected speed-up is estimated from their sizes. The exit
-    status is 1 if a file could not be read.
+    The expected speed-up of two models is estimated from their sizes until they have been used together. The
+    exit status is 1 if a file could not be read.
     """
     from edgespec.model.formats.head_files import head_info
     from edgespec.store.catalogue import load_catalogue
@@ -133,9 +133,9 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
 @model_reference("reference")
 @json_option
 def pull_model(reference: str, as_json: bool) -> None:
-    """Download the model or head REF into the Hugging Face cache, unless it is already on this machine.
+    """Download a model or a head into the Hugging Face cache, unless it is already on this machine.
 
-    An interrupted download resumes where it left off.
+    If a download is interrupted, run the command again to continue it.
     """
 
     def fetch(stop: Stop) -> Resolved:
@@ -160,7 +160,7 @@ def pull_model(reference: str, as_json: bool) -> None:
 @model_reference("reference")
 @json_option
 def set_alias(name: str, reference: str, as_json: bool) -> None:
-    """Make NAME an alias for REF. Your aliases take precedence over the names in `edgespec models list`.
+    """Make NAME an alias for MODEL. Your aliases take precedence over the names in `edgespec models list`.
 
     To delete an alias, run `edgespec models remove NAME`.
     """
@@ -174,7 +174,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
 @command.command(
     "pair",
-    short_help="Choose the draft model that --draft auto uses for a model.",
+    short_help="Choose the draft model that is used with a model.",
     examples=(
         "edgespec models pair 70b-q4 1b-q4",
         "edgespec models pair 8b-q4 none",
@@ -188,7 +188,10 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 )
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
-    """Choose the draft model that `--draft auto` uses for the model REF. DRAFT may be none."""
+    """Choose the draft model that edgespec uses with MODEL, unless a command names another one with --draft.
+
+    If DRAFT is `none`, MODEL runs without a draft model.
+    """
     from edgespec.store.aliases import check_pair
 
     if (draft is None) != remove:
@@ -216,7 +219,7 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
 def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     """Delete an alias, or a model or head in the Hugging Face cache, which other programs may also use.
 
-    Ollama and LM Studio models and your own files are never deleted.
+    Models of Ollama and LM Studio, and your own files, are never deleted.
     """
     from edgespec.store.catalogue import user_aliases
     from edgespec.store.installed import plan_removal

@@ -33,7 +33,7 @@ _MAX_UNUSABLE = 3
 @click.command(
     "list",
     cls=HelpfulCommand,
-    short_help="List known models and those on this machine.",
+    short_help="List the models you can use.",
     params=declared_options("workers"),
     examples=(
         "edgespec models list",
@@ -43,19 +43,22 @@ _MAX_UNUSABLE = 3
 )
 @json_option
 def list_models(as_json: bool, workers: str | None) -> None:
-    """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
+    """List the models that edgespec knows by name, the models on this machine, and your aliases and pairs.
 
-    SIZE is the size of the model's file, which is an estimate if nothing is downloaded. The DOWNLOADED column
-    shows which versions of a model are on this machine; others are downloaded on first use. TOKENS/S shows
-    how fast a model would be with its recommended draft model, after `edgespec recommend` has measured this
-    machine. Models that are too large have none, and for those marked "from disk", every pass reads a part
-    from disk. MLX models are listed only if MLX is installed. The second table lists models from Ollama, LM
-    Studio and the Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer
-    columns. For details of one model, run `edgespec models show REF`.
+    \b
+    SIZE        size of the model's file; an estimate if nothing is downloaded
+    DOWNLOADED  versions of the model on this machine; others are downloaded
+                when you first use them
+    TOKENS/S    expected speed with the recommended draft model, once `edgespec
+                recommend` has measured this machine; "-" means that the model
+                is too large, and "from disk" that it is larger than memory,
+                so part of it is read from disk again and again
+    FITS        with --workers: where the model, its draft model and a context
+                of 8,192 tokens fit, judging by their sizes
 
-    With --workers, FITS shows where a model and its draft model fit with a context of 8,192 tokens, estimated
-    from their sizes: on this machine alone, or with the layers on the workers. `edgespec plan` computes it
-    for one model.
+    MLX models are listed only if MLX is installed. The second table lists models of Ollama, LM Studio and the
+    Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer columns. For
+    details of one model, run `edgespec models show MODEL`.
     """
     from edgespec.loading.model_list import list_models as list_available
     from edgespec.store.catalogue import load_catalogue, user_aliases, user_pairs
@@ -137,7 +140,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
         optional=("FORMAT", "QUANTISATION", "STORED BY"),
     )
     _print_list(
-        ("PREPARED FOR", "SIZE", "MADE FROM", "PATH"),
+        ("MADE BY EDGESPEC", "SIZE", "MADE FROM", "PATH"),
         [
             (p.kind, format_bytes(p.size_bytes), _short_path(p.source), _short_path(p.folder))
             for p in installed.prepared
@@ -151,16 +154,16 @@ def list_models(as_json: bool, workers: str | None) -> None:
     elif any(speed and speed.is_disturbed for speed in speeds.values()):
         warn(
             "TOKENS/S is probably too low, because other programs were busy when this machine was measured;"
-            " run `edgespec recommend` again when they are not"
+            " run `edgespec recommend` again when they have finished"
         )
-    note("This list has no heads. `edgespec models show MODEL` lists the heads for a model.")
+    note("To see which draft models and heads make a model faster, run `edgespec models show MODEL`.")
     if not own and not pairs:
-        note("To give a model an alias, see `edgespec models alias --help`.")
+        note("To give a model a shorter name, see `edgespec models alias --help`.")
     for each in installed.unusable[:_MAX_UNUSABLE]:
         note(f"Cannot use {each.name}: {each.reason}.")
     if len(installed.unusable) > _MAX_UNUSABLE:
         more = len(installed.unusable) - _MAX_UNUSABLE
-        note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
+        note(f"{more} more models cannot be used. `edgespec models list --json` shows why.")
 
 
 def _speed(model: AvailableModel | None) -> SpeedPrediction | None:
@@ -208,10 +211,12 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
 
 def _size(entry: ModelEntry, files: Mapping[str, str]) -> str:
     """Return the size of a model's default version, estimated if its file is not on this machine."""
+    from edgespec.store.installed import loaded_bytes
+
     path = files.get(entry.quantisation)
     if path is not None:
         with suppress(EdgespecError, OSError):
-            return format_bytes(entry.file_format.read_info(Path(path)).size_bytes)
+            return format_bytes(loaded_bytes(entry.file_format.read_info(Path(path)), entry))
     return format_bytes(entry.approximate_file_bytes)
 
 

@@ -35,7 +35,7 @@ __all__ = [
 STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face"}
 _MAX_DRAFTS = 8
 _TOO_SMALL = (
-    "none is predicted, because this model is so fast that drafting usually costs more time than it saves;"
+    "cannot be predicted, because this model is so small that drafting usually costs more time than it saves;"
     " `edgespec bench` measures it"
 )
 
@@ -130,7 +130,7 @@ class Shown:
         if self.found is None:
             lines.append(("on this machine", f"no; {self.next_step}"))
         if self.info is not None:
-            lines += _info_lines(self.info)
+            lines += _info_lines(self.info, self.entry)
         if self.sampling:
             lines.append(("default settings", _sampling_line(self.sampling)))
         if self.facts is not None:
@@ -149,7 +149,7 @@ class Shown:
 
 def _count_text(count: int) -> str:
     """Format a number of parameters, such as `8.03 B`."""
-    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
 def entry_json(entry: ModelEntry) -> dict[str, Any]:
@@ -265,13 +265,13 @@ def _head_line(head: HeadOption) -> str:
     if head.problem:
         use = f"not used: {head.problem}"
     elif head.must_be_named:
-        use = f"available: use it with --head {head.reference} --method {head.method}"
+        use = f"on this machine; use it with --head {head.reference} --method {head.method}"
     elif head.head is None and not head.reference:
-        use = f"works when the model is downloaded, with --method auto or {head.method}"
+        use = f"usable once the model is downloaded, with --method auto or {head.method}"
     elif head.head is None:
-        use = f"not on this machine; download it with --head {head.reference}"
+        use = f"not on this machine; --head {head.reference} downloads it"
     else:
-        use = f"works, with --method auto or {head.method}"
+        use = f"usable with --method auto or {head.method}"
     kind = [head.kind] if head.reference else []
     return f"{head.name}: {'; '.join(filter(None, (*kind, head.expectation, use)))}"
 
@@ -283,9 +283,9 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("names", ", ".join((entry.name, *entry.aliases))),
         ("family", f"{entry.family}, {_count_text(entry.parameters)} parameters"),
         ("default version", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
-        ("context", f"{entry.context_tokens:,} tokens"),
+        ("context length", f"{entry.context_tokens:,} tokens"),
         ("chat template", entry.chat_template),
-        ("good draft models", ", ".join(entry.drafts) or "none"),
+        ("suggested draft models", ", ".join(entry.drafts) or "none"),
         ("source", entry.repository or ("installed with" if entry.package else "included in") + " edgespec"),
         ("licence", entry.licence),
         ("facts from", "; ".join(entry.sources)),
@@ -293,16 +293,22 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
-def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
+def _info_lines(info: ModelInfo, entry: ModelEntry | None) -> list[tuple[str, str]]:
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
     same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "cannot be compared with other models"
+    file = f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"
+    if entry is not None and info.quantisation == entry.packaged_quantisation:
+        file += f"; converted to {entry.quantisation} when it is first loaded"
     lines = [
-        ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
+        ("file", file),
         ("parameters", f"{info.parameters:,}{experts}"),
-        ("trained context", trained),
+        ("trained context length", trained),
         ("vocabulary", f"{info.vocab_size:,} tokens ({same})"),
-        ("context memory", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
+        (
+            "KV cache",
+            f"{format_bytes(info.kv_bytes * 1000)} of memory per 1,000 tokens of context, in 16 bits",
+        ),
         (
             "has chat template",
             "yes" if info.chat_template else "no; use `edgespec generate --raw` instead of `edgespec chat`",
@@ -326,10 +332,10 @@ def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     if not capabilities.rollback:
         speculation = f"no: {capabilities.reason}"
     elif capabilities.tree:
-        speculation = "yes, with one or more candidate tokens per position"
+        speculation = "yes, with one or more proposals for each token"
     else:
-        speculation = f"yes, with only one candidate token per position: {capabilities.reason}"
-    return [("drafting works", speculation), ("rollback", facts.rollback)]
+        speculation = f"yes, with only one proposal for each token: {capabilities.reason}"
+    return [("can be sped up", speculation), ("undoing rejected tokens", facts.rollback)]
 
 
 def _draft_lines(
@@ -343,13 +349,13 @@ def _draft_lines(
         basis = "estimated from its size"
         if option.acceptance_rate is not None:
             basis += f" and the measured acceptance rate of {option.acceptance_rate:.0%}"
-        gain = "" if is_too_small else f"; expected speed-up {option.speedup:.1f}x ({basis})"
+        gain = "" if is_too_small else f"; expected speed-up {option.speedup:.1f}x, {basis}"
         details = f"{option.tokens}, {sizes}, {option.format.upper()}{gain}{here}"
         lines.append(("draft model", f"{option.reference}: {details}"))
     if len(options) > _MAX_DRAFTS:
         lines.append(("draft model", f"and {len(options) - _MAX_DRAFTS} more"))
     chosen = choice.draft.name if choice.draft else "none"
-    return [*lines, ("--draft auto", f"{chosen}: {choice.reason}")]
+    return [*lines, ("chosen draft model", f"{chosen}; {choice.reason}")]
 
 
 def published_head(reference: str) -> HeadEntry | None:
@@ -400,10 +406,13 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     kind = entry.kind if entry else info.heads[0] if info and info.heads else "unknown"
     method = method_of(kind)
     lines = [
-        ("what it is", f"a head: it drafts for one model and cannot run alone ({kind}, method {method})"),
+        (
+            "what it is",
+            f"a head, which proposes tokens for one model and cannot run alone ({kind}, method {method})",
+        ),
     ]
     if entry:
-        lines.append(("drafts for", ", ".join(entry.targets)))
+        lines.append(("made for", ", ".join(entry.targets)))
     if entry and not entry.embedded_file:
         lines.append(("source", hub_name(entry.repository, entry.gguf_file)))
     if info is None:
@@ -422,7 +431,7 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     where = "" if entry else ", where MODEL is the model that it was trained for"
     return [
         *lines,
-        ("use it with", f"{use}{where} (add --method {method} to draft even when that is slower)"),
+        ("use it with", f"{use}{where} (add --method {method} to use it even when that is slower)"),
     ]
 
 
@@ -434,7 +443,7 @@ def _file_lines(kind: str, info: ModelInfo) -> list[tuple[str, str]]:
     if info.draft_vocab_size:
         is_all = info.draft_vocab_size == info.vocab_size
         share = "all" if is_all else f"{info.draft_vocab_size:,} of the"
-        lines.append(("can draft", f"{share} {info.vocab_size:,} tokens of the target"))
+        lines.append(("can propose", f"{share} {info.vocab_size:,} tokens of the model"))
     return [*lines, ("licence", info.licence)] if info.licence else lines
 
 
@@ -442,9 +451,9 @@ def _reads(kind: str, info: ModelInfo) -> str:
     """Describe the hidden states that a head reads."""
     if info.read_layers:
         *first, last = map(str, info.read_layers)
-        where = f"the hidden states of the target's layers {', '.join(first)} and {last}"
+        where = f"the hidden states of the model's layers {', '.join(first)} and {last}"
     elif kind in ("EAGLE-3", "DFlash"):
-        where = "hidden states of several layers of the target; the files do not say which"
+        where = "hidden states of several layers of the model; the files do not say which"
     else:
-        where = "the last hidden state of the target"
+        where = "the last hidden state of the model"
     return f"{where} ({info.hidden_size:,} numbers each)" if info.hidden_size else where

@@ -73,8 +73,8 @@ _HEADINGS = {
     "sampling": "Reply and sampling",
     "model": "Memory and hardware",
     "workers": "Memory and hardware",
-    "method": "Drafting (speeds up replies)",
-    "drafting": "Drafting (speeds up replies)",
+    "method": "Speed-up",
+    "drafting": "Speed-up",
     "prefix_cache": "Cache of earlier chats",
 }
 
@@ -188,8 +188,8 @@ _COMPLETERS = {ModelName: _complete_model, HeadName: _complete_head, MethodName:
 
 
 def model_reference(name: str) -> Decorator:
-    """Return a decorator that adds the REF argument: a model reference with shell completion."""
-    return click.argument(name, metavar="REF", shell_complete=_complete_model)
+    """Return a decorator that adds the MODEL argument: a model reference with shell completion."""
+    return click.argument(name, metavar="MODEL", shell_complete=_complete_model)
 
 
 def head_reference(name: str) -> Decorator:
@@ -204,7 +204,7 @@ def _say_why_toy(ctx: click.Context, param: click.Parameter, target: str) -> str
         from edgespec.cli.screen import note
         from edgespec.system.installation import setup_command
 
-        note(f"{reason}, so this is {target}, a tiny test model; run {setup_command()}")
+        note(f"{reason}, so this is {target}, a tiny test model; to install it, run {setup_command()}")
     return target
 
 

@@ -31,19 +31,20 @@ _to_option = click.option(
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Prepare a GGUF model for drafting, or convert a head or a draft model to GGUF.",
+    short_help="Make files that some ways of speeding up a model need.",
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Prepare a GGUF model for drafting, or convert a head or a draft model to GGUF.
+    """Make the files that some ways of speeding up a GGUF model need, once for each model.
 
-    If interrupted, run the command again.
+    The other ways, such as a draft model in GGUF format, need no preparation. `edgespec models show MODEL`
+    lists what works with a model. If a command is interrupted, run it again to continue.
     """
 
 
 @command.command(
     "layerskip",
-    short_help="Let a model use its first layers as its draft model.",
+    short_help="Let the first layers of a model work as its draft model.",
     examples=(
         "edgespec prepare layerskip demo --exit 4",
         "edgespec prepare layerskip ./my.gguf --exit 8 --to ./my-layerskip",
@@ -56,15 +57,16 @@ def command() -> None:
     metavar="E|auto",
     default="auto",
     show_default=True,
-    help="Number of layers to draft with. auto tries several and chooses the fastest.",
+    help="Number of first layers to use. `auto` tries several numbers and chooses the fastest.",
 )
 @_to_option
 @json_option
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
-    """Split REF so that its first layers can draft, for `--method layerskip`.
+    """Split MODEL into two files, so that its first layers can work as its draft model.
 
-    The two new files together replace the original, and edgespec checks that they give the same replies. All
-    other methods work with them too, so you can delete the original.
+    This makes models faster that were trained for early exit, with `--method layerskip`. edgespec checks that
+    the two files give the same replies as the original, which you can then delete: all other methods work
+    with the two files too.
     """
     from edgespec.loading.prepare.layerskip import measured_exit, prepare_layerskip
 
@@ -92,7 +94,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
 @command.command(
     "lowbit",
-    short_help="Make a lower-precision copy of a model to use for drafting.",
+    short_help="Make a smaller copy of a model that works as its draft model.",
     examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
 )
 @model_reference("reference")
@@ -102,9 +104,9 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a lower-precision copy of REF to use as its draft model, for `--method lowbit`.
+    """Make a copy of MODEL with fewer bits per weight, which works as its draft model.
 
-    REF may also be a folder made by `edgespec prepare layerskip`.
+    The copy is used with `--method lowbit`. MODEL can also be a folder made by `edgespec prepare layerskip`.
     """
 
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
@@ -118,7 +120,9 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
         return
     _print_result(
         prepared,
-        f"{prepared.facts['type']}, {format_bytes(prepared.facts['saved_bytes'])} less to read per pass",
+        f"{prepared.facts['type']}, reads {format_bytes(prepared.facts['saved_bytes'])} less than the model"
+        " for"
+        " each token",
     )
 
 
@@ -135,7 +139,7 @@ def _output_option(thing: str) -> Decorator:
 
 @command.command(
     "head",
-    short_help="Convert an EAGLE-3, DFlash or DSpark head to GGUF.",
+    short_help="Convert a head (EAGLE-3, DFlash or DSpark) to GGUF.",
     examples=(
         "edgespec prepare head demo-mlx-head demo --to eagle3-demo.gguf",
         "edgespec prepare head ./Qwen3-8B_eagle3 ./qwen3-8b-q4.gguf --to eagle3-qwen3-8b.gguf",
@@ -146,10 +150,10 @@ def _output_option(thing: str) -> Decorator:
 @_output_option("head")
 @json_option
 def head(head: str, reference: str, to: Path, as_json: bool) -> None:
-    """Convert an EAGLE-3, DFlash or DSpark head to GGUF.
+    """Convert a head to GGUF: a small network that was trained to speed up one model.
 
-    HEAD is the head's folder, as published on Hugging Face, its name in edgespec's catalogue, or its Hugging
-    Face repository. REF is the GGUF model that the head was trained for.
+    HEAD is an EAGLE-3, DFlash or DSpark head: its name in edgespec's catalogue, its Hugging Face repository,
+    or a folder with its files. MODEL is the GGUF model that the head was trained for.
     """
     from edgespec.store.heads import resolve_head
     from edgespec.store.prepared.head import prepare_head
@@ -162,7 +166,7 @@ def head(head: str, reference: str, to: Path, as_json: bool) -> None:
 
 @command.command(
     "draft",
-    short_help="Convert a draft model from MLX or Hugging Face to GGUF.",
+    short_help="Convert a draft model from the MLX or Hugging Face format to GGUF.",
     examples=("edgespec prepare draft ./my-draft ./qwen3-8b-q4.gguf --to my-draft.gguf",),
 )
 @click.argument("draft", type=click.Path(path_type=Path, file_okay=False))
@@ -172,7 +176,7 @@ def head(head: str, reference: str, to: Path, as_json: bool) -> None:
 def draft(draft: Path, reference: str, to: Path, as_json: bool) -> None:
     """Convert a draft model to GGUF, such as one trained with `edgespec train draft`.
 
-    DRAFT is the folder of the draft model, in MLX or Hugging Face format. REF is the GGUF model to use it
+    DRAFT is the folder of the draft model, in MLX or Hugging Face format. MODEL is the GGUF model to use it
     with, which must have the same vocabulary. Llama, Qwen2 and Qwen3 draft models can be converted.
     """
     from edgespec.loading.prepare.draft import prepare_draft

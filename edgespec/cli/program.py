@@ -34,7 +34,10 @@ class Program(HelpfulGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        return super().resolve_command(ctx, [ALIASES.get(args[0], args[0]), *args[1:]])
+        name = args[0]
+        _, command, rest = super().resolve_command(ctx, [ALIASES.get(name, name), *args[1:]])
+        # The help shows the name that the user typed, such as `run`.
+        return name, command, rest
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         return load_command(name)
@@ -108,17 +111,18 @@ def _reader_left() -> int:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     examples=(
         "edgespec chat",
-        "edgespec chat --target 8b-q4",
+        "edgespec chat 8b-q4",
         'edgespec generate "How do I list files by size?"',
+        "edgespec recommend",
         "edgespec models list",
     ),
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def program() -> None:
-    """Run the largest language model that fits your machine, faster, without changing its replies.
+    """Run large language models on this machine, faster, without changing their replies.
 
     A small draft model proposes the next tokens, and your model checks several of them at once, keeping only
-    those it would have written itself. You can use models you downloaded with Ollama or LM Studio. Without
-    --target, edgespec runs SmolLM2, a small model that `scripts/setup` installs, or else a tiny demo model.
-    The chat opens the models that you used last.
+    those it would have written itself. Models that you downloaded with Ollama or LM Studio can be used too.
+    If you name no model, the chat opens the models that you used last. Other commands then use SmolLM2, a
+    small model that `scripts/setup` installs, or a tiny demo model if that is missing.
     """

@@ -48,7 +48,7 @@ _OTHER_ROWS = 14
     "race",
     cls=HelpfulCommand,
     params=declared_options("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES, *WORKER_NAMES),
-    short_help="Show plain decoding and edgespec side by side.",
+    short_help="Show a reply with and without the speed-up, side by side.",
     examples=(
         'edgespec race "How do I list files by size?"',
         'edgespec race --target 8b-q4 --to race.svg "Write a Python class for a stack"',
@@ -58,16 +58,16 @@ _OTHER_ROWS = 14
 @click.argument("prompt", type=PromptText())
 @click.option(
     "--to", type=OutputPath(path_type=Path), metavar="FILE",
-    help="Also save a picture of the finished race (.svg).",
+    help="Also save a picture of the result (.svg).",
 )  # fmt: skip
 @json_option
 def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
-    """Generate a reply twice, with plain decoding and with a method such as auto, and show both side by side.
+    """Generate a reply twice, without and with the speed-up, and show both side by side.
 
     Both replies use the same seed and settings. They are generated one after the other, because otherwise
     they would slow each other down. Then both are shown together at their measured speeds.
 
-    A race is one measurement. For reliable figures, use `edgespec bench`.
+    A race is only one measurement. For reliable numbers, use `edgespec bench`.
     """
     from edgespec.bench.race import DEFAULT_RACE_TOKENS, check_race
     from edgespec.bench.race_pictures import check_picture_path, save_picture

@@ -24,12 +24,12 @@ _BAR_COLUMNS = 20
 _WIDTHS = (2, 4, 8)
 _LEGEND = """\
 *             the recommended model
-MEMORY        memory for the model, its draft model and a context of 8,192 tokens; "larger" than there is
-              means that part of the model is read from disk for every token
-TOKENS/S      expected speed without drafting
+MEMORY        memory for the model, its draft model and a context of 8,192 tokens; "from disk" means that
+              this is more than there is, so part of the model is read from disk again and again
+TOKENS/S      expected speed without a draft model
 WITH DRAFT    expected speed and speed-up with the draft model
 PROMPT        expected time to read a prompt of 1,000 tokens
-DOWNLOAD      what is not on this machine yet"""
+DOWNLOAD      size of the files that are not on this machine yet"""
 
 
 @click.command(
@@ -53,10 +53,10 @@ DOWNLOAD      what is not on this machine yet"""
 @click.option("--measure", is_flag=True, help="Measure this machine again instead of using saved results.")
 @json_option
 def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
-    """Recommend a model for this machine, and predict the speed of every model that can run.
+    """Recommend a model for this machine, and predict the speed of every model that can run on it.
 
-    The first run measures how fast this machine is, which takes up to 20 seconds. Nothing is downloaded. The
-    predictions are for short contexts and an otherwise idle machine.
+    The first time, edgespec measures how fast this machine is, which takes up to 20 seconds. Nothing is
+    downloaded. The predictions are for short chats, and for times when no other program is busy.
     """
     result = interruptible(lambda stop: _recommend(stop, task, measure, sizes))
     note(result.machine.notice)
@@ -66,9 +66,10 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
         _print(result)
     if result.machine.is_disturbed:
         warn(
-            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy when this machine was"
-            " measured, so the predictions are too low and the recommended model may be too small; close them"
-            " and run this command again, which then measures this machine again"
+            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy during the"
+            " measurement,"
+            " so the predictions are too low and the recommended model may be too small; close them, and run"
+            " this command again"
         )
     return DONE
 
@@ -113,8 +114,8 @@ def _costs(v: Callable[[int], float]) -> dict[str, float]:
 def _print(result: Recommendation) -> None:
     if result.best is None:
         click.echo(
-            f"No model in the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Raise --memory"
-            " if you set it, or close other programs."
+            f"No model in the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Close other"
+            " programs, or use a larger --memory if you set it."
         )
         return
     fastest = max(each.speed.fastest_tokens_per_second for each in result.candidates)
@@ -125,7 +126,7 @@ def _print(result: Recommendation) -> None:
     )
     click.echo(f"\n{_LEGEND}\n")
     print_table(
-        ("WEIGHTS", "GB/S", *(f"{width} TOKENS" for width in _WIDTHS)),
+        ("QUANTISATION", "GB/S", *(f"{width} TOKENS" for width in _WIDTHS)),
         [
             (
                 name,
@@ -136,9 +137,9 @@ def _print(result: Recommendation) -> None:
         ],
     )
     click.echo(
-        "How fast this machine reads each type of weights, and how long it takes to check several tokens at"
-        "\nonce, as a multiple of the time for one token. Speculation saves the most time where these numbers"
-        " are small.\n"
+        "How fast this machine reads models with each quantisation, and how long it takes to check several"
+        "\ntokens at once, as a multiple of the time for one token. The smaller these numbers are, the more a"
+        " draft\nmodel helps.\n"
     )
     click.echo(_verdict(result.best))
 
@@ -148,7 +149,7 @@ def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]
     bar = "█" * max(1, round(_BAR_COLUMNS * speed.fastest_tokens_per_second / fastest))
     return (
         candidate.reference + (" *" if is_best else ""),
-        format_bytes(candidate.needed_bytes) + (", larger" if candidate.is_streamed else ""),
+        format_bytes(candidate.needed_bytes) + (", from disk" if candidate.is_streamed else ""),
         rate(speed.tokens_per_second),
         f"{rate(speed.fastest_tokens_per_second)} ({speed.speedup:.1f}x)" if candidate.draft else "-",
         bar,
@@ -166,7 +167,8 @@ def _verdict(best: Candidate) -> str:
     ]
     if best.faster_type:
         lines.append(
-            f"A version of {best.reference} quantised to {best.faster_type} would be faster on this machine,"
-            " because it checks several drafted tokens at lower cost."
+            f"{best.reference} in the quantisation {best.faster_type} would be faster on this machine,"
+            " because"
+            " checking several tokens at once then costs less."
         )
     return "\n".join(lines)

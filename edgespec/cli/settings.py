@@ -47,7 +47,7 @@ _PREFIX = "EDGESPEC_"
 VARIABLES = {
     "EDGESPEC_CONFIG_DIR": "folder for the settings file and aliases",
     "EDGESPEC_DATA_DIR": "folder for chats, replies and trained weights",
-    "EDGESPEC_CACHE_DIR": "folder for files and measurements that can be made again",
+    "EDGESPEC_CACHE_DIR": "folder for caches, converted models and measurements",
     "EDGESPEC_API_KEY": "key that programs must send to `edgespec serve`",
     "EDGESPEC_DEBUG": "set to 1 to show a traceback with each error",
 }
@@ -104,7 +104,7 @@ class SettingOption(SectionOption):
             settings = ctx.meta[_SETTINGS_KEY] = Settings.read()
         if settings.problems:
             raise settings.problems[0]
-        found = settings.find(ctx.info_name or "", str(self.name))
+        found = settings.find(ctx.command.name or "", str(self.name))
         if found is None:
             return value, source
         ctx.meta.setdefault(_USED_KEY, {})[self.name] = found

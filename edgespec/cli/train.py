@@ -34,16 +34,17 @@ _CONTINUE = "run the same command again to continue"
 @click.group(
     "train",
     cls=HelpfulGroup,
-    short_help="Train a head or a draft model for your own model.",
+    short_help="Train a draft model or a head that makes your model faster.",
     examples=(
         "edgespec train eagle3 demo-mlx --to my-head",
         "edgespec train draft demo-mlx --to my-draft",
     ),
 )
 def command() -> None:
-    """Train a head or a draft model for your own model.
+    """Train a draft model or a head that makes your model faster.
 
-    If the command is interrupted, run it again to continue.
+    A head is a small network that, like a draft model, proposes tokens for your model to check. It is trained
+    for one model and works only with it. If a command is interrupted, run it again to continue.
     """
 
 
@@ -84,14 +85,13 @@ def _training_options(example: str) -> Decorator:
             metavar="DIR",
             required=True,
             type=OutputPath(example=example, path_type=Path, file_okay=False),
-            help="Folder in which to save the result. The result of an earlier training is replaced only by a"
-            " better one.",
+            help="Folder in which to save the result. Only a better one replaces an earlier result in it.",
         ),
         click.option(
             "--weights",
             metavar="DIR",
             type=click.Path(path_type=Path, file_okay=False),
-            help="Folder with the MLX or Hugging Face form of REF, if REF is a GGUF model.",
+            help="Folder with MODEL in MLX or Hugging Face format, which is needed if MODEL is a GGUF file.",
         ),
         click.option(
             "--tokens",
@@ -99,12 +99,12 @@ def _training_options(example: str) -> Decorator:
             metavar="N",
             default=1_000_000,
             show_default=True,
-            help="Number of conversation tokens to train with. More tokens take longer and give a better"
-            f" result. At least {_MIN_TOKENS:,}.",
+            help="Number of tokens to train with, at least"
+            f" {_MIN_TOKENS:,}. More tokens take longer and give a better result.",
         ),
         prompts_option(
-            help="JSON Lines file with `prompt` or `messages` on each line. The model answers these first,"
-            " and then writes its own questions."
+            help="JSON Lines file with a `prompt` or `messages` on each line. The model answers these first,"
+            " and then questions that it writes itself."
         ),
         click.option(
             "--chats", is_flag=True, help="Also let the model answer the messages in your saved chats."
@@ -127,13 +127,14 @@ def _add_head_command(training: HeadTraining, method: str) -> None:
     @command.command(
         name,
         short_help=f"Train {title}.",
-        help=f"""Train {title} for REF, for `--method {method}`.
+        help=f"""Train {title} that makes MODEL faster, with `--method {method}`.
 
-        No data is needed. REF writes both the questions and the replies, and the head learns to predict the
+        No data is needed. MODEL writes both the questions and the replies, and the head learns to predict the
         replies. Training takes hours for a model with several billion parameters. Press Ctrl-C to stop, and
         run the same command again to continue.
 
-        If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). {training.with_gguf}
+        If MODEL is a GGUF file, training also needs the model in MLX or Hugging Face format (--weights).
+        {training.with_gguf}
         """,
         examples=(
             f"edgespec train {name} demo-mlx --to my-head",
@@ -162,15 +163,16 @@ for _method in methods():
 @command.command(
     "draft",
     short_help="Train a draft model.",
-    help="""Train a draft model to predict the replies of REF, for `--draft`.
+    help="""Train a draft model, so that MODEL accepts more of the tokens that it proposes.
 
-    No data is needed. REF writes both the questions and the replies. The draft model learns from these
-    replies, and from how REF would continue the draft model's own text. Training takes hours for a model with
-    several billion parameters, and begins with an estimate of the time. Press Ctrl-C to stop, and run the
-    same command again to continue.
+    No data is needed. MODEL writes both the questions and the replies. The draft model learns from these
+    replies, and from how MODEL would continue the draft model's own text. Training takes hours for a model
+    with several billion parameters, and begins with an estimate of the time. Press Ctrl-C to stop, and run
+    the same command again to continue.
 
-    The draft model must be an MLX or Hugging Face model with the vocabulary of REF. The original is not
-    changed. If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights).
+    The draft model must be in MLX or Hugging Face format, and have the vocabulary of MODEL. Its own files are
+    not changed. If MODEL is a GGUF file, training also needs the model in MLX or Hugging Face format
+    (--weights).
     """,
     examples=(
         "edgespec train draft demo-mlx --to my-draft",
@@ -180,10 +182,10 @@ for _method in methods():
 )
 @click.option(
     "--draft",
-    metavar="REF",
+    metavar="MODEL",
     default="auto",
     show_default=True,
-    help="Draft model to train. `auto` chooses the one that `edgespec chat` uses for REF.",
+    help="Draft model to train. `auto` chooses the one that `edgespec chat` uses for MODEL.",
 )
 @click.option(
     "--lora",

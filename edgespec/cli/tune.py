@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _THREADS_LEGEND = """\
-THREADS       number of CPU threads; the one with an arrow is used while no other program is busy
+THREADS       number of CPU threads; edgespec uses the one with an arrow while no other program is busy
 """
 _LEGEND = """\
-TOKENS        number of tokens the model checks in one pass
-MS            duration of that pass in milliseconds
-COST          duration of that pass divided by the time for a single token
-LIMIT         speed-up if every drafted token were accepted and drafting were free
-BREAK-EVEN    share of drafted tokens that must be accepted for such a pass to save time
-SPEED-UP      measured on a few prompts, drafting 4 tokens at a time
-ACCEPTED      share of drafted tokens that the model accepted
-DRAFT COST    time to draft a token divided by the time the model takes for one
+TOKENS        number of tokens that the model checks at once
+MS            time that this takes in milliseconds
+COST          the same time, as a multiple of the time for one token
+AT BEST       speed-up if all proposed tokens were accepted, and proposing them took no time
+BREAK-EVEN    share of the proposed tokens that must be accepted to save time
+SPEED-UP      measured with a few prompts, proposing 4 tokens at a time
+ACCEPTED      share of the proposed tokens that the model accepted
+DRAFT COST    time to propose a token, as a share of the time that the model takes for one
 BEST LENGTH   the --draft-length with the highest expected speed-up
 EXPECTED      expected speed-up at that length on similar text"""
 # `edgespec tune` uses only one prompt of each of these categories to save time.
@@ -42,7 +42,7 @@ _SKILLS = ("code", "copy", "explain", "howto")
     "tune",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, *WORKER_NAMES, per_run=("remember",)),
-    short_help="Find the fastest method on this machine.",
+    short_help="Find the fastest settings for a model on this machine.",
     examples=(
         "edgespec tune",
         "edgespec tune --target 8b-q4 --draft 1b-q4",
@@ -54,15 +54,16 @@ _SKILLS = ("code", "copy", "explain", "howto")
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Also try this method, such as layerskip or lookahead. Methods that need no preparation are always"
-    " tried.",
+    help="Also try this method, such as layerskip or lookahead. Methods that need no preparation are tried in"
+    " any case.",
 )
 @json_option
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
-    """Find the fastest method for your model on this machine.
+    """Find the fastest way to speed up a model on this machine: the method and the draft length.
 
-    Measures how fast the model checks several tokens at once, then tries each method on a few prompts. The
-    measurements are saved so that later replies can use them. The report ends with a recommendation.
+    edgespec measures how fast the model checks several tokens at once, and then tries each method with a few
+    prompts. It saves the measurements, so that later replies can use them. The report ends with a
+    recommendation.
     """
     reject_remember(options)
     tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))
@@ -94,7 +95,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 
 def _print(tuning: Tuning) -> None:
     click.echo(f"model {tuning.target}, draft model {tuning.draft or 'none'}")
-    click.echo(f"{_milliseconds(tuning.target_step_seconds)} ms per token without drafting\n")
+    click.echo(f"{_milliseconds(tuning.target_step_seconds)} ms per token without the speed-up\n")
     if tuning.thread_seconds:
         print_table(
             ("THREADS", "MS PER TOKEN"),
@@ -105,7 +106,7 @@ def _print(tuning: Tuning) -> None:
         )
         click.echo()
     print_table(
-        ("TOKENS", "MS", "COST", "LIMIT", "BREAK-EVEN"),
+        ("TOKENS", "MS", "COST", "AT BEST", "BREAK-EVEN"),
         [
             (
                 str(each.width),

@@ -69,7 +69,7 @@ _PROMPTS_PER_CATEGORY = 2
     params=declared_options(
         *MODEL_NAMES, *WORKER_NAMES, "acceptance", *CONSTRAINT_NAMES, per_run=("remember",)
     ),
-    short_help="Check that drafting does not change the generated tokens.",
+    short_help="Check that the speed-up does not change replies.",
     examples=(
         "edgespec verify",
         "edgespec verify --target 8b-q4 --methods model,model+suffix --temperatures 0,1",
@@ -78,15 +78,14 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    help="Methods to check. Others, such as auto, are checked only if listed."
-    " [default: methods that draft from the text, and those of the loaded heads; with a draft model, also"
-    " model and model+suffix]"
+    help="Methods to check. Others, such as auto, are checked only if you name them. [default: the methods"
+    " that use repeated text, and those of the loaded heads; with a draft model, also model and model+suffix]"
 )
 @prompts_option(
     help="JSON Lines file with a `prompt` or `messages` on each line. [default: 18 built-in prompts]"
 )
 @temperatures_option(default="0,0.8,1.2", help="Temperatures to check.")
-@draft_lengths_option(default="1,4,8", help="Draft lengths to test, in tokens.")
+@draft_lengths_option(default="1,4,8", help="Draft lengths to check, in tokens.")
 @max_tokens_option(default=64, help="Maximum number of tokens per reply.")
 @seed_option(help="Random seed for the first reply.")
 @click.option(
@@ -96,43 +95,44 @@ _PROMPTS_PER_CATEGORY = 2
     metavar="SECONDS",
     default=2,
     show_default=True,
-    help="Time to wait after each reply, for a draft model that learns between replies (--learn)."
-    " Ignored for other methods.",
+    help="Time to wait after each reply, if the draft model learns between replies (--learn).",
 )
 @json_option
 def command(
     methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
 ) -> int:
-    """Check on your own models that drafting does not change the generated tokens.
+    """Check on your own models that the speed-up does not change replies.
 
-    The model answers every prompt without drafting and with each method, and the tokens are compared.
+    The model answers every prompt without and with each method, and the tokens of the replies are compared.
 
     \b
     identical   exactly the same tokens
-    rounding    passes over several tokens are rounded differently than passes
-                over one token; everything else was checked and is correct
+    rounding    a tiny difference in rounding, because computers round
+                differently when they compute several tokens at once;
+                everything else was checked and is correct
     fault       any other difference; the exit status is then 1
 
-    To tell these apart, verify repeats the passes of a reply that differs, with the reply's own tokens and an
-    empty cache. If this gives the same tokens again, whatever the rejected draft tokens are, the difference
-    is rounding. LARGEST-DIFF is the largest difference between the logits of these passes and of passes over
-    single tokens. With --exact, and wherever else edgespec promises identical replies, those that differ
-    by rounding break the promise, and the exit status is 1.
+    To tell these apart, edgespec computes a reply that differs once more, with the reply's own tokens and an
+    empty cache. If this gives the same tokens again, whatever the rejected tokens are, the difference is
+    rounding. LARGEST-DIFF is the largest difference between the logits of several tokens at once and of one
+    token at a time. With --exact, and wherever else edgespec promises identical replies, those that differ by
+    rounding break the promise, and the exit status is 1.
 
     With --parallel N, the methods generate N replies at a time, as a server does. Each reply is compared with
     one that was generated alone.
 
     With --acceptance rejection, the probabilities of the replies are compared instead, and a p-value below
-    0.001 counts as a fault. Methods always draft here, even when that is slower. If a method drafts
-    nothing, it cannot be checked, and the exit status is also 1.
+    0.001 counts as a fault. Methods are used here even when they are slower. A method that proposes no tokens
+    cannot be checked, and the exit status is then 1 too.
 
     Each prompt is answered once for every combination of method, temperature and draft length. With the
     default values and a draft model, that is about 700 replies. They take minutes even with the demo model,
-    and there is no partial result. For a quick check, add --temperatures 0 --draft-lengths 4 -n 32.
+    and if you stop early, there is no result. For a quick check, add
+    --temperatures 0 --draft-lengths 4 -n 32.
 
     In the output, PROMPTS, IDENTICAL, ROUNDING and FAULTS are numbers of prompts. A prompt is identical only
-    if all of its replies are. REPLIES is the number of replies that were compared. DRAFTED and ACCEPTED are
-    numbers of tokens.
+    if all of its replies are. REPLIES is the number of replies that were compared. DRAFTED is the number of
+    tokens that the method proposed, and ACCEPTED how many of them the model accepted.
     """
     from edgespec.losslessness import read_prompts
 
@@ -198,7 +198,7 @@ def _verify(
             progress=progress,
         )
         if stop.requested:
-            raise CancelledError("verify was cancelled", "run it again; a partial comparison proves nothing")
+            raise CancelledError("the check was stopped, so there is no result", "run it again")
         return report
 
 
@@ -212,7 +212,7 @@ def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, An
     ]
     names = ", ".join(compared["methods"])
     sampled = compared["acceptance"] == "rejection"
-    rest = "; above temperature 0, each is sampled many times" if sampled else ", and without drafting"
+    rest = "; above temperature 0, each is sampled many times" if sampled else ", and without the speed-up"
     amount = f"{replies:,} replies of up to {max_tokens} tokens"
     return f"plan: {amount}: {' x '.join(factors)} ({names}){rest}"
 
@@ -238,11 +238,11 @@ def _smallest_p_value(facts: dict[str, Any]) -> float:
 def _verdict(facts: dict[str, Any]) -> str:
     """Return a one-sentence conclusion for a report without failed checks."""
     if facts["acceptance"] == "rejection":
-        return "Passed: drafting did not measurably change the probabilities of the replies."
+        return "Passed: the speed-up did not measurably change the probabilities of the replies."
     methods = facts["methods"].values()
     replies = sum(method["replies"] for method in methods)
     if not any(method["divergences"] for method in methods):
-        return f"Passed: drafting did not change a single token of these {replies:,} replies."
+        return f"Passed: the speed-up did not change a single token of these {replies:,} replies."
     rounded = sum(len(method["divergences"]) for method in methods)
     return (
         f"Passed: {rounded:,} of these {replies:,} replies differ by rounding, and there are no faults (see"
@@ -268,7 +268,7 @@ def _print(facts: dict[str, Any]) -> None:
     print_table(heads[:columns], [row[:columns] for row in rows])
     for name in facts["nothing_drafted"]:
         why = facts["methods"][name]["note"]
-        click.echo(printable(f"{name} drafted nothing, so nothing was checked{why and f': {why}'}"))
+        click.echo(printable(f"{name} proposed no tokens, so nothing was checked{why and f': {why}'}"))
     for name in facts["nothing_shared"]:
         click.echo(f"the replies with {name} shared no pass of the model, so nothing was checked")
     for name, method in facts["methods"].items():

@@ -33,7 +33,7 @@ _DEFAULT_ADDRESS = "127.0.0.1:50052"
 @click.command(
     "worker",
     cls=HelpfulCommand,
-    short_help="Lend this machine to a model on another one.",
+    short_help="Let edgespec on another machine use this one.",
     examples=(
         "edgespec worker",
         "edgespec worker --memory 8GiB --cache 50GiB",
@@ -51,30 +51,31 @@ _DEFAULT_ADDRESS = "127.0.0.1:50052"
 )  # fmt: skip
 @click.option(
     "--cache", type=KindType(Size()), metavar="SIZE",
-    help="Keep up to SIZE of received weights on disk, so that the same model loads faster the next time."
+    help="Keep up to SIZE of the models' weights on disk, so that they need not be sent again the next time."
     " [default: keep none]",
 )  # fmt: skip
 @click.option(
-    "--threads", type=KindType(Integer(1, 1024)), metavar="INTEGER",
+    "--threads", type=KindType(Integer(1, 1024)), metavar="N",
     help="Number of CPU threads to use. [default: the number of usable cores]",
 )  # fmt: skip
 @click.option(
     "--i-trust-this-network", "trusts_network", is_flag=True,
-    help="Allow an address that other machines can reach. There is no password and no encryption: anyone who"
-    " reaches the port can use this machine's memory and read what the model computes.",
+    help="Allow an address that other machines can reach. There is no password and no encryption: anyone in"
+    " the network can use this machine's memory and read your chats.",
 )  # fmt: skip
 def command(trusts_network: bool, **options: Any) -> int:
-    """Lend this machine's memory and processors to a model that runs on another machine.
+    """Let a model that runs on another machine use the memory and processors of this one.
 
-    On the other machine, name this one with --workers. A worker serves one model at a time, and must have the
-    same version of llama-cpp-python. When it is ready, it prints a line of JSON with its address, versions,
-    devices and memory.
+    The easiest way does not need this command: on the other machine, add `--workers ssh://THIS-MACHINE`,
+    which connects with SSH and starts the worker.
 
-    Without --i-trust-this-network, only programs on this machine can connect. From another machine, use SSH:
-    `--workers ssh://THIS-MACHINE` there also starts the worker, so that you need not run this command.
+    Otherwise, start the worker here, and name its address with --workers on the other machine. Without
+    --i-trust-this-network, only programs on this machine can connect to it. A worker runs one model at a
+    time, and needs the same version of llama-cpp-python as the other machine. When it is ready, it prints its
+    address, versions, devices and memory as a line of JSON.
 
-    Press Ctrl-C to end the worker. If stdin is a pipe, as with `ssh HOST edgespec worker`, the worker also
-    ends when the pipe is closed.
+    Press Ctrl-C to end the worker. If its input is a pipe, as with `ssh HOST edgespec worker`, it also ends
+    when the pipe is closed.
     """
     hint = f"use --listen {_DEFAULT_ADDRESS}"
     host, port = parse_address("listener", options["listen"], hint, accepts=_any_port)

@@ -82,7 +82,7 @@ class DrafterSet:
         self._drafters: dict[str, Drafter] = {}
         self._missing: dict[str, MissingDrafter] = {
             each.name: MissingDrafter(
-                f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
+                f"it needs a draft model: {why_no_draft}", "use --draft MODEL or --method ngram"
             )
             for each in methods()
             if each.needs == "draft model"

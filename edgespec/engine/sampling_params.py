@@ -31,7 +31,7 @@ class SettingRange(NamedTuple):
 
 SETTING_RANGES = {
     "temperature": SettingRange(
-        0.0, 100.0, None, "use 0 for greedy decoding, or about 0.8 for varied replies"
+        0.0, 100.0, None, "use 0 to always pick the most likely token, or about 0.8 for varied replies"
     ),
     "top_k": SettingRange(0, 1_000_000, 0, "use 0 to disable it"),
     "top_p": SettingRange(0.0, 1.0, 1.0, "use 1 to disable it"),

@@ -109,7 +109,7 @@ class _DrafterFactory:
         if draft is None and self._arguments["learn"]:
             raise OptionError(
                 "--learn trains the draft model, but no draft model is loaded",
-                "pass an MLX draft model with --draft REF",
+                "pass an MLX draft model with --draft MODEL",
                 option="learn",
                 code="draft_missing",
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,11 +27,17 @@ from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.model_facts import PassWeights
 from edgespec.model.registry import FileFormat, backend_of, format_of
 from edgespec.options.settings import check_load_arguments
-from edgespec.store.catalogue import ModelEntry, load_catalogue, needed_bytes, short_name
+from edgespec.store.catalogue import ModelEntry, ModelFormat, load_catalogue, needed_bytes, short_name
 from edgespec.store.drafts import DraftOption, choose_draft, draft_options
 from edgespec.store.hub_files import cached_model
 from edgespec.store.hub_search import search_hub
-from edgespec.store.installed import InstalledModel, InstalledModels, find_installed, read_model_info
+from edgespec.store.installed import (
+    InstalledModel,
+    InstalledModels,
+    find_installed,
+    loaded_bytes,
+    read_model_info,
+)
 from edgespec.store.reference import resolve
 from edgespec.system.disks import read_bytes_per_second
 from edgespec.system.files import format_bytes
@@ -65,6 +72,7 @@ class AvailableModel:
         needed_bytes: Approximate memory for both models with a context of 8,192 tokens.
         fits: Whether `needed_bytes` is within the memory budget. True if the size is unknown.
         speed: The expected speed. None if this machine has not been measured.
+        format: Name of the file format.
         path: The model's file or folder. None if it is not on this machine.
         entry: The model's catalogue entry, or None if it has none.
         family: Name of the model family. Empty if unknown.
@@ -82,6 +90,7 @@ class AvailableModel:
     needed_bytes: int
     fits: bool
     speed: SpeedPrediction | None
+    format: ModelFormat = "gguf"
     path: Path | None = None
     entry: ModelEntry | None = None
     family: str = ""
@@ -109,6 +118,7 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
 
     Returns:
         The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine.
+        They come after the GGUF models except on Apple Silicon, because llama.cpp is faster elsewhere.
 
     Raises:
         OptionError: `memory` is not a size.
@@ -123,10 +133,13 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
         machine = saved_machine_speed(form)
         here += installed_models(form, installed, machine, budget_bytes)
         listed += catalogue_models(form, installed, machine, budget_bytes)
-    return [
-        *sorted(here, key=lambda each: each.size_bytes),
-        *sorted(listed, key=lambda each: each.size_bytes),
-    ]
+    return [*_sorted(here), *_sorted(listed)]
+
+
+def _sorted(models: Iterable[AvailableModel]) -> list[AvailableModel]:
+    """Sort models by size. Where MLX is the slower choice, its models come after the others."""
+    is_mlx_fast = (platform.system(), platform.machine()) == ("Darwin", "arm64")
+    return sorted(models, key=lambda each: (each.format == "mlx" and not is_mlx_fast, each.size_bytes))
 
 
 def _with_paths(installed: InstalledModels, paths: Sequence[str]) -> InstalledModels:
@@ -233,8 +246,9 @@ def _installed_model(
     budget_bytes: int,
 ) -> AvailableModel:
     draft = _draft(model, installed, budget_bytes)
-    needed = needed_bytes(model.info.size_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
-    read_seconds = _read_seconds(form, model.info.size_bytes, needed - budget_bytes, model.path)
+    file_bytes = loaded_bytes(model.info, model.entry)
+    needed = needed_bytes(file_bytes + (draft.size_bytes if draft else 0), model.info.parameters)
+    read_seconds = _read_seconds(form, file_bytes, needed - budget_bytes, model.path)
     weights = draft_weights = None
     try:
         weights = _weights(form, model.path, model.entry)
@@ -258,12 +272,13 @@ def _installed_model(
         reference=model.reference,
         place=model.place,
         parameters=model.info.parameters,
-        size_bytes=model.info.size_bytes,
+        size_bytes=file_bytes,
         draft=draft.reference if draft else "",
         download_bytes=draft.size_bytes if draft and draft.path is None else 0,
         needed_bytes=needed,
         fits=needed <= budget_bytes,
         speed=speed,
+        format=model.format,
         path=model.path,
         entry=model.entry,
         family=model.info.family,
@@ -349,6 +364,7 @@ def catalogue_models(
                 needed_bytes=needed,
                 fits=needed <= budget_bytes,
                 speed=predict_entry(entry, machine, read_seconds=read_seconds or 0.0) if machine else None,
+                format=entry.format,
                 entry=entry,
                 family=entry.family,
                 notice=entry.notice,

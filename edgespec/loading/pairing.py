@@ -190,7 +190,7 @@ def find_pair(
         method = next(method for method in drafting.methods if needing & {*method.split("+")})
         raise OptionError(
             f"method {method!r} needs a draft model: {why_none}",
-            "pass a draft model with --draft REF",
+            "choose a draft model with --draft MODEL",
             option="method",
             code="draft_missing",
         )

@@ -100,7 +100,7 @@ def find_budget(
 
     def usable(limit: Limit) -> tuple[int, str]:
         kept_free = reserve(limit.free_bytes)
-        source = f"{limit.what}, less {format_bytes(kept_free)} for other programs"
+        source = f"{limit.what}, minus {format_bytes(kept_free)} for other programs"
         # `limit.free_bytes` does not include the memory that this process already uses.
         return max(0, limit.free_bytes - kept_free + process_bytes()), source
 

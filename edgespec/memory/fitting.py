@@ -45,8 +45,8 @@ _RESTORABLE: tuple[PlanOption, ...] = (
 # Effect of each KV cache format, without figures, because they depend on the
 # model.`scripts/bench_kv_types.py` measures it.
 _QUALITY = {
-    "q8_0": "it needs about half the memory of 16-bit numbers, and few predicted tokens change",
-    "q4_0": "it needs about a quarter of the memory of 16-bit numbers, but more predicted tokens change",
+    "q8_0": "it needs about half the memory of 16 bits, and replies hardly change",
+    "q4_0": "it needs about a quarter of the memory of 16 bits, but replies can get worse",
 }
 
 
@@ -233,20 +233,20 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
 
 
 def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tuple[str, str]]:
-    no_drafter = "drafting from the prompt and the reply takes hardly any memory"
+    no_drafter = "replies can still be sped up with repeated text, which takes hardly any memory"
     return {
         "context": (
-            f"a context of {choice.context_tokens:,} tokens, not {start.context_tokens:,}",
+            f"a context of {choice.context_tokens:,} tokens instead of {start.context_tokens:,}",
             "a shorter context needs a smaller KV cache",
         ),
         "kv_type": (f"a KV cache of type {choice.kv_type}", _QUALITY.get(choice.kv_type, "")),
         "draft_kv_type": (
-            f"a draft KV cache of type {choice.draft_kv_type}",
-            "drafts are verified, so replies stay the same",
+            f"a KV cache of type {choice.draft_kv_type} for the draft model",
+            "its proposals are checked, so replies stay the same",
         ),
         "draft_window": (
             f"the draft model sees only the last {choice.draft_window or 0:,} tokens",
-            "its KV cache then stops growing with the context",
+            "its KV cache then does not grow with the chat",
         ),
         "float32": (
             "16-bit weights, not converted to float32",
@@ -254,10 +254,10 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         ),
         "draft_form": (
             f"{choice.draft_form} as the draft model",
-            "it is the same model at a lower bit width, of which slightly more tokens are rejected",
+            "it is the same model with fewer bits, of which slightly fewer tokens are accepted",
         ),
         "draft": ("no draft model", no_drafter),
-        "copy": ("no low-bit copy", no_drafter),
+        "copy": ("no copy of the model with fewer bits", no_drafter),
         "heads": (f"only {choice.heads} of {start.heads} heads" if choice.heads else "no head", no_drafter),
         "gpu_layers": (
             f"only {choice.gpu_layers} layers on graphics cards",

@@ -74,7 +74,7 @@ class Streaming:
     def text(self) -> str:
         """A user-facing clause: how many bytes each pass reads, and how long that takes."""
         return (
-            f"{format_bytes(self.bytes_per_pass)} of the weights are read from disk in every pass, which"
+            f"{format_bytes(self.bytes_per_pass)} of the model are read from disk for every token, which"
             f" takes about {self.seconds_per_pass:.2g} s at {self.disk_bytes_per_second / 1e9:.1f} GB/s"
         )
 

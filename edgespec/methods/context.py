@@ -97,7 +97,7 @@ class DrafterContext:
 
 def why_no_view(target: LanguageModel, self_draft: SelfDraft) -> MissingDrafter:
     """Explain why a target does not support a kind of self-drafting."""
-    reason, hint = f"{target.facts.name} cannot draft for itself", ""
+    reason, hint = f"{target.facts.name} cannot be its own draft model", ""
     try:
         target.self_draft(self_draft).close()
     except CapabilityError as error:

@@ -159,13 +159,13 @@ class BaseModel(ABC):
         """Raise CapabilityError with the reason if the model rules out a self-drafting method."""
         if reason := self.facts.capabilities.self_draft_refusals.get(method):
             raise CapabilityError(
-                f"{method} cannot draft for {self.facts.name}: {reason}",
+                f"the method {method} does not work with {self.facts.name}: {reason}",
                 "choose another method, or use --exactness off",
             )
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
         reason = self.facts.capabilities.reason
-        raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
+        raise CapabilityError(f"{self.facts.name} cannot be its own draft model{reason and f': {reason}'}")
 
     @cached_property
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:

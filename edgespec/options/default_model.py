@@ -28,7 +28,7 @@ def why_toy(model: str) -> str:
     """
     if model != _TOY or default_model() != _TOY:
         return ""
-    return f"{_PREFERRED}, the usual default model, is not installed"
+    return f"the default model {_PREFERRED} is not installed"
 
 
 def package_folder(package: str) -> Path | None:

@@ -137,7 +137,7 @@ class ModelName(Text):
 class HeadName(Kind):
     """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
 
-    metavar = "REF|auto|none"
+    metavar = "HEAD|auto|none"
 
     def check(self, name: str, value: Any) -> str:
         return "none" if value is None else check_path(name, value)
@@ -541,8 +541,7 @@ class Option:
         common: Whether the option is one of the few that most users need. `--help` lists these first.
         per_run: Whether the option applies to a single model or run and therefore cannot be set for all runs.
         api_only: Whether the option is available only in Python.
-        in_chat: The label and hint of a reply option in the chat's settings form. None if the chat does not
-            offer it.
+        in_chat: The label and hint in the chat's settings form. None if the chat cannot change the option.
     """
 
     kind: Kind
@@ -565,22 +564,23 @@ class Option:
 
 # fmt: off
 METHOD = Option(MethodName(), "method",
-    "How to speed up replies. `auto` drafts with the draft model and from earlier text whenever that is"
-    " faster. `none` disables drafting. You can also name one or more methods joined by +, which are then"
-    " used even when they are slower: " + ", ".join(each.name for each in methods_by_need()) + ".",
-    default="auto", common=True, in_chat=("Speed-up method", "auto, none, or several: model+suffix"))
+    "How to speed up replies. `auto` uses the draft model and repeated text whenever that is faster. `none`"
+    " turns the speed-up off. You can also name one or more methods joined by +, which are then used even"
+    " when they are slower: " + ", ".join(each.name for each in methods_by_need()) + ".",
+    default="auto", common=True, in_chat=("Speed-up method", "auto, none, or e.g. model+suffix"))
 DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"), "method",
-    f"Number of tokens to draft at a time, from 1 to {MAX_DRAFT_LENGTH}. With `auto`, this is the maximum.",
+    f"Number of tokens that the draft model proposes at a time, from 1 to {MAX_DRAFT_LENGTH}. With `auto`,"
+    " this is the maximum.",
     default_text="4; up to 16 with auto, depending on speed",
     in_chat=("Draft length", "tokens to guess at a time, 1 to 64"))
 ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
-    "How drafted tokens are accepted. `invariant`: a given seed gives the same reply with every method."
-    " `rejection`: replies follow the same probability distribution, but a given seed can give a different"
-    " reply with another method, and, with `auto` or several drafters, each time you run the command.",
-    default="invariant", in_chat=("Acceptance", "checking: invariant or rejection"))
+    "How the model decides which proposed tokens to accept. `invariant`: the same seed gives the same reply"
+    " with every method. `rejection`: every reply is as likely as without the speed-up, but the same seed can"
+    " give a different reply with another method, and, with `auto` or several methods, each time.",
+    default="invariant", in_chat=("Acceptance", "invariant (same seed, same reply)"))
 MAX_LOSS = Option(Share(), "drafting",
-    "Maximum slowdown that drafting may cause in a reply, such as 5%, plus a fixed allowance of two"
-    " tokens' time. If set, the limit also applies to methods other than `auto`.",
+    "How much slower than without the speed-up a reply may become, such as 5%. The time of two tokens is"
+    " allowed in addition. If set, this also applies to methods other than `auto`.",
     default_text="2% for auto, no limit for other methods")
 # fmt: on
 

@@ -65,42 +65,44 @@ class ReplyArguments(TypedDict, total=False):
 
     # fmt: off
     max_tokens: Annotated[int | None, Option(Integer(1, _MAX_SEED), "reply",
-        "Maximum number of tokens to generate.",
+        "Maximum number of tokens in a reply.",
         default_text="8192, or until the context is full", flags=("-n",), common=True,
-        in_chat=("Maximum length", "maximum number of tokens in a reply"))]
+        in_chat=("Maximum length", "maximum tokens in a reply"))]
     min_tokens: Annotated[int, Option(Integer(0, _MAX_SEED), "reply",
-        "Minimum number of tokens to generate: the model cannot end its reply earlier. Useful to measure"
-        " speeds with replies of one length. Stop strings still end the reply.",
+        "Minimum number of tokens in a reply: the model cannot end it earlier, but stop strings can. This is"
+        " useful for measuring speeds with replies of the same length.",
         default=0, per_run=True)]
     seed: Annotated[int | None, Option(Integer(0, _MAX_SEED), "reply",
         "Random seed. The same seed gives the same reply with every method (but see --acceptance).",
         default_text="random", common=True, in_chat=("Seed", "the same seed gives the same reply"))]
     stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
-        "End the answer just before this string. Can be repeated.",
-        default=(), in_chat=("Stop strings", "strings that end the reply: a,b"))]
+        "End the reply when this text appears in it. The text itself is left out. Can be repeated.",
+        default=(), in_chat=("Stop strings", "texts that end the reply: a,b"))]
     schema: Annotated[Mapping[str, Any] | str | type | None, Option(JsonSchema(), "reply",
-        "Make the answer a JSON text that satisfies the JSON schema in this file.",
+        "Let the model answer only with JSON that satisfies the JSON schema in this file.",
         per_run=True)]
     regex: Annotated[str | None, Option(Text("REGEX"), "reply",
-        "Make the whole answer match this regular expression.",
+        "Let the model write only answers that match this regular expression as a whole.",
         per_run=True)]
     grammar: Annotated[str | None, Option(TextFile(), "reply",
-        "Make the answer satisfy the grammar in this file, which is in the Lark format of llguidance.",
+        "Let the model write only answers that satisfy the grammar in this file (in llguidance's Lark"
+        " format).",
         per_run=True)]
     choice: Annotated[str | Sequence[str], Option(Choices(), "reply",
-        "Make the answer this text. Can be repeated, so that the model chooses one of several texts.",
+        "Let the model answer only with this text. Can be repeated, so that the model chooses one of several"
+        " texts.",
         default=(), per_run=True)]
     thinking: Annotated[str, Option(Choice(("auto", "on", "off")), "reply",
-        "Whether the model should reason before it answers, if it lets users choose. `auto` is the model's"
-        " default.",
-        default="auto", in_chat=("Reasoning", "whether to reason: auto, on or off"))]
+        "Whether the model reasons before it answers, for models with which that can be chosen. `auto` is the"
+        " model's default.",
+        default="auto", in_chat=("Reasoning", "auto, on or off"))]
     logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
         "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
         " command line, use it with --json.",
         per_run=True)]
     adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
-        "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters that"
-        " are not named are not used. GGUF models only.",
+        "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters without"
+        " a scale are not used. GGUF models only.",
         default_text="the scales given to `load`", api_only=True)]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
@@ -108,14 +110,14 @@ class ReplyArguments(TypedDict, total=False):
     max_loss: Annotated[float | None, MAX_LOSS]
     temperature: Annotated[float, Option(SamplingNumber("T"), "sampling",
         "Sampling temperature. Higher values make replies more varied; 0 always picks the most likely token."
-        " Many models have a default of their own, such as 0.2 for smollm2.",
+        " Many models have their own default, such as 0.2 for smollm2.",
         common=True, in_chat=("Temperature", "randomness of replies; 0 = none"))]
     top_k: Annotated[int, _sampling("N",
         "Sample only from the N most likely tokens; 0 disables this filter.",
-        ("Top k", "keep the k most likely; 0 = off"), int)]
+        ("Top k", "only the k most likely; 0 = off"), int)]
     top_p: Annotated[float, _sampling("P",
         "Sample only from the most likely tokens whose probabilities add up to P; 1 disables this filter.",
-        ("Top p", "cumulative probability; 1 = off"))]
+        ("Top p", "only the most likely; 1 = off"))]
     min_p: Annotated[float, _sampling("P",
         "Drop tokens that are less than P times as likely as the most likely one; 0 disables this filter.",
         ("Min p", "drop unlikely tokens; 0 = off"))]
@@ -123,16 +125,18 @@ class ReplyArguments(TypedDict, total=False):
         "Typical sampling: sample only from the most typical tokens whose probabilities add up to P; 1"
         " disables this filter.", ("Typical p", "drop atypical tokens; 1 = off"))]
     repetition_penalty: Annotated[float, _sampling("X",
-        "Factor by which to penalise repeated tokens; 1 disables the penalty.",
+        "Make repeated tokens less likely by this factor; 1 turns this off.",
         ("Repetition penalty", "above 1: less repetition; 1 = off"))]
     presence_penalty: Annotated[float, _sampling("X",
-        "Amount to subtract from the logit of every repeated token; 0 disables the penalty.",
+        "Make tokens that were already used less likely, by subtracting X from their logits; 0 turns this"
+        " off.",
         ("Presence penalty", "avoid tokens already used; 0 = off"))]
     frequency_penalty: Annotated[float, _sampling("X",
-        "Amount to subtract from a token's logit for each repetition; 0 disables the penalty.",
+        "Make tokens less likely each time they are used, by subtracting X from their logits; 0 turns this"
+        " off.",
         ("Frequency penalty", "avoid frequent tokens; 0 = off"))]
     penalty_window: Annotated[int, _sampling("N",
-        "Number of recent tokens the penalties apply to; -1 means all.",
+        "Number of recent tokens that the penalties look at; -1 means all.",
         ("Penalty window", "tokens to look back; -1 = all"), int)]
     logit_bias: Annotated[Mapping[int, float], Option(TokenBiases("ID=VALUE"), "sampling",
         "Add VALUE to the logit of the token with this ID, such as 1523=-2.5; -inf bans the token. Can be"

@@ -42,14 +42,14 @@ _MAX_NAME = 60
 _REFERENCE = "a path, user/repo:quant or a name such as demo"
 # fmt: off
 MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
-    "target": Option(ModelName("REF", _REFERENCE), "model",
-        "The model to run: a .gguf file, an MLX model folder, user/repo:quant on Hugging Face, or a name from"
-        " `edgespec models list`.",
-        default=default_model(), default_text="smollm2, or demo if that is not installed", common=True),
-    "draft": Option(ModelName("REF|auto|none", f"auto, none, {_REFERENCE}"), "model",
-        "The draft model: a small, fast model that proposes tokens for the main model to check. `auto` picks"
-        " the best one on this machine (see `edgespec models show`); `none` runs without one.",
-        default="auto", common=True),
+    "target": Option(ModelName("MODEL", _REFERENCE), "model",
+        "The model to run: a name from `edgespec models list`, user/repo:quant on Hugging Face, a .gguf file,"
+        " or a folder with an MLX model.",
+        default=default_model(), default_text="smollm2, or demo if smollm2 is not installed", common=True),
+    "draft": Option(ModelName("MODEL|auto|none", f"auto, none, {_REFERENCE}"), "model",
+        "The draft model: a small, fast model that proposes tokens, which the main model checks. `auto`"
+        " chooses the best one on this machine (see `edgespec models show`); `none` runs without one.",
+        default="auto", common=True, in_chat=("Draft model", "a model's name, auto or none")),
 })
 # fmt: on
 """The two models, which `load` and `plan` take as positional arguments."""

@@ -84,7 +84,7 @@ def _token_notice(target: str, draft: str) -> str:
     if fraction == 1.0:
         return ""
     if not fraction:
-        return f"{draft} shares no tokens with {target}, so it cannot draft for it"
+        return f"{draft} shares no tokens with {target}, so it cannot be its draft model"
     percent = min(99.9, 100 * fraction)
     return f"{draft} has only {percent:.3g} % of {target}'s tokens, so the speed-up will be smaller"
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from edgespec.errors import ModelNotFoundError
-from edgespec.model.formats.gguf_header import read_name
+from edgespec.model.formats.gguf_header import read_general
 from edgespec.model.registry import FileFormat, format_of
 from edgespec.options.default_model import models_folder, package_folder
 from edgespec.system.files import config_folder, error_reason, parse_toml, read_regular_file
@@ -246,8 +246,22 @@ class Catalogue:
         """Return the entry of the model at `path` if it comes with edgespec or is recognised, or None."""
         if entry := self.embedded_at(path):
             return entry
-        name = read_name(path)
+        name = read_general(path).get("general.name")
         return next((entry for entry in self.entries if name and entry.header_name == name), None)
+
+    def of_header(self, path: Path) -> ModelEntry | None:
+        """Return the entry of the model that a GGUF file is a copy of, judging by its header, or None.
+
+        Other programs' copies can have any file name and quantisation, but their headers still contain the
+        name of the model or the parts of it. A model that was trained further has another name.
+        """
+        header = read_general(path)
+        parts = ("basename", "size_label", "finetune")
+        spelled = {
+            _letters(header.get("general.name", "")),
+            _letters("".join(header.get(f"general.{part}", "") for part in parts)),
+        } - {""}
+        return next((entry for entry in self.entries if spelled & _header_names(entry)), None)
 
     def nearest(self, name: str, also: Iterable[str] = ()) -> list[str]:
         """Return the names of up to three models that are similar to `name`, most similar first.
@@ -273,6 +287,16 @@ class Catalogue:
         known = {entry.repository.lower(): entry.repository for entry in self.entries if entry.repository}
         close = difflib.get_close_matches(repository.lower(), known, n=1, cutoff=0.8)
         return known[close[0]] if close else ""
+
+
+def _header_names(entry: ModelEntry) -> set[str]:
+    """Return the names that the headers of a model's GGUF files can contain, without spaces and dashes."""
+    repository = entry.gguf_repository.rpartition("/")[2].removesuffix("-GGUF")
+    return {_letters(name) for name in (entry.header_name, repository) if name}
+
+
+def _letters(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 @cache

@@ -93,7 +93,7 @@ class DraftOption:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
             return "the same tokens"
-        return f"{min(99.9, 100 * self.shared_token_fraction):.3g} % of the target's tokens"
+        return f"{min(99.9, 100 * self.shared_token_fraction):.3g} % of the model's tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
         return DraftChoice(resolved, f"you chose {draft} for {target.name}", source="user")
     except ModelNotFoundError:
         return DraftChoice(
-            None, f"{draft}, which you chose, is not on this machine; download it with --draft {draft}"
+            None, f"{draft}, which you chose, is not on this machine; to download it, use --draft {draft}"
         )
 
 
@@ -230,7 +230,7 @@ def _rank(target: Resolved, entry: ModelEntry | None) -> int:
 
 
 def _no_draft_found(target: Resolved) -> str:
-    return f"no suitable draft model was found for {target.name}; if you have one, pass it with --draft"
+    return f"no draft model was found for {target.name}; to choose one, use --draft"
 
 
 def _why_none(
@@ -241,20 +241,20 @@ def _why_none(
 ) -> str:
     if fitting:
         return (
-            f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
-            f" {fitting[0].speedup:.2f}x; try it with --draft {fitting[0].reference}"
+            f"no draft model on this machine is expected to make {target.name} faster (the best one,"
+            f" {fitting[0].reference}: {fitting[0].speedup:.2f}x); to try one anyway, use --draft"
         )
     if usable:
         return (
             f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which does"
-            " not fit in memory next to the target; raise --memory, or use a smaller --context"
+            f" not fit in memory in addition to {target.name}; use a larger --memory or a smaller --context"
         )
     missing = min((each for each in options if each.path is None), key=lambda each: each.rank, default=None)
     if missing and missing.rank < len(_recommended(target)):
         return (
-            "the recommended draft model is not on this machine; download it with --draft"
+            "the recommended draft model is not on this machine; to download it, use --draft"
             f" {missing.reference} ({format_bytes(missing.size_bytes)}, expected speed-up"
-            f" {missing.speedup:.1f}x, estimated from its size, not measured on this machine)"
+            f" {missing.speedup:.1f}x, estimated from its size)"
         )
     return _no_draft_found(target)
 

@@ -177,7 +177,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
         elif convert:
             converted_from, path = path, convert_once(path, target.path)
     if problem:
-        made_for = "was made for another target" if mismatch else f"cannot draft for {target.name}"
+        made_for = "was made for another model" if mismatch else f"does not work with {target.name}"
         raise CapabilityError(
             f"the head {found.name} {made_for}: {problem}",
             f"{_other_head(found, target)}, or use --head none",

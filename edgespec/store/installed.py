@@ -39,6 +39,7 @@ __all__ = [
     "files_fingerprint",
     "find_installed",
     "find_projector",
+    "loaded_bytes",
     "model_info",
     "model_info_or_none",
     "plan_removal",
@@ -169,6 +170,19 @@ def refusal_of(resolved: Resolved, info: ModelInfo) -> str:
         return ""
     (reason,) = why_refused([TrialModel(resolved.name, resolved.path, resolved.file_format, runs=False)])
     return reason
+
+
+def loaded_bytes(info: ModelInfo, entry: ModelEntry | None) -> int:
+    """Return the size of the file that edgespec loads for a model with this metadata.
+
+    edgespec converts a model in a Python package to its default quantisation when it is first loaded.
+
+    Args:
+        info: The metadata of the model's files.
+        entry: The model's entry in the catalogue, if it has one.
+    """
+    is_converted = entry is not None and entry.packaged_quantisation == info.quantisation
+    return entry.approximate_file_bytes if entry and is_converted else info.size_bytes
 
 
 def read_model_info(resolved: Resolved) -> ModelInfo:
@@ -421,13 +435,16 @@ def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> di
     """Return the recommended sampling settings of a model, by name.
 
     What a user sets has precedence over these settings. If several sources state a setting, the first counts:
-    the program that stores the model, the model's files, the catalogue.
+    the program that stores the model, the model's files, the catalogue. The catalogue's settings also apply
+    to copies of its models in other programs' folders, which are recognised by their headers.
 
     Args:
         model: The model, or None if it is not on this machine.
         entry: The model's entry in the catalogue, if it has one.
     """
     info = model_info_or_none(model) if model else None
+    if model and not entry:
+        entry = load_catalogue().of_header(model.path)
     sources: dict[str, Mapping[str, float]] = {
         "Ollama": model.sampling if model else {},
         "the model's files": info.sampling if info else {},

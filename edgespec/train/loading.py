@@ -93,7 +93,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
         if choice.draft is None:
             raise OptionError(
                 f"there is no draft model to train for {target.name}: {choice.reason}",
-                "pass one with --draft REF",
+                "choose one with --draft MODEL",
                 code="draft_missing",
             )
         draft = choice.draft

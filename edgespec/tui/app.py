@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -22,6 +23,7 @@ from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
+from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
@@ -166,6 +168,10 @@ class ChatApp(App[None]):
         """Return edgespec's colours, which the stylesheet needs before a theme is active."""
         return DARK.variables
 
+    @cached_property
+    def _history(self) -> History:
+        return History(PromptHistory(self.store.folder.parent) if self._remember else None)
+
     @property
     def _preferences_path(self) -> Path:
         return preferences_path(self.store)
@@ -209,7 +215,7 @@ class ChatApp(App[None]):
             runtime,
             self.archive,
             self.preferences,
-            History(PromptHistory(self.store.folder.parent) if self._remember else None),
+            self._history,
             models=self._models,
             system=self._system,
             settings=self._settings,
@@ -223,7 +229,7 @@ class ChatApp(App[None]):
             chat.call_later(offer_unfinished, chat)
         else:
             chat.call_later(resume, chat, self._resume)
-        chat.call_later(chat.send_text, self._loading.message)
+        chat.call_later(chat.send_text, self._loading.take_message())
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
 
@@ -267,12 +273,12 @@ class ChatApp(App[None]):
         await chat.use_runtime(switched.runtime)
         chat.holds_waiting = False
         chat.call_later(chat.send_waiting)
-        waiting = self._loading
-        if waiting.message and (switched.failure is not None or chat.prompt.text.strip()):
-            chat.prompt.insert(waiting.message + "\n")
+        message = self._loading.take_message()
+        if message and (switched.failure is not None or chat.prompt.text.strip()):
+            chat.prompt.insert(message + "\n")
         else:
-            chat.call_later(chat.send_text, waiting.message)
-        chat.prompt.insert(waiting.typed.rstrip("\n"))
+            chat.call_later(chat.send_text, message)
+        chat.prompt.insert(self._loading.take_typed().rstrip("\n"))
         name = switched.runtime.target.name
         if switched.failure is None:
             chat.models = references_after(chat.models, reference, changed)
@@ -315,6 +321,20 @@ class ChatApp(App[None]):
             await self.chat.finish(_QUIT_SECONDS)
         await asyncio.to_thread(self.stop_model)
         self.exit()
+
+    def keep_typed(self) -> str:
+        """Save what the user typed while a model was loading, if the chat ended before it was used.
+
+        Returns:
+            A line that tells the user where the text is. Empty if nothing was typed.
+        """
+        typed = filter(None, (self._loading.take_message(), self._loading.take_typed()))
+        if not (text := "\n".join(typed).strip()):
+            return ""
+        if not self._remember:
+            return f"What you typed was not sent: {visible(text)}\n"
+        self._history.add(text)
+        return "What you typed was not sent. Press Up in the next chat to get it back.\n"
 
     def save_turn(self) -> None:
         """Save the reply in progress, if any. Works in any thread, even after the app has ended."""
@@ -381,6 +401,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
             model_stopped = app.stop_model()
             app.save_turn()
             app.archive.finish_all_deletions()
+            sys.stderr.write(app.keep_typed())
         if not model_stopped:
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")

@@ -20,7 +20,7 @@ _TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipbo
 async def copy_text(app: App[None], text: str, name: str) -> str:
     """Copy `text` to the clipboard. Return a confirmation that refers to the text as `name`."""
     if not text:
-        return f"There is no {name} to copy yet."
+        return "There is nothing to copy yet."
     app.copy_to_clipboard(text)
     await asyncio.to_thread(_copy_with_desktop_tool, text)
     return f"Copied the {name}."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["details_text", "is_match", "is_open", "row_text", "speed_text"]
 
 _PLACES = {
-    "embedded": "included in edgespec: a toy for offline use",
+    "embedded": "included in edgespec: a toy model for offline use",
     "hub": "in the Hugging Face cache",
     "ollama": "stored by Ollama",
     "lmstudio": "stored by LM Studio",
@@ -125,7 +125,9 @@ def details_text(
     if plan is not None:
         memory = f"It needs {format_bytes(plan.total_bytes)} of memory.{budget}"
     elif model.needed_bytes:
-        streamed = " Part of it is read from disk for every token." if model.is_streamed else ""
+        streamed = (
+            " Part of it is read from disk for every token, which is slow." if model.is_streamed else ""
+        )
         memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}{streamed}"
     if drafters is None:
         drafters = [("Draft model", draft)] if (draft := _offered_draft(model)) else []
@@ -135,11 +137,10 @@ def details_text(
         action = f"This chat uses this model{f' with {names}' if names else ''}."
         names = ""
     is_disturbed = model.speed is not None and model.speed.is_disturbed
-    doubt = ", but other programs were busy; Ctrl+S measures again" if is_disturbed else ""
+    doubt = ", but other programs were busy; press Ctrl+S to measure again" if is_disturbed else ""
     if model.speed is None:
-        speed = (
-            f"It works with {names}. Ctrl+S measures its speed." if names else "Ctrl+S measures its speed."
-        )
+        measure = "To see how fast it would be, press Ctrl+S."
+        speed = f"It is sped up by {names}. {measure}" if names else measure
     elif names:
         gain = f"{model.speed.speedup:.1f}x as fast as without it"
         speed = f"Expected speed: {_rate_text(model.speed)} with {names}, {gain}{doubt}."
@@ -162,18 +163,18 @@ def _place(model: AvailableModel) -> str:
 
 def _action(model: AvailableModel, is_downloading: bool) -> str:
     if is_downloading:
-        return "Enter stops the download. It can be resumed later."
+        return "Press Enter to stop the download. You can resume it later."
     if not model.is_installed and not model.can_run:
-        return "Too large for this machine."
+        return "This model is too large for this machine."
     if model.is_installed:
         warning = "" if model.can_run else " It may not fit in memory."
-        return f"Enter switches to this model.{warning}"
-    size = f" {format_bytes(model.download_bytes)}" if model.download_bytes else ""
+        return f"Press Enter to switch to this model.{warning}"
+    size = f" ({format_bytes(model.download_bytes)})" if model.download_bytes else ""
     entry, terms = model.entry, ""
     if entry is not None and entry.is_gated:
-        terms = f" First, its licence must be accepted at huggingface.co/{entry.repository}."
-    draft = ", with its draft model," if size and _offered_draft(model) else ""
-    return f"Enter downloads{size}{draft} in the background.{terms}"
+        terms = f" First, accept its licence at huggingface.co/{entry.repository}."
+    draft = " and its draft model" if size and _offered_draft(model) else ""
+    return f"Press Enter to download it{draft}{size} in the background.{terms}"
 
 
 def is_open(path: Path | None, runtime: ChatModel) -> bool:

@@ -156,6 +156,12 @@ class OpenChat:
         return tuple(entry.message for entry in self.entries)
 
     @property
+    def messages_so_far(self) -> tuple[Message, ...]:
+        """The messages on the current branch, including the running turn and its reply so far."""
+        tree = self.tree if self.turn is None else self.turn.with_text()
+        return tuple(entry.message for entry in tree.open_messages)
+
+    @property
     def shown_title(self) -> str:
         """The chat's title, or else one made from the first message. Empty if the chat is empty."""
         return self.title or (title_of(self.messages) if self.entries else "")

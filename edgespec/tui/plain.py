@@ -22,7 +22,7 @@ from edgespec.tui.plain_console import PlainConsole, ReplyPieces
 from edgespec.tui.plain_tools import PlainTools
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import error_text, sentences, speed_up_short, takeover_note
+from edgespec.tui.texts import error_text, not_found_text, sentences, speed_up_short, takeover_note
 from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ class PlainChat:
         except ChatFileError as error:
             self.console.note(sentences(error.what, error.next_step))
             return
-        missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
-        self.console.note(f"There is {missing}, so this is a new chat. Type /load for the list of chats.")
+        self.console.note(f"{not_found_text(wanted)}. Type /load for the list of chats.")
 
     def open_new(self, chat: OpenChat) -> None:
         """Open an empty chat. The current one remains saved."""
@@ -160,6 +159,13 @@ class PlainChat:
             self.console.note(sentences("The setting `method` was removed", error.what))
             del settings["method"]
         self.save()
+
+    def use_reloaded_model(self) -> None:
+        """Use the model that was loaded again after it lost a worker, or the program that had loaded it."""
+        if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
+            if note := takeover_note(self.runtime):
+                self.console.note(note)
+            self.runtime, self._reader = runtime, AttachmentReader(runtime)
 
     def send(self, text: str) -> None:
         """Send a message with the files that it refers to, and print the reply. Raises EdgespecError."""
@@ -202,11 +208,7 @@ class PlainChat:
         except Exception as error:
             state = None
             self.console.note("\n".join(error_text(error)))
-        if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
-            # The model was loaded again after it lost a worker, or the program that had loaded it.
-            if note := takeover_note(self.runtime):
-                self.console.note(note)
-            self.runtime, self._reader = runtime, AttachmentReader(runtime)
+        self.use_reloaded_model()
         reply = state.reply if state is not None else None
         entry = chat.finish_turn(
             reply, None if state is None else state.messages[-1], leaving=self.console.leaving

@@ -149,9 +149,16 @@ def _ask(chat: PlainChat, question: Question) -> None:
 
 
 def _await_race(chat: PlainChat, running: RunningRace) -> None:
-    chat.console.note(f"Racing plain decoding against {running.method}.")
+    chat.console.note(f"Comparing replies without the speed-up and with the method {running.method}.")
+    job, progress = running.race.race, running.race.progress
+    reported = progress.description
+    while not wait([job], _WAIT_SECONDS).done:
+        if progress.description != reported:
+            reported = progress.description
+            chat.console.note(sentences(reported))
+    chat.use_reloaded_model()
     try:
-        race = running.race.race.result()
+        race = job.result()
     except CancelledError as error:
         chat.console.note(sentences(error.what))
         return

@@ -23,8 +23,11 @@ __all__ = ["RaceProgress", "StartedRace", "race_method", "start_race"]
 class RaceProgress:
     """The progress of a race. The model thread writes it, and the screen reads it."""
 
-    description: str = "warming up"
+    description: str = "waiting for the model"
     fraction: float = 0.0
+
+    def report(self, description: str, fraction: float) -> None:
+        self.description, self.fraction = description, fraction
 
 
 class StartedRace(NamedTuple):
@@ -68,7 +71,7 @@ def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) 
     # Limit the replies, because long ones would make the race slow to run and to draw.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
-    race = thread.submit(_work(chat.system, messages, method, options, progress))
+    race = thread.submit(_work(chat.system, messages, method, options, progress), progress.report)
     return StartedRace(messages[-1].content, race, progress)
 
 
@@ -86,7 +89,7 @@ def _work(
             return runtime.chat(system, messages).continue_reply(**each)
 
         def report(description: str, fraction: float) -> bool:
-            progress.description, progress.fraction = description, fraction
+            progress.report(description, fraction)
             return not is_cancelled()
 
         return run_race(start, options, method=method, progress=report)

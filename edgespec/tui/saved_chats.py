@@ -11,7 +11,7 @@ from edgespec.tui.commands.chats import MAX_TITLE
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import RenameScreen
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import sentences
+from edgespec.tui.texts import not_found_text, sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.worker import own_models
 
@@ -87,10 +87,7 @@ async def resume(screen: TurnScreen, wanted: str) -> None:
         # The command line has already chosen the models.
         await open_chat(screen, found, switches=False)
         return
-    missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
-    await screen.transcript.note(
-        f"There is {missing}, so this is a new chat. Press F2 for the list of chats."
-    )
+    await screen.transcript.note(f"{not_found_text(wanted)}. Press F2 for the list of chats.")
 
 
 async def offer_unfinished(screen: TurnScreen) -> None:

@@ -31,7 +31,7 @@ from edgespec.tui.commands.results import (
     Text,
     all_of,
 )
-from edgespec.tui.commands.setup import chosen_model, system_change
+from edgespec.tui.commands.setup import check_load_setting, chosen_model, system_change
 from edgespec.tui.copying import copy_text
 from edgespec.tui.downloads import Download
 from edgespec.tui.editor import show_message
@@ -173,7 +173,10 @@ async def _show_race(screen: TurnScreen, running: RunningRace) -> None:
     # Imported only when used, because this import would delay the first screen.
     from edgespec.tui.screens.race import RaceScreen
 
-    await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel))
+    def closed(_result: None) -> None:
+        screen.call_later(screen.use_reloaded_model)
+
+    await screen.app.push_screen(RaceScreen(*running.race, screen.model_thread.cancel), closed)
 
 
 async def _choose_preset(screen: TurnScreen) -> None:
@@ -256,22 +259,29 @@ async def edit_system(screen: TurnScreen) -> None:
 
 async def edit_settings(screen: TurnScreen) -> None:
     """Let the user edit the settings in a form. Keep the schema, which is not part of the form."""
-    settings = await screen.app.push_screen_wait(SettingsScreen(screen.current_chat.settings, screen.runtime))
-    if settings is None:
+    edited = await screen.app.push_screen_wait(
+        SettingsScreen(screen.current_chat.settings, screen.changed_load_options, screen.runtime)
+    )
+    if edited is None:
         return
-    chat = screen.current_chat
+    chat, settings = screen.current_chat, edited.replies
     if SCHEMA in chat.settings:
         settings[SCHEMA] = chat.settings[SCHEMA]
-    if settings == chat.settings:
-        return
     try:
         check_settings(settings, screen.runtime)
+        changed = screen.changed_load_options
+        for name, text in edited.loading.items():
+            await in_thread(partial(check_load_setting, name, text))
+            changed = with_load_setting(changed, name, text)
     except OptionError as error:
         await screen.transcript.note(sentences("The settings were not changed", error.what, error.next_step))
         return
-    chat.settings = settings
-    await screen.transcript.note("The new settings take effect with your next message.")
-    await screen.save()
+    if settings != chat.settings:
+        chat.settings = settings
+        await screen.transcript.note("The new settings take effect with your next message.")
+        await screen.save()
+    if edited.loading:
+        screen.post_message(screen.ModelChosen(screen.models.target, changed))
 
 
 async def _rename(screen: TurnScreen) -> None:

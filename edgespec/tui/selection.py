@@ -130,7 +130,7 @@ async def undo(screen: TurnScreen, _place: int | None = None) -> None:
     async def begin() -> None:
         tree = screen.current_chat.tree
         if not tree.deleted:
-            screen.say("There is nothing to undo.")
+            screen.say("There is nothing to restore.")
             return
         tree, place = tree.restored(), tree.deleted[-1]
         await _show(screen, tree, tree.path.index(place))

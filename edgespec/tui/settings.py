@@ -29,6 +29,7 @@ __all__ = [
     "default_source",
     "default_text",
     "load_setting_named",
+    "load_setting_text",
     "parse",
     "read_schema",
     "setting_named",
@@ -53,10 +54,11 @@ SETTINGS = {
 }
 """The options of replies that the chat offers, in the order of the settings form."""
 LOAD_SETTINGS: Mapping[str, Option] = {
-    "draft": MODEL_OPTIONS["draft"],
-    **{name: LOAD_OPTIONS[name] for name in ("context", "head", "kv_type", "memory")},
+    name: option
+    for name, option in {**MODEL_OPTIONS, **LOAD_OPTIONS}.items()
+    if option.in_chat and name not in REPLY_OPTIONS
 }
-"""The load options that the chat can change, by loading the model again."""
+"""The load options that the chat can change, by loading the model again. They end the settings form."""
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
 SCHEMA = "schema"
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
@@ -128,6 +130,14 @@ def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[
     return {**others, name: option.check(name, option.kind.parse(text))}
 
 
+def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
+    """Return a load option that was changed in the chat, as text for `with_load_setting`. May be empty."""
+    if name not in changed:
+        return ""
+    value = changed[name]
+    return f"{value >> 20}MiB" if name == "memory" and not value % (1 << 20) else str(value)
+
+
 def setting_named(name: str) -> str:
     """Return edgespec's name for a setting, given its name in edgespec, Ollama or llama.cpp.
 
@@ -138,7 +148,7 @@ def setting_named(name: str) -> str:
     wanted = FOREIGN_NAMES.get(wanted, wanted)
     if wanted in SETTINGS:
         return wanted
-    close = nearest(name, SETTINGS)
+    close = nearest(name, (*SETTINGS, *LOAD_SETTINGS))
     raise OptionError(
         f"Unknown setting {name!r}",
         f"Did you mean {' or '.join(close)}?" if close else "Type /show to see all settings",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
-from edgespec.options.methods import methods, sources_text
+from edgespec.options.methods import limit_text, methods, no_draft_text, sources_text
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import LOAD_SETTINGS, SCHEMA, SETTINGS, default_source, default_text, shown
@@ -25,10 +25,13 @@ __all__ = [
     "error_text",
     "exactness_for",
     "exactness_sentence",
+    "factor_text",
     "facts_line",
     "labelled_drafters",
     "limits_speed",
+    "loaded_value",
     "memory_rows",
+    "not_found_text",
     "notices",
     "reason_text",
     "rounding_warning",
@@ -43,7 +46,7 @@ __all__ = [
 ]
 
 # For each model that a first chat can open with: a remark, and the kind of model to use instead.
-_TOY = ("The demo is a toy for offline use.", "real")
+_TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
     "demo-mlx": _TOY,
@@ -51,6 +54,8 @@ _FIRST_MODELS = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
+# Slower replies are shown as slower. The value rounds to a factor of 1.0.
+_SAME_SPEED = 0.95
 # An option of the command line in a text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 _AFTER_LOSS = (
@@ -84,6 +89,19 @@ def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str
     return ([("Draft model", draft)] if draft else []) + [("Head", head) for head in heads]
 
 
+def loaded_value(name: str, runtime: ChatModel) -> str:
+    """Return the value of a load option (`LOAD_SETTINGS`) that the loaded model uses, as text."""
+    plan = runtime.plan
+    values = {
+        "draft": runtime.draft.name if runtime.draft is not None else "none",
+        "head": ", ".join(_head_names(runtime)) or "none",
+        "context": count(runtime.context_tokens),
+        "kv_type": plan.kv_type if plan else "auto",
+        "memory": format_bytes(plan.budget.total_bytes) if plan else "available memory",
+    }
+    return values[name]
+
+
 def reason_text(method: MethodReport) -> str:
     """Return the reason for using this method, in the words of the chat."""
     return in_chat(method.chat_reason or method.reason)
@@ -95,8 +113,13 @@ def speed_up_text(method: MethodReport) -> str:
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return "off" if method.requested == "none" else f"off for now: {reason_text(method)}{slower}"
     mode = "automatic" if method.requested == "auto" else "on"
-    factor = "" if method.gain is None else f"{1 + method.gain:.1f}x as fast, "
-    return f"{factor}{mode} ({sources_text(method.effective)})"
+    factor = "" if method.gain is None else f"{factor_text(1 + method.gain)}, "
+    return f"{factor}{mode} (guesses from: {sources_text(method.effective)})"
+
+
+def factor_text(factor: float) -> str:
+    """Return a speed-up in words, such as `1.6x as fast` or `20% slower`."""
+    return f"{factor:.1f}x as fast" if factor >= _SAME_SPEED else f"{percent(1 - factor)} slower"
 
 
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
@@ -109,7 +132,8 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     # At the start of a reply, `gain` is the speed-up of earlier text. Do not show it next to "accepted 0%".
     if factor is None or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
         return "speed-up on"
-    return f"speed-up {'about ' if is_rough else ''}{factor:.1f}x"
+    about = "about " if is_rough else ""
+    return f"speed-up {about}{factor:.1f}x" if factor >= _SAME_SPEED else f"{about}{factor_text(factor)}"
 
 
 def exactness_for(runtime: ChatModel, settings: Mapping[str, Setting]) -> Exactness | None:
@@ -131,13 +155,19 @@ def exactness_text(exactness: Exactness) -> str:
     speed = exactness.expected_speed
     if not exactness.bits:
         if not speed:
-            return exactness.outcome
-        cost = f", but takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
-        return f"can differ from plain decoding by rounding; --exact prevents that{cost}"
+            return exactness.outcome.replace("plain decoding", "those without the speed-up")
+        cost = f", which takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
+        return (
+            "can differ from those without the speed-up by rounding; to prevent that, start edgespec with"
+            f" --exact{cost}"
+        )
     if not limits_speed(exactness):
-        return "identical to plain decoding"
-    gain = f"is up to {percent(1 / speed - 1)} faster" if speed and speed < 1 else "allows guessing"
-    return f"identical to plain decoding; --exactness off {gain}, but can change replies"
+        return "identical with and without the speed-up"
+    gain = f"makes them up to {percent(1 / speed - 1)} faster" if speed and speed < 1 else "allows guessing"
+    return (
+        f"identical with and without the speed-up; starting edgespec with --exactness off {gain}, but can"
+        " change them"
+    )
 
 
 def rounding_warning(runtime: ChatModel) -> str:
@@ -166,7 +196,7 @@ def welcome_rows(runtime: ChatModel, *, explains: bool = True) -> list[tuple[str
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
     elif not runtime.heads and method.requested == "auto" and _only_looks_up(method.effective):
-        rows.append(("Draft model", f"none: {reason_text(method)}"))
+        rows.append(("Draft model", sentences(no_draft_text(reason_text(method)))))
     rows += [*labelled_drafters(None, _head_names(runtime)), ("Speed-up", speed_up_text(method))]
     if method.effective == "none" or not explains:
         return rows
@@ -293,14 +323,14 @@ def show_rows(
     rows += [(name, shown(chat.settings[name])) for name in (*SETTINGS, SCHEMA) if name in chat.settings]
     if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
         share, why = worst
-        rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))
+        rows.append(("at worst", f"the speed-up made the last reply up to {share} slower (allowed: {why})"))
     rows.append(("system prompt", chat.system or "none"))
     rows += [
         (name, f"{default_text(name, runtime, chat.settings)} ({default_source(name, runtime)})")
         for name in SETTINGS
         if name not in chat.settings
     ]
-    return [*rows, ("file", runtime.target.path)]
+    return [*rows, ("model file", runtime.target.path)]
 
 
 def worst_case(
@@ -319,27 +349,27 @@ def worst_case(
     if stats.worst_case_loss is None or method.gain is None or limits is None:
         return None
     rate, steps = limits
-    why = f"{percent(rate)} plus the time of {steps:g} tokens, which matters more in short replies"
+    why = f"{percent(rate)} plus the time of {steps:g} tokens"
     return percent(stats.worst_case_loss), why
 
 
 def _context(max_tokens: int, current_tokens: int) -> str:
-    allocated = f", {count(current_tokens)} allocated so far" if current_tokens < max_tokens else ""
+    allocated = f"; memory for {count(current_tokens)} so far" if current_tokens < max_tokens else ""
     return f"{count(max_tokens)} tokens{allocated}"
 
 
 def _memory(runtime: ChatModel) -> str:
     """Return the memory in use and, if it was planned, the most that the models can need."""
     used = f"{format_bytes(runtime.memory_bytes())} in use"
-    return used if runtime.plan is None else f"{used}, {format_bytes(runtime.plan.total_bytes)} planned"
+    return used if runtime.plan is None else f"{used}, up to {format_bytes(runtime.plan.total_bytes)} planned"
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """Return the labels and values that the /memory command displays, such as the size of the KV cache."""
     cache = use.prefix_cache
     rows = [
-        ("model files", format_bytes(use.weight_bytes)),
-        ("context cache", f"{format_bytes(use.kv_bytes)} (KV cache)"),
+        ("model weights", format_bytes(use.weight_bytes)),
+        ("KV cache", f"{format_bytes(use.kv_bytes)} for the context"),
         ("whole program", format_bytes(use.resident_bytes)),
     ]
     if use.context_tokens:
@@ -348,13 +378,13 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         rows.append(("free", f"{format_bytes(use.available_bytes)} on this machine"))
     if use.last_reclaim:
         freed = format_bytes(use.reclaimed_bytes)
-        rows.append(("freed", f"{freed} for other programs so far; last: {use.last_reclaim}"))
+        rows.append(("freed", f"{freed} so far, for other programs; last: {use.last_reclaim}"))
     rows += _plan_rows(use.plan)
     used, limit = format_bytes(cache.memory_bytes), format_bytes(cache.memory_limit_bytes)
-    rows.append(("earlier chats", f"{count(cache.sequences, 'prompt')} cached, {used} of at most {limit}"))
+    rows.append(("cached chats", f"{count(cache.sequences, 'prompt')}, {used} of at most {limit}"))
     if cache.disk_limit_bytes:
         used, limit = format_bytes(cache.disk_bytes), format_bytes(cache.disk_limit_bytes)
-        rows.append(("on disk", f"{used} for this model, at most {limit} for all models"))
+        rows.append(("cached on disk", f"{used} for this model, at most {limit} for all models"))
     hits, tokens = count(cache.hits), count(cache.reused_tokens, "token")
     rows.append(("cache hits", f"{hits} ({tokens} reused)" if cache.hits else "none yet"))
     return [*rows, ("problem", cache.notice)] if cache.notice else rows
@@ -365,12 +395,14 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = [
         (
-            "planned" if pool == "memory" else "on the GPU",
-            f"{format_bytes(plan.planned_bytes(pool))} of at most {format_bytes(plan.budget_bytes(pool))}",
+            "planned" if pool == "memory" else "planned on the GPU",
+            f"up to {format_bytes(plan.planned_bytes(pool))}"
+            + (f" of {format_bytes(plan.budget_bytes(pool))}" if pool != "memory" else ""),
         )
         for pool in plan.pools
     ]
-    rows.append(("limit set by", in_chat(plan.budget.source)))
+    limit = in_chat(limit_text(plan.budget.source))
+    rows.append(("memory limit", f"{format_bytes(plan.budget.bytes)}: {limit}"))
     rows += [
         (
             f"on {share.name}",
@@ -380,7 +412,13 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         )
         for share in plan.machines[1:]
     ]
-    return [*rows, *(("left out", f"{each.what}: {each.why}") for each in plan.decisions)]
+    return [*rows, *(("to save memory", f"{each.what}: {each.why}") for each in plan.decisions)]
+
+
+def not_found_text(wanted: str) -> str:
+    """Say that there is no saved chat to resume. `wanted` is its ID or title, or `last` for the newest."""
+    missing = "There are no saved chats yet" if wanted == "last" else f"There is no saved chat {wanted!r}"
+    return f"{missing}, so this is a new chat"
 
 
 def sentences(*texts: str) -> str:
@@ -409,7 +447,8 @@ def _chat_command(option: re.Match[str]) -> str:
 
 def _starts_with_word(text: str) -> bool:
     word = text.split()[0]
-    return word not in SETTINGS and word.rstrip(",:").replace("'", "").isalpha()
+    names = (*SETTINGS, *LOAD_SETTINGS)
+    return word.rstrip(":") not in names and word.rstrip(",:").replace("'", "").isalpha()
 
 
 def error_text(error: Exception) -> tuple[str, str]:

@@ -263,17 +263,20 @@ class TurnScreen(ChatView):
             self._state = job.result()
         except Exception as error:
             failure = error
-        if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
-            # The model was loaded again after it lost a worker, or the program that had loaded it.
-            note, self.runtime = takeover_note(self.runtime), runtime
-            self.chips.use_runtime(runtime)
-            if note:
-                await self.transcript.note(note)
+        await self.use_reloaded_model()
         if reply is not None and (turn := self.current_chat.turn) is not None:
             await self._end_turn(None if failure else self._state, turn, reply)
         self.transcript.set_dropped(self._state.dropped_messages)
         if failure is not None:
             await self.show_error(failure)
+
+    async def use_reloaded_model(self) -> None:
+        """Use the model that was loaded again after it lost a worker, or the program that had loaded it."""
+        if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
+            note, self.runtime = takeover_note(self.runtime), runtime
+            self.chips.use_runtime(runtime)
+            if note:
+                await self.transcript.note(note)
 
     async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
         chat, transcript = self.current_chat, self.transcript

@@ -18,6 +18,7 @@ from edgespec.tui.settings import default_sampling
 from edgespec.tui.texts import (
     exactness_for,
     exactness_sentence,
+    factor_text,
     limits_speed,
     reason_text,
     sentences,
@@ -46,8 +47,9 @@ def why_text(
     """Return the sentences of `/why` about the last reply in a chat with these settings."""
     if stats is None:
         return (
-            "No reply has been generated since this chat was opened or its model was changed. Send a message,"
-            " then type /why."
+            "There has been no reply since this chat was opened or its model was changed. Send a message,"
+            " then"
+            " type /why."
         )
     temperature = settings.get("temperature", default_sampling("temperature", runtime))
     lines = why(
@@ -110,19 +112,17 @@ def _result(method: MethodReport, stats: Stats) -> str:
             return "The speed-up is switched off, so the model wrote this reply one token at a time."
         cost = f", and trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return f"Guessing is off for now{cost}."
-    used = f"edgespec guessed tokens with: {sources_text(method.effective)}"
+    used = f"edgespec guessed words, from: {sources_text(method.effective)}"
     if method.gain is not None:
         factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
-        measured = f"{factor:.2f}x ± {error:.2f}"
         if _is_same_speed(method):
-            return f"{used}. The effect on the speed was too small to measure ({measured})."
+            return f"{used}. The effect on the speed was too small to measure ({factor:.2f}x ± {error:.2f})."
         if method.gain < 0:
-            return f"{used}. That made this reply slower ({measured})."
-        return f"{used}. That made this reply faster ({measured})."
+            return f"{used}. That made this reply {percent(-method.gain)} slower (± {percent(error)})."
+        return f"{used}. That made this reply {factor:.2f}x as fast (± {error:.2f})."
     if stats.generated_tokens < _MIN_TOKENS or stats.speedup_estimate is None:
         return f"{used}. This reply is too short to tell whether that made it faster."
-    how = "slower" if stats.speedup_estimate < 1 else "faster"
-    return f"{used}. That made this reply {how} (about {stats.speedup_estimate:.1f}x)."
+    return f"{used}. That made this reply about {factor_text(stats.speedup_estimate)}."
 
 
 def _is_same_speed(method: MethodReport) -> bool:
@@ -132,20 +132,23 @@ def _is_same_speed(method: MethodReport) -> bool:
 
 def _reason(method: MethodReport, stats: Stats) -> str:
     if method.requested == "none":
-        return "Nothing was guessed, because this chat or the command line sets the method to none."
+        return "The method is set to none in this chat or on the command line."
     if method.effective == "none":
         return sentences(f"Reason: {reason_text(method)}")
     if stats.acceptance_rate is None:
-        return "No text to guess from was found in this reply."
-    accepted = (
-        f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)} guesses were accepted"
-        f" ({percent(stats.acceptance_rate)})"
-    )
+        return "edgespec found nothing to guess from in this reply."
+    if stats.accepted_tokens == stats.drafted_tokens:
+        accepted = f"All {count(stats.drafted_tokens)} guesses were correct"
+    else:
+        accepted = (
+            f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)} guesses were accepted"
+            f" ({percent(stats.acceptance_rate)})"
+        )
     if stats.acceptance_rate < _LOW_ACCEPTANCE:
         return f"Only {accepted}, and rejected guesses cost time."
     if _is_same_speed(method) or (method.gain or (stats.speedup_estimate or 1.0) - 1) < 0:
-        return f"Guessing and checking took at least as much time as they saved: {accepted}."
-    return f"Guessing and checking take time too, which limits the speed-up: {accepted}."
+        return f"{accepted}, but guessing and checking took at least as much time as they saved."
+    return f"{accepted}. Guessing and checking take time too, which limits the speed-up."
 
 
 def _advice(
@@ -154,18 +157,18 @@ def _advice(
     if method.requested == "none":
         return "To switch the speed-up on, type /set method auto."
     if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
-        return "Type /set method auto, which guesses only while that saves time."
+        return "To guess only while that saves time, type /set method auto."
     if is_demo:
         return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
-        return "There is nothing to change. Type /race to compare this reply with plain decoding."
+        return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
     if missing_draft:
         return f"Try the draft model {missing_draft}: type /draft {missing_draft}."
     if missing_draft == "":
         return (
-            "There is no draft model for this model in the catalogue or on this machine. Without one, replies"
-            " that repeat text of the chat are sped up most, such as changes to an attached file."
+            "No draft model for this model is on this machine or in the catalogue. Without one, the speed-up"
+            " helps most when a reply repeats text, for example when you ask for changes to an attached file."
         )
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
-        return "Try a lower temperature, for example /set temperature 0, which makes text easier to guess."
-    return "Run `edgespec tune` to find out which draft length and method suit your models best."
+        return "Try a lower temperature, which makes words easier to guess: type /set temperature 0."
+    return "To find the fastest method and draft length for your models, quit and run `edgespec tune`."

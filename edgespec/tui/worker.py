@@ -39,6 +39,11 @@ Load = Callable[["Progress"], "ChatModel"]
 LoadOther = Callable[..., Load]
 PlanModel = Callable[[str, "int | None"], "Preview"]
 _T = TypeVar("_T")
+_WAITING = "waiting for another chat"
+
+
+def _ignore(_description: str, _fraction: float) -> None:
+    """Report no progress."""
 
 
 def references_after(
@@ -182,16 +187,29 @@ class ModelThread:
         self._cancelled.clear()
         return self._submit(lambda: self._turn(ask))
 
-    def submit(self, work: Callable[[ChatModel, Callable[[], bool]], _T]) -> Future[_T]:
+    def submit(
+        self,
+        work: Callable[[ChatModel, Callable[[], bool]], _T],
+        report: Callable[[str, float], None] = _ignore,
+    ) -> Future[_T]:
         """Run `work(runtime, is_cancelled)` in the model thread.
 
         After a call to `cancel`, `is_cancelled()` returns True.
+
+        Args:
+            work: The function.
+            report: Called with a description and the completed fraction of what happens before: loading the
+                model again, or waiting for another chat that uses it.
         """
         self._cancelled.clear()
 
+        def wait() -> bool:
+            report(_WAITING, 0.0)
+            return not self._cancelled.is_set()
+
         def job() -> _T:
-            runtime = self._loaded()
-            with self._turn_of(lambda: not self._cancelled.is_set()):
+            runtime = self._loaded(report=report)
+            with self._turn_of(wait):
                 return work(runtime, self._cancelled.is_set)
 
         return self._submit(job)
@@ -249,7 +267,9 @@ class ModelThread:
         """Return a context manager that waits until no other program generates with this chat's model."""
         return nullcontext() if self._sharing is None else self._sharing.turn(self.cancel, wait)
 
-    def _load_model(self, load: Load, *, can_cancel: bool = False) -> ChatModel:
+    def _load_model(
+        self, load: Load, *, can_cancel: bool = False, report: Callable[[str, float], None] = _ignore
+    ) -> ChatModel:
         """Load a model. If `can_cancel` is set, `cancel` cancels it too."""
 
         def is_cancelled() -> bool:
@@ -258,6 +278,7 @@ class ModelThread:
 
         def progress(description: str, fraction: float) -> bool:
             self.loading = self.preparing = (description, fraction)
+            report(description, fraction)
             return not is_cancelled()
 
         self.loading = ("Starting", 0.0)
@@ -279,12 +300,14 @@ class ModelThread:
             self._load_cancelled.clear()
             return Switched(self._load_model(self._load), error)
 
-    def _loaded(self, *, can_cancel: bool = True) -> ChatModel:
+    def _loaded(
+        self, *, can_cancel: bool = True, report: Callable[[str, float], None] = _ignore
+    ) -> ChatModel:
         assert self._runtime is not None
         if self._is_lost or (self._sharing is not None and self._sharing.is_lost(self._runtime)):
             # Release the workers that are not lost, so that the model can be loaded on them again.
             self._close(self._runtime)
-            self._load_model(self._load, can_cancel=can_cancel)
+            self._load_model(self._load, can_cancel=can_cancel, report=report)
         return self._runtime
 
     def _turn(self, ask: Ask) -> ChatState:
@@ -295,7 +318,7 @@ class ModelThread:
         self.preparing = ("", 0.0)
         chat = self._loaded().chat(ask.system, ask.messages)
         self.preparing = ("", 0.0)
-        with self._turn_of(lambda: progress("waiting for another chat", 0.0)):
+        with self._turn_of(lambda: progress(_WAITING, 0.0)):
             return self._answer(chat, ask, progress)
 
     def _answer(self, chat: Conversation, ask: Ask, progress: Progress) -> ChatState:

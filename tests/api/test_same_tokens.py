@@ -112,6 +112,8 @@ class TestTheSameTokens:
         self, twins: Runtime, acceptance: str, temperature: float
     ) -> None:
         ends = [t for t in range(twins.target.vocab_size) if twins.vocabulary.is_end(t)]
+        exactness = twins.target.exactness
+        assert exactness is not None
         for draft_length in (1, 4, 9):
             reply = twins.generate(
                 HOWTO,
@@ -125,7 +127,7 @@ class TestTheSameTokens:
             )
             assert reply.stats.acceptance_rate == 1.0
             # A trial on a busy machine may not have tested the widest passes, which are then not used.
-            width = min(draft_length + 1, *twins.target.exactness.widths[-1:])
+            width = min(draft_length + 1, *exactness.widths[-1:])
             assert reply.stats.target_passes == math.ceil(60 / width)
 
     @pytest.mark.long

@@ -26,6 +26,7 @@ from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.api.sharing.client import SharedModel, find_shared
 from edgespec.api.sharing.host import Wish
 from edgespec.errors import ContextFullError, EdgespecError, OptionError, WorkerLostError
+from edgespec.store.download import Progress
 from edgespec.store.reference import resolve
 from edgespec.tui.worker import Ask, ModelThread
 from tests.raising import raises
@@ -278,6 +279,30 @@ async def test_the_screen_says_whose_model_it_is(host_process: subprocess.Popen[
         await d.say("And by name?")
         await d.said("so this chat has loaded it")
         assert d.chat.current_chat.entries[-1].role == "assistant"
+
+
+async def test_a_race_shows_how_the_model_is_loaded_again(
+    host_process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    sharing, gate = ChatSharing(), threading.Event()
+
+    def load_shared(progress: Progress) -> ChatModel:
+        if gate.is_set():
+            progress("loading demo again", 0.5)
+            gate.clear()
+            sleep(2)
+        return sharing.load(ARGUMENTS, progress)
+
+    async with driving(load_shared, tmp_path / "chats", size=(100, 40), sharing=sharing) as d:
+        host_process.kill()
+        host_process.wait()
+        gate.set()
+        await d.send(f"/race {QUESTION.content}")
+        await d.sees("loading demo again")
+        await d.sees("R plays again")
+        await d.press("escape")
+        await d.said("so this chat has loaded it")
+        assert isinstance(d.chat.runtime, Runtime)
 
 
 async def test_no_command_fails_while_the_host_is_gone(

@@ -15,8 +15,8 @@ from edgespec.model.formats.gguf_header import (
     StringArray,
     TruncatedHeader,
     parse_header,
+    read_general,
     read_header,
-    read_name,
 )
 from edgespec.store.catalogue import models_folder
 from tests.backends.tiny_models import write_llama
@@ -91,10 +91,10 @@ def test_a_tiny_model(tmp_path: Path) -> None:
 
 
 def test_the_name_is_read_without_the_rest(tmp_path: Path) -> None:
-    assert read_name(DEMO) == read_header(DEMO).metadata["general.name"]
+    assert read_general(DEMO)["general.name"] == read_header(DEMO).metadata["general.name"]
     start, no_name, other = (tmp_path / name for name in ("start.gguf", "no-name.gguf", "other.gguf"))
     start.write_bytes(DEMO.read_bytes()[:1000])
-    assert read_name(start) == read_name(DEMO)
+    assert read_general(start) == read_general(DEMO)
     no_name.write_bytes(DEMO.read_bytes()[:24])
     other.write_bytes(b"GIF89a")
-    assert [read_name(path) for path in (no_name, other, tmp_path, tmp_path / "missing")] == [""] * 4
+    assert [read_general(path) for path in (no_name, other, tmp_path, tmp_path / "missing")] == [{}] * 4

@@ -61,15 +61,19 @@ def write_llama(
     pooling: gguf.PoolingType | None = None,
     twins: bool = False,
     sampling: Mapping[str, float] = MappingProxyType({}),
+    general: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write a transformer.
 
     long_from: use LongRoPE, with other factors in contexts above this size. pooling: embed texts like this,
     after adding the EOS token. twins: give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which
     differ less than their rounding errors. sampling: recommended settings, such as `temp`.
+    general: other `general` keys, such as `basename`.
     """
     random = np.random.default_rng(seed)
     writer = open_writer(path, architecture, layers=layers, feed_forward=feed_forward, context=context)
+    for name, text in general.items():
+        writer.add_string(f"general.{name}", text)
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
     vocab = add_vocabulary(writer, words, template)

@@ -161,8 +161,8 @@ def test_who_guessed_nothing_is_named(run: Run, quick: tuple[str, ...]) -> None:
     one_token = ("-n", "1", "--temperatures", "0", "--repeats", "1")  # leaves nothing to guess
     result = run(*quick, *one_token, "--methods", "suffix")
     assert result.exit_code == 0
-    assert [line for line in result.stdout.splitlines() if line.startswith("suffix drafted nothing")] != []
-    assert "none drafted nothing" not in result.stdout
+    assert [line for line in result.stdout.splitlines() if line.startswith("suffix proposed no tokens")] != []
+    assert "none proposed no tokens" not in result.stdout
     assert result.stdout.splitlines()[-1].startswith("No method drafted any tokens")
 
 
@@ -240,7 +240,7 @@ def test_replies_that_differ_are_told(
     args = (*quick, "--methods", "ngram", "--repeats", "1")
     result = run(*args, "--temperatures", "0")
     assert result.exit_code == 0
-    assert "2 replies differ from those without drafting" in result.stdout
+    assert "2 replies differ from those without the speed-up" in result.stdout
     assert "0 of 2" in result.stdout
     rejecting = run(*args, "--acceptance", "rejection", "--temperatures", "0.8")
     assert "replies differ" not in rejecting.stdout

@@ -103,9 +103,9 @@ def test_show_a_model_that_is_here(run: Run) -> None:
     for word in (
         "llama, Q8_0, 12.0 MiB",
         "11,540,736",
-        "5.9 MiB per 1,000 tokens",
+        "5.9 MiB of memory per 1,000 tokens",
         "8,192 tokens (ID f688d3fd2a98)",
-        "yes, with one or more candidate tokens per position",
+        "yes, with one or more proposals for each token",
     ):
         assert word in text
 
@@ -163,7 +163,7 @@ def test_show_says_where_the_facts_are_from(run: Run) -> None:
     said = run("models", "show", "qwen3.6-27b").stdout
     assert "facts from" in said
     assert shown["sources"][0][:40] in " ".join(said.split())
-    assert "works when the model is downloaded, with --method auto or mtp" in " ".join(said.split())
+    assert "usable once the model is downloaded, with --method auto or mtp" in " ".join(said.split())
     assert "facts from" in run("models", "show", "qwen3-8b-eagle3").stdout
 
 
@@ -238,20 +238,18 @@ class TestHeads:
         head = target.with_name("eagle3-target.gguf")
         shown = run("models", "show", str(target)).stdout
         assert re.search(
-            rf"^head +{head}: EAGLE-3; .*works, with --method auto or eagle$", shown, re.MULTILINE
+            rf"^head +{head}: EAGLE-3; .*usable with --method auto or eagle$", shown, re.MULTILINE
         )
         (listed,) = json_of(run("models", "show", str(target), "--json"))["heads"]
         assert listed["reference"] == str(head)
         assert (listed["method"], listed["works"], listed["on_this_machine"]) == ("eagle", True, True)
 
     def test_show_says_how_to_use_the_head_of_the_demo(self, run: Run) -> None:
-        assert (
-            "available: use it with --head demo-head --method eagle" in run("models", "show", "demo").output
-        )
+        assert "use it with --head demo-head --method eagle" in run("models", "show", "demo").output
 
     def test_no_speed_up_is_predicted_for_a_model_that_is_too_small(self, run: Run) -> None:
         shown = run("models", "show", "demo").stdout
-        assert re.search(r"^expected speed-up +none is predicted", shown, re.MULTILINE)
+        assert re.search(r"^expected speed-up +cannot be predicted", shown, re.MULTILINE)
         assert not re.search(r"speed-up \d", shown)
         listed = json_of(run("models", "show", "demo", "--json"))
         assert [each["expected_speedup"] for each in listed["drafts"] + listed["heads"]] == [None] * 2
@@ -259,21 +257,21 @@ class TestHeads:
     def test_show_lists_published_heads(self, run: Run) -> None:
         shown = run("models", "show", "qwen3-8b").stdout
         assert "its publisher measured 1.7x on a server GPU with 16-bit weights" in shown
-        assert "not on this machine; download it with --head qwen3-8b-eagle3" in shown
+        assert "not on this machine; --head qwen3-8b-eagle3 downloads it" in shown
         assert re.search(r"expected speed-up \d", shown)
 
     def test_show_a_head(self, run: Run, target: Path) -> None:
         shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
-        assert re.search(r"^what it is +a head: .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
-        assert not re.search("^drafts for", shown, re.MULTILINE)
+        assert re.search(r"^what it is +a head, .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
+        assert not re.search("^made for", shown, re.MULTILINE)
         assert ", where MODEL is the model that it was trained for (add --method eagle" in shown
-        assert "--draft auto" not in shown
+        assert "chosen draft model" not in shown
 
     @pytest.mark.parametrize(
         ("head", "target", "reads"),
         [
-            ("demo-head", "demo", "the hidden states of the target's layers 2, 6 and 9"),
-            ("demo-mlx-head", "demo-mlx", "hidden states of several layers of the target"),
+            ("demo-head", "demo", "the hidden states of the model's layers 2, 6 and 9"),
+            ("demo-mlx-head", "demo-mlx", "hidden states of several layers of the model"),
         ],
     )
     def test_show_a_head_of_the_catalogue(self, run: Run, head: str, target: str, reads: str) -> None:
@@ -281,10 +279,10 @@ class TestHeads:
             re.split("  +", line, maxsplit=1) for line in run("models", "show", head).stdout.splitlines()
         )
         assert lines["head"].startswith(f"{head} -> built in: ")
-        assert lines["drafts for"] == target
+        assert lines["made for"] == target
         assert lines["size"].startswith(("2.1 MiB, Q8_0", "3.9 MiB, float16"))
         assert lines["reads"].startswith(reads)
-        assert lines["can draft"] == "all 8,192 tokens of the target"
+        assert lines["can propose"] == "all 8,192 tokens of the model"
         assert lines["use it with"].startswith(f"--target {target} --head {head} (add --method eagle ")
         shown = json_of(run("models", "show", head, "--json"))
         assert shown["catalogue"]["targets"] == [target]
@@ -299,7 +297,7 @@ class TestHeads:
     def test_show_a_folder_with_a_head(self, run: Run, tmp_path: Path) -> None:
         folder = write_published(tmp_path / "my head", draft_vocab_size=100)
         shown = run("models", "show", str(folder)).stdout
-        assert re.search(r"^can draft +100 of the 269 tokens of the target$", shown, re.MULTILINE)
+        assert re.search(r"^can propose +100 of the 269 tokens of the model$", shown, re.MULTILINE)
         assert f"--head '{folder}'" in shown
 
     def test_heads_that_are_part_of_edgespec_are_not_removed(self, run: Run) -> None:
@@ -309,7 +307,7 @@ class TestHeads:
         target = write_gemma4(tmp_path / "gemma.gguf")
         head = write_gemma4_assistant(tmp_path / "mtp-gemma.gguf")
         shown = run("models", "show", str(target)).stdout
-        assert re.search(rf"^head +{head}: MTP; .*works, with --method auto or mtp$", shown, re.MULTILINE)
+        assert re.search(rf"^head +{head}: MTP; .*usable with --method auto or mtp$", shown, re.MULTILINE)
         assert "(MTP, method mtp)" in run("models", "show", str(head)).stdout
         one_line_error(run("plan", "--target", str(head)), 1, "--head", code="wrong_file")
 

@@ -107,11 +107,15 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     for text in (
         "temperature is now 0.",
         "temperature: 0",
-        "No reply has been generated since this chat was opened or its model was changed.",
+        "There has been no reply since this chat was opened or its model was changed.",
         "System prompt: Be brief.",
     ):
         assert text in out
-    for text in ("Saved as 'My chat'.", "My chat (now, 2 messages)", "/regen: regenerate the last reply"):
+    for text in (
+        "Saved as 'My chat'.",
+        "My chat (now, 2 messages)",
+        "/regen: generate another reply to your last message",
+    ):
         assert text in out
     for text in (
         "/theme does not exist in the plain chat",

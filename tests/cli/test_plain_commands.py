@@ -189,7 +189,7 @@ def test_messages_are_deleted_restored_and_forked(chat: Chat, tmp_path: Path) ->
     out, err = chat.typed(lines, "First.", "Second.")
     assert "Deleted 2 messages. Type /undo to restore them.\nRestored. The chat has 4 messages." in out
     assert "This is a new chat with 2 messages from “one”, which is unchanged." in out
-    for text in ("nothing to fork", "no message to delete", "nothing to undo", "nothing to pin"):
+    for text in ("nothing to fork", "no message to delete", "nothing to restore", "nothing to pin"):
         assert text in err
     assert [len(each["messages"]) for each in saved(tmp_path)] == [2, 2]
     assert sorted(each["title"] for each in saved(tmp_path)) == ["one", "one (fork)"]
@@ -244,7 +244,7 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert "There is no model named nope." in err
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "that you can download fit in memory. `edgespec models list` shows them." in listed
+    assert "more models that fit in memory. `edgespec models list` shows them." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 

@@ -112,17 +112,17 @@ def test_the_picture(run: Run) -> None:
     assert done.exit_code == 0
     assert done.stdout.startswith(
         "model demo\ndraft model demo-draft\n"
-        "context 1,024 tokens (the model's trained context length)\ncache type bf16/f16\n"
-        "expected speed unknown, because this machine has not been measured (run `edgespec recommend`)\n\n"
+        "context 1,024 tokens (as many as the model was trained for)\nKV cache type bf16/f16\n"
+        "expected speed unknown; to measure this machine, run `edgespec recommend`\n\n"
     )
     assert "of 400 MiB memory, plus up to " in done.stdout
     assert "█" in done.stdout
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
     assert "▒" in over.stdout
-    assert re.search(r"does not fit: raise --memory to \d+ MiB or more", over.stdout)
+    assert re.search(r"does not fit in memory: raise --memory to \d+ MiB or more", over.stdout)
     lines = over.stdout.splitlines()
-    given_up = lines[lines.index("tried, but still too large:") + 1 : lines.index("", -4)]
+    given_up = lines[lines.index("Changed to save memory, but still too large:") + 1 : lines.index("", -4)]
     assert given_up
     assert all(line.startswith("  ") for line in given_up), "what goes on in another line is seen to"
     assert all(line == line.rstrip() for line in lines)
@@ -133,7 +133,7 @@ def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
     asked = ("plan", "--context", "24576", "--draft-window", "700")
     assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}
     assert (
-        "in longer contexts, the draft model reads only the first 4 and the last 700 tokens\n"
+        "in longer chats, the draft model sees only the first 4 and the last 700 tokens\n"
         in run(*asked).stdout
     )
     assert "draft_sees" not in json.loads(run("plan", "--json").stdout)
@@ -147,11 +147,14 @@ def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> No
     said = json.loads(run(*options, "--json").stdout)
     assert (said["context"], said["context_trained"], said["context_begins"]) == (1 << 17, 1 << 17, 2048)
     shown = " ".join(run(*options).stdout.split())
-    assert "131,072 tokens (the model's trained context length; grows on demand from 2,048) cache" in shown
+    assert (
+        "131,072 tokens (as many as the model was trained for; memory is allocated as the chat grows, at"
+        " first for 2,048) KV cache" in shown
+    )
     asked = " ".join(run(*options, "--context", "1024").stdout.split())
-    assert "context 1,024 tokens cache" in asked
+    assert "context 1,024 tokens KV cache" in asked
     beyond = " ".join(run(*options, "--context", "262144").stdout.split())
-    assert "262,144 tokens (longer than the 131,072 tokens the model was trained for; grows" in beyond
+    assert "262,144 tokens (more than the 131,072 that the model was trained for; memory" in beyond
 
 
 def test_options_of_no_use(run: Run) -> None:

@@ -140,7 +140,7 @@ async def test_each_tab_has_a_chat_that_ends_with_it(address: str, server: Serve
         await tab.shows("Enter sends")
         assert len(processes(server.folder)) == 1
         await tab.socket.send_json(["stdin", "/memory\r"])
-        await tab.shows("model files")
+        await tab.shows("model weights")
     assert await ended(server.folder)
 
 
@@ -154,7 +154,7 @@ async def test_a_huge_screen_is_limited(address: str, server: Server) -> None:
         for width, height in ((10**9, 10**9), (0, -5), (10**30, 2), (100, 30)):
             await tab.socket.send_json(["resize", {"width": width, "height": height}])
         await tab.socket.send_json(["stdin", "/memory\r"])
-        await tab.shows("model files")
+        await tab.shows("model weights")
         assert chat.memory_info().rss < 700 * 2**20
 
 

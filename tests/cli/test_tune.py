@@ -52,7 +52,7 @@ def found(name: str, expected: float, drafted: int = 50) -> DrafterResult:
             [found("model", 1.0), found("suffix", 9.0, drafted=0)],
             "No available method makes replies faster",
         ),
-        (3.0, [found("suffix", 9.0, drafted=0)], "Nothing was drafted"),
+        (3.0, [found("suffix", 9.0, drafted=0)], "The replies were too short"),
         (3.0, [], "No available method makes replies faster"),
     ],
 )

@@ -43,8 +43,8 @@ def test_json(run: Run, prompts: str) -> None:
 @pytest.mark.parametrize(
     ("acceptance", "replies", "rest"),
     [
-        # Two prompts at two temperatures, with four methods, and without drafting.
-        ("invariant", 20, "and without drafting"),
+        # Two prompts at two temperatures, with four methods, and without the speed-up.
+        ("invariant", 20, "and without the speed-up"),
         # At temperature 0.8, each of the eight cases is sampled 200 times.
         ("rejection", 1610, "above temperature 0, each is sampled many times"),
     ],
@@ -76,7 +76,7 @@ def test_table(run: Run, prompts: str) -> None:
     counts = ["PROMPTS", "REPLIES", "IDENTICAL", "ROUNDING", "FAULTS", "LARGEST-DIFF", "DRAFTED", "ACCEPTED"]
     assert lines[2].split() == ["METHOD", *counts]
     # Two prompts at two temperatures, with two methods.
-    assert lines[-1].startswith("Passed: drafting did not change a single token of these 8 replies")
+    assert lines[-1].startswith("Passed: the speed-up did not change a single token of these 8 replies")
     assert [line.split()[0] for line in lines[3:-2]] == ["ngram", "model"]
     for line in lines[3:-2]:
         assert line.split()[1:3] == ["2", "4"]
@@ -108,7 +108,7 @@ def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
     result = run(*args)
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == "model drafted nothing, so nothing was checked"
+    assert result.stdout.splitlines()[-1] == "model proposed no tokens, so nothing was checked"
     result = run(*args, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -256,7 +256,8 @@ def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(losslessness, "verify", verified)
     result = run("verify", "--methods", "model", "--idle-time", "0.5")
     assert (
-        "model drafted nothing, so nothing was checked: it looks for layers[2J" in result.stdout.splitlines()
+        "model proposed no tokens, so nothing was checked: it looks for layers[2J"
+        in result.stdout.splitlines()
     )
     assert (result.exit_code, verified.asked["idle_seconds"]) == (1, 0.5)
 
@@ -277,9 +278,9 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: methods that draft from the text, and those of the loaded heads;" in told
+    assert "[default: the methods that use repeated text, and those of the loaded heads;" in told
     assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
-    assert "Others, such as auto, are checked only if listed" in told
+    assert "Others, such as auto, are checked only if you name them" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"], asked["idle_seconds"]) == (5, "invariant", 2)

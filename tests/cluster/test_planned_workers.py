@@ -53,7 +53,7 @@ def test_the_command_prints_each_machine(workers: tuple[Worker, Worker]) -> None
     assert done.exit_code == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("127.0.0.1")]
     assert [row[0] for row in rows] == [worker.address for worker in workers]
-    assert "Sending the weights takes at least" in done.stdout
+    assert "Sending the model to the workers takes at least" in done.stdout
     report = json.loads(run("plan", "--workers", both, "--context", "1024", "--json").stdout)
     assert report["machines"][0]["layers"] == 0
     assert len(report["workers"]["links"]) == 2

@@ -142,7 +142,7 @@ class TestFinding:
         for name, method, quoted in (
             ("demo", "eagle", "--head demo-head"),
             ("demo", "medusa", "edgespec models show demo"),
-            (str(target), "eagle", "--head REF"),
+            (str(target), "eagle", "--head HEAD"),
         ):
             with raises(OptionError, quoted, code="method_unavailable"):
                 edgespec.load(name, "none", method=method, **OPTIONS)
@@ -279,8 +279,8 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
     assert named.head_advice == "use --head qwen3-8b-eagle3, a download of 763 MiB"
     assert pair_of(Path("qwen3-8b"), method="medusa").head_advice == ""
     for expected in (
-        "download it with --draft qwen3-0.6b (381 MiB, expected speed-up",
-        "estimated from its size, not measured on this machine)",
+        "to download it, use --draft qwen3-0.6b (381 MiB, expected speed-up",
+        "estimated from its size)",
         ", or a head with --head qwen3-8b-eagle3 (763 MiB, expected speed-up",
         "its publisher measured 1.7x on a server GPU with 16-bit weights)",
     ):

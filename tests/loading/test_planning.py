@@ -152,8 +152,8 @@ def test_the_draft_kv_cache_is_quantised_first() -> None:
             last = runtime.plan
     assert replies[0] == replies[1]
     (decision,) = last.decisions
-    assert decision.what == "a draft KV cache of type q8_0"
-    assert decision.why == "drafts are verified, so replies stay the same"
+    assert decision.what == "a KV cache of type q8_0 for the draft model"
+    assert decision.why == "its proposals are checked, so replies stay the same"
     assert decision.bytes >= 2**18
     assert last.fits
     assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow
@@ -182,7 +182,7 @@ class TestInstalledModels:
         assert planned.pair.draft.path.name == "Small-Q4_0.gguf"
         (decision,) = planned.plan.decisions
         assert decision.what == "maker/Small-GGUF as the draft model"
-        assert "same model at a lower bit width" in decision.why
+        assert "same model with fewer bits" in decision.why
         assert decision.bytes > 2**18
         named = _planned(total - 1, fixed=PlanRequest(fixed.fixed | {"draft"}))
         assert not named.plan.fits

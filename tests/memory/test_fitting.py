@@ -67,7 +67,7 @@ def test_prefer_speed_shortens_the_context_first_and_only_as_far_as_needed() -> 
     choice, plan = _fit(_total(START) - 1)
     assert choice == replace(START, context_tokens=8192 - 256)
     (decision,) = plan.decisions
-    assert decision.what == "a context of 7,936 tokens, not 8,192"
+    assert decision.what == "a context of 7,936 tokens instead of 8,192"
     assert decision.bytes == 256 * (16 + _DRAFT_KV)
 
 

@@ -156,7 +156,7 @@ class TestBudget:
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
         budget = find_budget()
         assert budget.bytes == 1900 + HELD
-        assert budget.source == "the group /a, less 100 B for other programs"
+        assert budget.source == "the group /a, minus 100 B for other programs"
 
     def test_a_hard_limit_caps_a_given_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = (Limit(1 << 20, "free now"), Limit(2000 << 20, "the group", hard=True))

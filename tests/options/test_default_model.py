@@ -32,7 +32,7 @@ def installed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_smollm2_the_demo_is_the_default() -> None:
     assert default_model() == "demo"
-    assert why_toy("demo") == "smollm2, the usual default model, is not installed"
+    assert why_toy("demo") == "the default model smollm2 is not installed"
     assert why_toy("8b-q4") == ""
     with edgespec.load(draft="none", method="none", context=256, threads=1) as runtime:
         assert runtime.target.name == "demo"

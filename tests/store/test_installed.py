@@ -492,6 +492,30 @@ def test_ollama_counts_before_the_file_and_the_file_before_the_catalogue(
     assert model.unused == ("template", "num_ctx")
 
 
+@pytest.mark.parametrize(
+    ("header", "temperature"),
+    [
+        # As in the files of the Python package, and in those that bartowski's tools write.
+        ({"name": "Smollm2 135M 8k Lc100K Mix1 Ep2"}, 0.2),
+        ({"name": "SmolLM2 135M Instruct"}, 0.2),
+        ({"basename": "SmolLM2", "size_label": "135M", "finetune": "Instruct"}, 0.2),
+        ({"name": "Qwen3-8B"}, 0.6),
+        # The base model, and a model that someone has trained further.
+        ({"name": "SmolLM2 135M"}, None),
+        ({"name": "My SmolLM2 135M Instruct"}, None),
+        ({}, None),
+    ],
+)
+def test_a_copy_in_another_program_has_the_settings_of_the_catalogue(
+    own_home: Path, tmp_path: Path, header: dict[str, str], temperature: float | None
+) -> None:
+    path = write_llama(tmp_path / "model.gguf", general=header)
+    add_to_lmstudio(own_home / ".lmstudio" / "models", "someone/copies/renamed.gguf", path)
+    model = resolve("lmstudio:someone/copies")
+    expected = None if temperature is None else (temperature, "the catalogue")
+    assert settings_of(model).get("temperature") == expected
+
+
 def test_a_model_that_is_not_on_this_machine_has_the_settings_of_the_catalogue() -> None:
     entry = load_catalogue().find("qwen3-8b")
     assert entry is not None

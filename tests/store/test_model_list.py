@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from edgespec.errors import DownloadError, OptionError
 from edgespec.loading import model_list
 from edgespec.methods.costs.curve import CostCurve
 from edgespec.methods.costs.machine_speed import MachineSpeed, TypeSpeed
-from edgespec.store.catalogue import models_folder
+from edgespec.model.model_facts import ModelInfo
+from edgespec.store.catalogue import load_catalogue, models_folder
+from edgespec.store.installed import loaded_bytes
 from tests.raising import raises
 from tests.store.stand_in_hub import REPOSITORY, StandInHub
 
@@ -24,13 +28,31 @@ def by_name(models: list[edgespec.AvailableModel]) -> dict[str, edgespec.Availab
     return {model.reference: model for model in models}
 
 
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_mlx_models_come_last_where_mlx_is_slower(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    models = [model for model in edgespec.list_models() if not model.is_installed]
+    keys = [(model.format == "mlx" and system == "Linux", model.size_bytes) for model in models]
+    assert keys == sorted(keys)
+
+
+def test_the_model_in_a_package_has_the_size_of_the_copy_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = load_catalogue().find("smollm2")
+    assert found is not None
+    entry = found[0]
+    original = ModelInfo("model", "smollm2", "llama", 1, "Q4_1", 98_362_432, 1, 1, 1, 1, "", True, "")
+    assert loaded_bytes(original, entry) == entry.approximate_file_bytes
+    assert loaded_bytes(replace(original, quantisation="Q4_0"), entry) == 98_362_432
+    assert loaded_bytes(original, None) == 98_362_432
+
+
 def test_models_on_this_machine_come_before_those_of_the_catalogue() -> None:
     models = edgespec.list_models(memory="12GiB")
     places = [model.is_installed for model in models]
     assert places == sorted(places, reverse=True)
-    for is_installed in (True, False):
-        sizes = [model.size_bytes for model in models if model.is_installed == is_installed]
-        assert sizes == sorted(sizes)
     named = by_name(models)
     assert named["demo"].place == "embedded"
     assert (named["demo"].draft, named["demo"].download_bytes) == ("demo-draft", 0)

@@ -1,4 +1,4 @@
-"""Copying code blocks, by key, command and mouse."""
+"""Copying code blocks, by key, command and mouse, and copying the chat."""
 
 from __future__ import annotations
 
@@ -77,3 +77,19 @@ async def test_the_code_blocks_of_a_selected_message(tmp_path: Path) -> None:
         await d.sees("There is no code block to copy yet.")
         await d.press("up", "up", "b", "b")
         await _copied(d, "print(1)\nprint(2)", "Copied the code block (2 of 3).")
+
+
+async def test_the_chat_is_copied_with_the_reply_that_is_being_written(tmp_path: Path) -> None:
+    slow = Script(text="word " * 2000, pause_seconds=0.01)
+    async with driving(loading(ScriptedRuntime(scripts=[slow])), tmp_path) as d:
+        await d.send("hello")
+        await d.said("word word")
+        await d.send("/copy chat")
+        await d.sees("Copied the chat.")
+        assert d.app.clipboard.startswith("**You:**\n\nhello\n\n**Model:**\n\nword word")
+        await d.send(f"/export {tmp_path / 'chat.md'}")
+        await d.said("Exported this chat")
+        assert "word word" in (tmp_path / "chat.md").read_text("utf-8")
+        assert d.chat.writing
+        await d.press("escape")
+        await d.settled()

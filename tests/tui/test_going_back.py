@@ -37,7 +37,7 @@ async def test_resume_opens_the_chosen_chat(wanted: str, shown: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"), [("last", "there are no saved chats yet"), ("plums", "no saved chat 'plums'")]
+    ("wanted", "says"), [("last", "There are no saved chats yet"), ("plums", "no saved chat 'plums'")]
 )
 async def test_resume_without_a_match_starts_a_new_chat(wanted: str, says: str, tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, resume=wanted) as d:

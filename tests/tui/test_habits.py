@@ -113,8 +113,8 @@ async def test_old_notes_leave_the_transcript(tmp_path: Path) -> None:
         for number in range(1, 8):
             assert (f"top_k is now {number}." in d.transcript()) == (number > 2)
         await d.send("/show")
-        await d.said("In use")
+        await d.said("Model and settings")
         assert "top_k is now 3." not in d.transcript()
         await d.say("hello again")
         assert "top_k is now" not in d.transcript()
-        assert "In use" not in d.transcript()
+        assert "Model and settings" not in d.transcript()

@@ -16,15 +16,15 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
 
 def test_plan_of_one_memory_pool() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
-    assert rows["planned"] == "1.9 GiB of at most 2.8 GiB"
-    assert rows["limit set by"] == "/set memory"
-    assert rows["left out"] == "no draft model: it is short"
+    assert rows["planned"] == "up to 1.9 GiB"
+    assert rows["memory limit"] == "2.8 GiB: chosen with /set memory"
+    assert rows["to save memory"] == "no draft model: it is short"
 
 
 def test_plan_with_gpu_memory() -> None:
     rows = _rows(Budget(3 * 10**9, "here", gpu_bytes=8 * 10**9))
-    assert rows["on the GPU"] == "0 B of at most 7.5 GiB"
-    assert "left out" not in rows
+    assert rows["planned on the GPU"] == "up to 0 B of 7.5 GiB"
+    assert "to save memory" not in rows
 
 
 def test_memory_rows_without_a_plan() -> None:
@@ -46,10 +46,10 @@ def test_free_and_reclaimed_memory_are_shown() -> None:
         last_reclaim="little memory was free: gave back 96.0 MiB of kept texts",
     )
     rows = dict(memory_rows(use))
-    assert rows["context"] == "8,192 tokens, 2,048 allocated so far"
-    assert rows["earlier chats"] == "0 prompts cached, 0 B of at most 0 B"
+    assert rows["context"] == "8,192 tokens; memory for 2,048 so far"
+    assert rows["cached chats"] == "0 prompts, 0 B of at most 0 B"
     assert rows["free"] == "400 MiB on this machine"
-    assert rows["freed"].startswith("96.0 MiB for other programs so far; last: little")
+    assert rows["freed"].startswith("96.0 MiB so far, for other programs; last: little")
     assert not {"context", "free", "freed"} & set(dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage()))))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.widgets import Input
 
 import edgespec
 from edgespec.chat.saved_chat import ModelReferences
@@ -60,6 +61,45 @@ async def test_nothing_is_loaded_for_a_value_that_is_missing_or_wrong(
         await d.send(typed)
         await d.said(shown)
         assert d.chat.runtime is before
+
+
+async def test_the_settings_form_changes_the_options_too(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.press("f6")
+        await d.pilot.pause()
+        fields = {field.name: field for field in d.app.screen.query(Input)}
+        assert {"draft", "context", "head", "kv_type", "memory"} <= fields.keys()
+        assert fields["context"].placeholder == "512"
+        fields["context"].value = "many"
+        await d.press("ctrl+s")
+        await d.sees("must be an integer")
+        fields["context"].value, fields["temperature"].value = "768", "0.5"
+        await d.press("ctrl+s")
+        await until(d.pilot, lambda: d.chat.runtime.context_tokens == 768)
+        await d.settled()
+        assert d.chat.current_chat.settings == {"temperature": 0.5}
+        await d.press("f6")
+        await d.pilot.pause()
+        fields = {field.name: field for field in d.app.screen.query(Input)}
+        assert fields["context"].value == "768"
+        fields["context"].value = ""
+        await d.press("ctrl+s")
+        await until(d.pilot, lambda: d.chat.runtime.context_tokens == 512)
+        await d.settled()
+        assert d.chat.changed_load_options == {}
+
+
+async def test_an_unknown_draft_model_in_the_form_changes_nothing(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        before = d.chat.runtime
+        await d.press("f6")
+        await d.pilot.pause()
+        fields = {field.name: field for field in d.app.screen.query(Input)}
+        fields["draft"].value, fields["temperature"].value = "no-such-model", "0.5"
+        await d.press("ctrl+s")
+        await d.said("no-such-model")
+        assert d.chat.runtime is before
+        assert d.chat.current_chat.settings == {}
 
 
 async def test_options_that_fail_leave_the_model_as_it_was(tmp_path: Path) -> None:

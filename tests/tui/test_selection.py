@@ -123,7 +123,7 @@ async def test_deleted_messages_can_be_restored(tmp_path: Path) -> None:
         await d.say("/undo")
         assert conversation(d) == ["first", "One.", "second", "Two."]
         await d.say("/undo")
-        await d.sees("There is nothing to undo.")
+        await d.sees("There is nothing to restore.")
         await d.say("/delete")
         await d.say("third")
         await d.say("/undo")

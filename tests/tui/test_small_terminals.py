@@ -28,8 +28,8 @@ async def test_show_begins_with_the_model_and_the_speed_up(tmp_path: Path, size:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         await d.say("a question")
         await d.say("/show")
-        await d.sees("In use")
-        assert "In use" in d.screen_text()[1]
+        await d.sees("Model and settings")
+        assert "Model and settings" in d.screen_text()[1]
         assert "model demo · 11.5 M parameters" in visible(d)
         assert "speed-up 1.6x as fast" in visible(d)
         if size[1] >= 20:
@@ -51,7 +51,7 @@ async def test_changed_settings_come_before_the_defaults(tmp_path: Path) -> None
 async def test_memory_begins_with_its_first_line(tmp_path: Path, size: tuple[int, int]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         await d.say("/memory")
-        await until(d.pilot, lambda: "model files 12.0 MiB" in visible(d), "the first line")
+        await until(d.pilot, lambda: "model weights 12.0 MiB" in visible(d), "the first line")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -60,10 +60,10 @@ async def test_help_begins_with_the_keys_that_everybody_needs(tmp_path: Path, si
         await d.press("f1")
         await d.sees("Most used")
         shown = visible(d)
-        for line in ("Enter send", "Esc stop the reply", "F3 speed and memory", "Ctrl+Q quit"):
+        for line in ("Enter send", "Esc stop the reply", "F3 show speed and memory", "Ctrl+Q quit"):
             assert line in shown, line
         if size[1] >= 20:
-            assert "/show show the models" in shown
+            assert "/show show the model" in shown
 
 
 async def test_a_panel_that_covers_a_small_screen_does_not_open_at_the_next_start(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ def test_the_first_screen_suggests_a_model_that_fits() -> None:
     with edgespec.load("demo", threads=1, memory="12GiB") as runtime:
         (notice,) = notices(runtime)
         assert notice == (
-            "The demo is a toy for offline use. SmolLM2, a small real model, is not installed; scripts/setup"
-            " installs it. Press F9 to choose and download a real model. These fit this machine (sizes"
+            "The demo is a toy model for offline use. SmolLM2, a small real model, is not installed;"
+            " scripts/setup installs it. Press F9 to choose and download a real model. These fit this"
+            " machine (sizes"
             " include draft models): qwen3.5-2b (1.7 GiB), qwen3.5-4b (2.8 GiB), qwen3.5-9b (5.5 GiB)."
         )
 

@@ -373,5 +373,5 @@ async def test_long_arguments_are_read_with_the_keyboard(tmp_path: Path, size: t
         await d.press("escape")
         d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), "{}"))
         await asked(d)
-        await d.sees("Enter · Esc stops the reply")
+        await d.sees("Enter picks · Esc stops the reply")
         assert "PgUp" not in shown(d)

@@ -12,6 +12,7 @@ from textual import events
 
 from edgespec import Runtime
 from edgespec.chat.message import Message
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
@@ -84,6 +85,21 @@ async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
         await until(pilot, lambda: not app.is_running, "the app to end", seconds=30)
     assert isinstance(app.load_error, CancelledError)
     assert app.model_thread.join(60)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+async def test_what_was_typed_before_loading_was_cancelled_is_kept(tmp_path: Path, remembers: bool) -> None:
+    load, store = loading(ScriptedRuntime(), steps=6000, pause_seconds=0.01), ChatStore(tmp_path / "chats")
+    app = ChatApp(load, store=store, remember=remembers)
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: isinstance(app.screen, LoadingScreen))
+        await pilot.press("o", "n", "e", "enter", "t", "w", "o", "escape")
+        await until(pilot, lambda: not app.is_running, "the app to end", seconds=30)
+    assert app.model_thread.join(60)
+    note = app.keep_typed()
+    assert PromptHistory(store.folder.parent).read() == (["one\ntwo"] if remembers else [])
+    assert ("one" in note) != remembers
+    assert app.keep_typed() == ""
 
 
 async def test_quit_during_a_load_that_ignores_cancel(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_context_that_can_still_grow_shows_both_sizes() -> None:
         ]
         for most in (1024, 8192)
     }
-    assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, 1,024 allocated so far"}
+    assert said == {1024: "1,024 tokens", 8192: "8,192 tokens; memory for 1,024 so far"}
 
 
 def test_show_says_what_the_memory_is() -> None:
@@ -278,7 +278,7 @@ def test_show_says_what_the_memory_is() -> None:
         memory = dict(show_rows(runtime, OpenChat(), METHOD, None))["memory"]
         assert runtime.plan is not None
         planned = format_bytes(runtime.plan.total_bytes)
-    assert re.fullmatch(rf"[\d.]+ [MG]iB in use, {re.escape(planned)} planned", memory)
+    assert re.fullmatch(rf"[\d.]+ [MG]iB in use, up to {re.escape(planned)} planned", memory)
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
@@ -317,5 +317,5 @@ def test_the_licence_of_a_gated_model_must_be_accepted_first(is_gated: bool) -> 
         entry=entry,
     )
     details = details_text(model, None, is_used=False, plan=None, drafters=None, is_downloading=False).plain
-    terms = " First, its licence must be accepted at huggingface.co/some/model."
+    terms = " First, accept its licence at huggingface.co/some/model."
     assert (f"in the background.{terms}" in details) == is_gated

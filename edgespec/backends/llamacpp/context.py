@@ -525,7 +525,7 @@ class LlamaContext(KvSequences):
             raise ContextFullError(f"the context of {self.tokens:,} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
             raise OutOfMemoryError(
-                f"the buffers for a pass over {count} tokens cannot be allocated",
+                f"there is not enough memory to process {count} tokens",
                 "close other programs, or use a smaller --context",
             )
         detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]

@@ -129,12 +129,12 @@ def _eagle_layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[i
         rope = f"rope_scaling of type {shorten(config.rope.kind)!r}"
         problem = f"llama.cpp does not support {'norm_output' if config.norm_output else rope}"
     elif not choices or len(choices[0]) != _STATES or max(choices[0]) >= target_layers:
-        problem = f"its layers {list(config.layers or ())} do not fit a target with {target_layers} layers"
+        problem = f"its layers {list(config.layers or ())} do not fit a model with {target_layers} layers"
     else:
         return choices[0]
     raise ModelFileError(
         f"the head in {folder} cannot be converted: {problem}",
-        "choose an EAGLE-3 head for this target",
+        "choose an EAGLE-3 head for this model",
         code="model_file_not_supported",
     )
 
@@ -165,7 +165,7 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
     if problem := _dflash_problem(head.config, target_layers):
         raise ModelFileError(
             f"the head in {folder} cannot be converted: {problem}",
-            "choose a DFlash or DSpark head for this target",
+            "choose a DFlash or DSpark head for this model",
             code="model_file_not_supported",
         )
     tensors = ((_dflash_name(name), tensor.read()) for name, tensor in head.tensors.items())
@@ -177,7 +177,7 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
 
 def _dflash_problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
-        return f"it reads the layers {list(config.states)}, but the target has {target_layers} layers"
+        return f"it reads the layers {list(config.states)}, but the model has {target_layers} layers"
     if config.rope.kind not in ROPE_KINDS:
         return f"llama.cpp does not support rope_scaling of type {shorten(config.rope.kind)!r}"
     if len({*config.windows} - {0}) > 1:

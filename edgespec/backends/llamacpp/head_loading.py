@@ -281,9 +281,9 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
     ids = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "d2t")
     if ids.dtype != np.int64 or not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
         raise ModelFileError(
-            f"the head {path} is damaged, or was made for another target: its d2t contains token ids outside"
-            f" the target's vocabulary of {vocab_size:,} tokens",
-            "download it again, or choose the head that was published for this target",
+            f"the head {path} is damaged, or was made for another model: its d2t contains token ids outside"
+            f" the model's vocabulary of {vocab_size:,} tokens",
+            "download it again, or choose the head that was published for this model",
         )
 
 
@@ -307,9 +307,9 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     # `count` is also valid and means the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
-            f"the head {path} was made for another target: it reads the layers {layers}, but"
+            f"the head {path} was made for another model: it reads the layers {layers}, but"
             f" {target.facts.name} has {count} layers",
-            "choose the head that was published for this target",
+            "choose the head that was published for this model",
             code="head_mismatch",
         )
     return layers
@@ -327,9 +327,9 @@ def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, 
     for what, own, needed in sizes:
         if own != needed:
             raise CapabilityError(
-                f"the head {path} was made for another target: it needs {what} of size {needed:,}, not"
+                f"the head {path} was made for another model: it needs {what} of size {needed:,}, not"
                 f" {own:,} as in {target.facts.name}",
-                "choose the head that was published for this target",
+                "choose the head that was published for this model",
                 code="head_mismatch",
             )
 

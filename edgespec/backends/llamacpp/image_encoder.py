@@ -175,8 +175,9 @@ class ImageEncoder:
         is_causal = not lib.mtmd_decode_use_non_causal(self._context, native)
         if not is_causal and count > self._max_tokens:
             raise AttachmentError(
-                f"{image.name} has {count:,} tokens, which the model must process at once, but a pass has at"
-                f" most {self._max_tokens:,}",
+                f"{image.name} has {count:,} tokens, but the model can process at most {self._max_tokens:,}"
+                " of an"
+                " image at once",
                 "use a smaller image",
                 code="attachment_too_large",
             )

@@ -269,9 +269,9 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
         has, needs = own.metadata.get(key), needed.metadata.get(key)
         if not _equal(has, needs):
             raise CapabilityError(
-                f"the head {path} was made for another target: its {key} is {_shown(has)}, but"
+                f"the head {path} was made for another model: its {key} is {_shown(has)}, but"
                 f" {_shown(needs)} in {target_name}",
-                "choose the head that was published for this target",
+                "choose the head that was published for this model",
                 code="head_mismatch",
             )
 
@@ -323,8 +323,8 @@ def check_assistant(path: Path, target: Path, target_name: str) -> None:
         )
     if mismatch := _mismatch(own, needed):
         raise CapabilityError(
-            f"the head {path} was made for another target: it needs {mismatch} as in {target_name}",
-            "choose the head that was published for this target",
+            f"the head {path} was made for another model: it needs {mismatch} as in {target_name}",
+            "choose the head that was published for this model",
             code="head_mismatch",
         )
 

@@ -354,7 +354,7 @@ class SlotModel(HeadTarget):
         if isinstance(method, Head):
             return self._head_view(method)
         raise CapabilityError(
-            f"{self.facts.name} cannot draft for itself while several replies share its passes",
+            f"{self.facts.name} cannot be its own draft model while several replies share its passes",
             "omit --parallel, or choose another method, such as model or suffix",
             code="parallel_not_supported",
         )

@@ -190,7 +190,7 @@ class StateTaps:
             if not (POST_NORM <= state <= self._layer_count or state in self._final):
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self._layer_count} layers",
-                    "choose the head that was published for this target",
+                    "choose the head that was published for this model",
                     code="head_mismatch",
                 )
         if 0 in states and not self._has_layer_taps:

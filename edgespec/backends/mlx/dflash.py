@@ -295,9 +295,9 @@ def load_head(target: HeadTarget, head: Head) -> DFlashHead:
     check_sizes(target, folder, config.size, config.vocab_size)
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
         raise CapabilityError(
-            f"the head {folder} was made for another target: it reads the layers {list(config.states)}, but"
+            f"the head {folder} was made for another model: it reads the layers {list(config.states)}, but"
             f" {target.facts.name} has {target.layer_count} layers",
-            "choose the head that was published for this target",
+            "choose the head that was published for this model",
             code="head_mismatch",
         )
     check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))

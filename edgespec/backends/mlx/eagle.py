@@ -261,9 +261,9 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
     choices = files.config.layer_choices(layers)
     if not choices:
         raise CapabilityError(
-            f"the head {folder} was made for another target: it reads the layers"
+            f"the head {folder} was made for another model: it reads the layers"
             f" {list(files.config.layers or ())}, but {target.facts.name} has {layers} layers",
-            "choose the head that was published for this target",
+            "choose the head that was published for this model",
             code="head_mismatch",
         )
     return choices

@@ -111,9 +111,9 @@ def check_sizes(target: HeadTarget, folder: Path, state_size: int, vocab_size: i
     ):
         if own != needed:
             raise CapabilityError(
-                f"the head {folder} was made for another target: it needs {what} of size {needed:,}, but"
+                f"the head {folder} was made for another model: it needs {what} of size {needed:,}, but"
                 f" {target.facts.name} has {what} of size {own:,}",
-                "choose the head that was published for this target",
+                "choose the head that was published for this model",
                 code="head_mismatch",
             )
 

@@ -58,7 +58,7 @@ class TargetEmbedding:
             raise CapabilityError(
                 f"the head needs an embedding with {vocab_size:,} tokens of size {size:,}, which its target"
                 " does not have",
-                "choose the head that was published for this target",
+                "choose the head that was published for this model",
                 code="head_mismatch",
             )
         self._embedding = found[0]

@@ -79,31 +79,35 @@ class DraftingStatus:
         return self._reason(words) + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     def _reason(self, words: Wording) -> str:
-        drafting, measuring = words.drafting, f"measuring how long one token takes without {words.drafting}"
+        drafting, measuring = words.drafting, f"measuring the speed without {words.drafting} first"
         if self.is_drafting and self.has_drafted and self.is_faster:
             return f"{drafting} saves time here"
         if not self.tokens:
             return measuring
         if self.target_step_seconds < FAST_TARGET_SECONDS and not self.is_faster:
-            return f"this model is so fast that {drafting} would cost more time than it saves"
+            return f"this model is so fast that {drafting} would take more time than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
                 what = drafting if self.has_drafted else f"preparing {words.drafts}"
-                return f"{what} has used all the time that a reply may lose (--max-loss sets how much)"
-            cost, allowed = _token_times(self.draft_cost_steps), _token_times(self.allowance_steps)
-            return f"a wrong {words.draft} could cost {cost}, but --max-loss allows only {allowed}"
+                return f"{what} has used all the time that a reply may lose{words.limit}"
+            cost, allowed = self.draft_cost_steps, self.allowance_steps
+            return (
+                f"a wrong {words.draft} could cost the time of {cost:.1f} tokens, but only {allowed:.1f} may"
+                " be"
+                f" lost{words.limit}"
+            )
         if self.is_drafting and self.has_drafted:
-            return f"{drafting} is being tried and has not saved time so far"
+            return f"{drafting} is being tried, but has not saved time so far"
         if self.has_drafted:
             when = "no longer saves time" if self.is_faster else "does not save time"
             lost = _token_times(-self.round_gain_steps)
-            return f"{drafting} {when}: the last {words.drafts} lost {lost} each"
+            return f"{drafting} {when}: each of the last {words.drafts} cost {lost}"
         if self.asked_rounds:
             tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
-            return f"{words.sources(self.name)} found no {words.draft} likely to save time, in {tries}"
+            return f"in {tries}, no {words.draft} was likely to save time (from: {words.sources(self.name)})"
         if self.round_gain_steps >= 0.0:
             return measuring
-        return f"{drafting} has not saved time lately; {words.sources(self.name)} is retried occasionally"
+        return f"{drafting} has not saved time lately, and is retried now and then"
 
 
 def _token_times(steps: float) -> str:

@@ -169,7 +169,9 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
             if progress and not progress(
                 f"measuring {name} weights", done / (MACHINE_ROUNDS * len(measured))
             ):
-                raise CancelledError("the measurement of this machine was cancelled")
+                raise CancelledError(
+                    "the speed of this machine was not measured", "try again, which takes up to 20 seconds"
+                )
             curve, weights, prompt_seconds = _measure(form, models, path, name, BENCHMARK_BYTES)
             busy_cores.append(CPU_LOAD.busy_cores())
             size_bytes, fixed = weights.total_bytes, weights.layers * layer_seconds

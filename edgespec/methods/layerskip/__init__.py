@@ -43,7 +43,7 @@ METHOD = Method(
     docs=MethodDocs(
         source="the target's first layers; verification starts from their output "
         "([LayerSkip](https://arxiv.org/abs/2404.16710))",
-        requires="a model trained for early exit; for GGUF, also `edgespec prepare layerskip REF`",
+        requires="a model trained for early exit; for GGUF, also `edgespec prepare layerskip MODEL`",
         memory="none on MLX, about 32 MB on GGUF",
     ),
     order=10,

@@ -63,7 +63,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
         if exit_layer is not None:
             raise OptionError(
                 f"exit_layer cannot be set for {facts.name}, which was prepared for a single exit layer",
-                "omit --exit-layer, or run `edgespec prepare layerskip REF --exit E` again",
+                "omit --exit-layer, or run `edgespec prepare layerskip MODEL --exit E` again",
                 option="exit_layer",
                 code="option_not_supported",
             )

@@ -92,7 +92,7 @@ def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDr
                 f"{other.name} is a head for method {other.method}", f"use --method {other.method}"
             )
         reason = f"it needs a head that was trained for {context.target.facts.name}"
-        advice = f"pass one with --head REF (see `edgespec models show {context.reference}`)"
+        advice = f"choose one with --head HEAD (see `edgespec models show {context.reference}`)"
         return MissingDrafter(f"{reason}, but {context.why_no_head}", context.head_advice or advice)
     if name not in context.target.facts.capabilities.self_draft_methods:
         missing = why_no_view(context.target, option.head)

@@ -23,16 +23,16 @@ __all__ = [
     "TruncatedHeader",
     "describe_start",
     "parse_header",
+    "read_general",
     "read_header",
-    "read_name",
 ]
 
 # Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 _MAX_DIMENSIONS = 8
-# Number of bytes to search for the name. Writers put it among the first keys, before the vocabulary.
-_NAME_BYTES = 1 << 16
+# Number of bytes to read for the `general` keys. Writers put them first, before the vocabulary.
+_GENERAL_BYTES = 1 << 16
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -177,18 +177,20 @@ def parse_header(data: bytes) -> GgufHeader:
     return GgufHeader(metadata, tensors, -(-reader.at // alignment) * alignment)
 
 
-def read_name(path: Path) -> str:
-    """Return the model name in the header of a GGUF file, or an empty string if it cannot be read.
+def read_general(path: Path) -> dict[str, str]:
+    """Return the text values in the `general` part of a GGUF header, such as `general.name`.
 
-    Much faster than `read_header`, because the vocabulary is not read.
+    Much faster than `read_header`, because the vocabulary is not read. Empty if the file cannot be read.
     """
+    found: dict[str, str] = {}
     with suppress(OSError, ValueError), path.open("rb") as file:
-        reader = _Reader(file.read(_NAME_BYTES))
+        # The values before the end of these bytes are kept, because reading past them raises an error.
+        reader = _Reader(file.read(_GENERAL_BYTES))
         for _ in range(reader.counts()[1]):
             key, value = reader.pair()
-            if key == "general.name":
-                return value if isinstance(value, str) else ""
-    return ""
+            if key.startswith("general.") and isinstance(value, str):
+                found[key] = value
+    return found
 
 
 class _Reader:

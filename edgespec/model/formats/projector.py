@@ -64,7 +64,7 @@ def read_projector(path: Path, *, small_images: bool = False) -> Projector:
     header = read_header(path)
     if header.architecture != "clip" or not header.metadata.get("clip.has_vision_encoder"):
         raise ModelFileError(
-            f"{path} is no projector for images",
+            f"{path} is not an image projector",
             "choose the mmproj file that was published with the model",
             code="model_file_not_supported",
         )

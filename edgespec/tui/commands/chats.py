@@ -90,7 +90,7 @@ def _lines(found: Sequence[FoundChat]) -> str:
 
 def _export(context: Context) -> Result:
     """Write the open chat to a file. The file extension selects the format: `.md`, `.json` or `.html`."""
-    if not context.chat.entries:
+    if not context.chat.messages_so_far:
         raise OptionError(
             "there is nothing to export: the chat is empty",
             "send a message first",
@@ -184,6 +184,6 @@ KEEPING = (
     ),
     Command("quit", "", "quit; the chat is saved", _quit, ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", _clear, ("reset",)),
-    Command("rename", "[title]", "rename this chat, which is saved automatically", _rename, ("save",)),
+    Command("rename", "[title]", "give this chat another title", _rename, ("save",)),
     Command("pin", "", "pin this chat to the top of the list of chats, or unpin it", _pin),
 )

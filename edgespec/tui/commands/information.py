@@ -12,7 +12,9 @@ __all__ = ["SHOW", "SPEED", "show"]
 
 def show(context: Context) -> Result:
     """Return the models, the speed-up and the settings."""
-    return Table("In use", show_rows(context.runtime, context.chat, context.method, context.stats))
+    return Table(
+        "Model and settings", show_rows(context.runtime, context.chat, context.method, context.stats)
+    )
 
 
 def _details(_context: Context) -> Result:
@@ -42,18 +44,18 @@ def _memory(context: Context) -> Result:
     return Table("Memory", memory_rows(context.runtime.memory()))
 
 
-SHOW = (Command("show", "", "show the models, the speed-up and the settings", show, ("info",)),)
+SHOW = (Command("show", "", "show the model, the speed-up and all settings", show, ("info",)),)
 SPEED = (
     Command(
         "details",
         "",
-        "show or hide details of the last reply",
+        "show or hide the speed and memory of the last reply",
         _details,
         ("stats",),
-        instead="Type /why for the speed of the last reply, or /memory for the memory use",
+        instead="Type /why to see the speed of the last reply, or /memory to see the memory use",
     ),
     # Looking for draft models reads the folders of other programs.
-    Command("why", "", "explain the speed of the last reply", _why, slow="reads"),
+    Command("why", "", "explain why the last reply was fast or slow", _why, slow="reads"),
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
-    Command("memory", "", "show memory use", _memory),
+    Command("memory", "", "show how much memory is used, and for what", _memory),
 )

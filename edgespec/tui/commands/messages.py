@@ -35,7 +35,7 @@ def _regenerated(chat: OpenChat) -> RunningTurn | None:
 def _continue(context: Context) -> Result:
     """Finish the last reply. If this chat is empty, open the newest unfinished chat first."""
     if context.writing:
-        return Nothing("The reply is not finished yet", "Wait for its end")
+        return Nothing("The reply is not finished yet", "Wait until it ends")
     if context.chat.entries:
         return Generate(_continued)
     unfinished = next((chat for chat in context.archive.list_now() if chat.unfinished), None)
@@ -73,7 +73,7 @@ def _undo(context: Context) -> Result:
     if context.archive.hidden:
         return Action("restore_chat")
     if not context.chat.tree.deleted and not context.writing:
-        return Nothing("There is nothing to undo", "/undo restores messages that you deleted with /delete")
+        return Nothing("There is nothing to restore", "/undo restores messages that you deleted with /delete")
     return Action("undo")
 
 
@@ -81,7 +81,7 @@ def _copy(context: Context) -> Result:
     part, _, number = context.argument.lower().partition(" ")
     number, reply = number.strip(), context.chat.last_reply
     if part in ("chat", "all"):
-        return Copy(messages_as_markdown(context.chat.messages), "chat")
+        return Copy(messages_as_markdown(context.chat.messages_so_far), "chat")
     if part in ("", "reply", "last"):
         return Copy(reply.content.strip() if reply is not None else "", "last reply")
     if part not in ("code", "block"):
@@ -118,7 +118,9 @@ def _editor(context: Context) -> Result:
 
 
 COMMANDS = (
-    Command("regen", "", "regenerate the last reply", _regen, ("regenerate", "retry", "again")),
+    Command(
+        "regen", "", "generate another reply to your last message", _regen, ("regenerate", "retry", "again")
+    ),
     Command(
         "continue",
         "",

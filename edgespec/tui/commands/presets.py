@@ -87,8 +87,9 @@ def _values(name: str, chat: OpenChat) -> _PresetValues:
     remark = ""
     if given:
         remark = (
-            f"The preset also sets {' and '.join(given)}, which cannot change while a model is loaded. To use"
-            f" that too, quit and run: edgespec chat --preset {name}"
+            f"The preset also sets {' and '.join(given)}, which applies only when a model is loaded. To use"
+            " it"
+            f" too, quit and run: edgespec chat --preset {name}"
         )
     return _PresetValues(settings, system or None, target, remark)
 

@@ -29,7 +29,7 @@ from edgespec.tui.settings import (
     shown,
     with_load_setting,
 )
-from edgespec.tui.texts import sentences
+from edgespec.tui.texts import loaded_value, sentences
 from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from edgespec.store.reference import Resolved
     from edgespec.tui.open_chat import OpenChat
 
-__all__ = ["COMMANDS", "chosen_model", "system_change"]
+__all__ = ["COMMANDS", "check_load_setting", "chosen_model", "system_change"]
 
 
 def _model(context: Context) -> Result:
@@ -103,14 +103,16 @@ def _models(runtime: ChatModel) -> Result:
     disturbed = ""
     if any(model.speed and model.speed.is_disturbed for model in models):
         disturbed = (
-            "A speed with a question mark was measured while other programs were busy. `edgespec recommend`"
-            " measures it again."
+            "Speeds with a question mark were measured while other programs were busy. To measure them"
+            " again, run"
+            " `edgespec recommend`."
         )
-    number = count(sum(not model.is_installed and model.fits for model in models), "model")
+    fitting = sum(not model.is_installed and model.fits for model in models)
+    number, verb = count(fitting, "more model"), "fits" if fitting == 1 else "fit"
     return (
         Text("\n".join(["On this machine:", *lines])),
         Text(disturbed, is_hint=True),
-        Text(f"{number} that you can download fit in memory. `edgespec models list` shows them."),
+        Text(f"You can download {number} that {verb} in memory. `edgespec models list` shows them."),
         Text("To switch to a model or to download it, type /model and its name.", is_hint=True),
     )
 
@@ -119,31 +121,36 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
     parts = (
         "in use" if is_used else "",
         format_bytes(model.size_bytes) if model.size_bytes else "",
-        "" if model.fits else "larger than memory" if model.is_streamed else "too large for this machine",
+        "" if model.fits else "runs from disk" if model.is_streamed else "too large for this machine",
         speed_text(model),
         f"draft model {model.draft}" if model.draft else "",
     )
     return f"{model.reference}: {', '.join(filter(None, parts))}"
 
 
-def _reload(name: str, text: str) -> Result:
+def _reload(context: Context, name: str, text: str) -> Result:
     """Load the model again with another value of a load option. Without a value, describe the option."""
     if not text:
-        described = f"{name}: {LOAD_SETTINGS[name].help.rstrip('.')}"
-        advice = f"To load the model again with another value, type /set {name} VALUE"
-        return Text(sentences(described, advice))
-    with_load_setting({}, name, text)
-    if name == "draft" and text not in ("auto", "default", "none"):
-        _check_known(text)
+        value = f"{name}: {loaded_value(name, context.runtime)}"
+        advice = f"To change it, which loads the model again, type /set {name} and a value"
+        return Text(sentences(value, LOAD_SETTINGS[name].help, advice))
+    check_load_setting(name, text)
     return Action("reload", f"{name} {text}")
 
 
+def check_load_setting(name: str, text: str) -> None:
+    """Raise OptionError if a text is not a value of this load option, or names an unknown draft model."""
+    with_load_setting({}, name, text)
+    if name == "draft" and text not in ("auto", "default", "none"):
+        _check_known(text)
+
+
 def _draft(context: Context) -> Result:
-    return _reload("draft", unquoted(context.argument))
+    return _reload(context, "draft", unquoted(context.argument))
 
 
 def _context(context: Context) -> Result:
-    return _reload("context", context.argument)
+    return _reload(context, "context", context.argument)
 
 
 def _set(context: Context) -> Result:
@@ -158,7 +165,7 @@ def _set(context: Context) -> Result:
         return _system_prompt(context.chat, text.strip())
     word, _, text = context.argument.removeprefix("parameter ").replace("=", " ", 1).partition(" ")
     if (load_name := load_setting_named(word)) is not None:
-        return _reload(load_name, text.strip())
+        return _reload(context, load_name, text.strip())
     name, settings, text = setting_named(word), dict(context.chat.settings), text.strip()
     if not text:
         default = f"{default_text(name, context.runtime, settings)} ({default_source(name, context.runtime)})"
@@ -166,7 +173,7 @@ def _set(context: Context) -> Result:
         return Text(sentences(f"{name}: {value}", SETTINGS[name].hint))
     if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
         settings.pop(name, None)
-        note = f"{name} was reset to its default: {default_text(name, context.runtime, settings)}."
+        note = f"{name} has its default again: {default_text(name, context.runtime, settings)}."
     else:
         settings[name] = parse(name, unquoted(text))
         note = f"{name} is now {shown(settings[name])}."
@@ -188,7 +195,7 @@ def _think(context: Context) -> Result:
     settings = dict(context.chat.settings)
     if not context.argument:
         value = shown(settings["thinking"]) if "thinking" in settings else "auto, the model's default"
-        return Text(f"Reasoning: {value}. Type /think on or /think off to change it.")
+        return Text(f"Reasoning: {value}. To change it, type /think on or /think off.")
     value = str(parse("thinking", context.argument.lower()))
     settings.pop("thinking", None)
     if value == "auto":
@@ -275,23 +282,23 @@ def _servers(tools: ToolAccess) -> Result:
 
 COMMANDS = (
     Command("model", "[name]", "choose or download a model", _model, ("models",), slow="reads"),
-    Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
-    Command("draft", "[name|auto|none]", "load the model again with another draft model", _draft),
-    Command("context", "[tokens]", "load the model again with another context length", _context),
+    Command("set", "[name value]", "show the settings, or change one", _set, ("settings",)),
+    Command("draft", "[name|auto|none]", "change the draft model; loads the model again", _draft),
+    Command("context", "[tokens]", "change the context length; loads the model again", _context),
     # Starting the process of the chat template takes a while.
     Command(
         "think",
         "[on|off|auto]",
-        "choose whether the model reasons before it answers",
+        "choose whether the model thinks before it answers",
         _think,
         slow="reads",
     ),
-    Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
+    Command("schema", "[file|none]", "get replies as JSON that satisfies a schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
     Command(
         "tools",
         "[on|off]",
-        "choose the tools that the model can call (MCP servers)",
+        "choose the tools that the model can use (MCP servers)",
         _tools,
         slow="reads",
     ),

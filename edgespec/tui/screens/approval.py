@@ -76,7 +76,7 @@ class ApprovalScreen(ModalScreen[CallDecision]):
     def _show_keys(self) -> None:
         scrolls = self.query_one(VerticalScroll).max_scroll_y > 0
         scroll = "PgUp PgDn scroll · " if scrolls else ""
-        self.query_one(".dialog").border_subtitle = f"{scroll}↑ ↓ Enter · Esc stops the reply"
+        self.query_one(".dialog").border_subtitle = f"{scroll}Enter picks · Esc stops the reply"
 
     def action_page(self, pages: int) -> None:
         """Scroll the arguments by `pages` pages, up if negative."""

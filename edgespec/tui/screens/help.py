@@ -40,13 +40,13 @@ _MOST_USED = (
     ("@", "attach a file, a folder, or all files that match a pattern"),
 )
 _OTHER_KEYS = (
-    ("Up, Down", "browse sent messages"),
+    ("Up, Down", "go through the messages that you have sent"),
     ("Shift+Up, Shift+Tab", "select a message to edit, re-run, copy, delete or fork"),
     ("Tab", "complete a command or a path"),
     ("Ctrl+V", "attach the image in the clipboard"),
     ("Page Up, Page Down", "scroll the chat"),
-    ("Ctrl+_, Ctrl+/", "undo what you typed, or the deletion of a chat in the list"),
-    ("Ctrl+Z", "suspend edgespec and return to the shell; fg continues it"),
+    ("Ctrl+_, Ctrl+/", "undo typing or, in the list of chats, restore a deleted chat"),
+    ("Ctrl+Z", "pause edgespec and return to the shell; type fg there to come back"),
 )
 _CHAT_LIST_KEYS = (
     ("Letters", "search the titles, messages and attached files"),
@@ -54,13 +54,13 @@ _CHAT_LIST_KEYS = (
     ("Ctrl+R", "rename it"),
     ("Ctrl+P", "pin it to the top of the list, or unpin it"),
     ("Del", "delete it"),
-    ("Ctrl+_, Ctrl+/", "restore the chat that was deleted last, for a minute or until you quit"),
+    ("Ctrl+_, Ctrl+/", "restore the chat that you deleted last, within a minute"),
 )
 _MODEL_LIST_KEYS = (
     ("Letters", "filter the list, and search on Hugging Face"),
     ("Enter", "switch to the model or download it, or stop its download"),
-    ("Ctrl+D", "open new chats with this model, or again with the model that was used last"),
-    ("Ctrl+S", "measure this machine, to show the expected speeds"),
+    ("Ctrl+D", "make this model the default for new chats, or undo that"),
+    ("Ctrl+S", "measure this machine, to see how fast each model would be"),
 )
 _SELECTION_KEYS = (
     *((each.key.title() if len(each.key) > 1 else each.key, each.help) for each in MESSAGE_KEYS),

@@ -81,6 +81,11 @@ class LoadingScreen(Screen[None]):
         self._shown_text.update(content)
         self._shown_text.display = bool(self.message or self.typed)
 
+    def take_message(self) -> str:
+        """Return the text that the user ended with Enter, and clear it."""
+        message, self.message = self.message, ""
+        return message
+
     def take_typed(self) -> str:
         """Return the text typed so far and clear it."""
         typed, self.typed = self.typed, ""

@@ -111,7 +111,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._left.set()
 
     def on_resize(self, event: events.Resize) -> None:
-        wide = " · Ctrl+D default · F1 help" if event.size.width >= _WIDE_COLUMNS else ""
+        wide = " · Ctrl+D makes it the default · F1 help" if event.size.width >= _WIDE_COLUMNS else ""
         self.query_one(".dialog").border_subtitle = f"Enter chooses{wide} · Esc closes"
         self.call_after_refresh(self._show)
 
@@ -312,9 +312,9 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             else:
                 self._default = reference
                 self._message = (
-                    f"New chats now open with {reference}. Press Ctrl+D again to undo that."
+                    f"{reference} is now the default for new chats. To undo that, press Ctrl+D again."
                     if reference
-                    else "New chats open with the model that was used last."
+                    else "There is no default now: new chats open with the model that was used last."
                 )
         self._show()
 
@@ -333,7 +333,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             self._downloads.stop(model.reference)
             self._refresh_downloads()
         elif not model.can_run and not model.is_installed:
-            self._message = f"{model.reference} was not downloaded, because it does not fit in memory."
+            self._message = f"{model.reference} was not downloaded, because it is too large for this machine."
             self._show_details()
         else:
             self.dismiss(model)
@@ -344,12 +344,11 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         plan = self._runtime.plan
         if self._is_writing:
             self._message = (
-                "Wait until the reply ends, then press F9 and Ctrl+S to measure this machine's speed."
+                "The speed cannot be measured during a reply. When it has ended, press F9 and Ctrl+S."
             )
         elif plan is not None and plan.free_bytes("memory") < _MEASURING_BYTES:
             self._message = (
-                "There is not enough free memory (1 GiB) to measure this machine's speed. Quit and run"
-                " `edgespec recommend`, or use the demo."
+                "Measuring the speed needs 1 GiB of free memory. Quit the chat, and run `edgespec recommend`."
             )
         else:
             await self._measure()

@@ -28,7 +28,7 @@ _BAR_CELLS = 24
 # Minimum width of a column, in cells, for the long heading. In a narrower column, it would take up lines that
 # the reply needs.
 _MIN_LONG_HEADING = 34
-_REMEMBERED = "auto can also guess from earlier replies, so a second race with the same message is faster."
+_REMEMBERED = "edgespec also guesses from earlier replies, so a second race with the same message is faster."
 
 
 class RaceScreen(ModalScreen[None]):
@@ -156,9 +156,9 @@ class _LaneColumn(Vertical):
         tokens = lane.tokens_at(seconds)
         is_narrow = self.size.width < _MIN_LONG_HEADING
         if lane.method == "none":
-            name = "plain" if is_narrow else "plain decoding (no speed-up)"
+            name = "plain" if is_narrow else "without the speed-up"
         else:
-            name = lane.method if is_narrow else f"{lane.method} (speed-up on)"
+            name = lane.method if is_narrow else f"with the speed-up ({lane.method})"
         length = "" if is_narrow else f"{count(tokens, 'token')} · "
         speed = rate(tokens / seconds if seconds else None)
         self._heading.update(

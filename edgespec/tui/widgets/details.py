@@ -46,7 +46,7 @@ def details_content(
     if exactness is not None:
         parts.append(Content(exactness_sentence(exactness) + "\n"))
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
-        parts.append(Content("Statistics appear with the first reply.\n").stylize("$muted"))
+        parts.append(Content("The numbers appear with the first reply.\n").stylize("$muted"))
     else:
         parts.append(_speed(stats, width, method, reply, loss_limits, rates))
         parts += [_positions(stats, width), _phases(stats, width)]
@@ -90,7 +90,7 @@ def _speed(
         share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
         rows.append(("Guesses accepted", f"{share} ({percent(stats.acceptance_rate)})"))
     if stats.tokens_per_target_pass is not None:
-        rows.append(("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}"))
+        rows.append(("Tokens at a time", f"{stats.tokens_per_target_pass:.2f}"))
     if method.speed_up_text and method.effective != "none":
         rows.append(("Speed-up", method.speed_up_text))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
@@ -100,12 +100,15 @@ def _speed(
         lines.insert(1, Content.assemble((line, "$primary"), "\n"))
     if worst := worst_case(stats, method, loss_limits):
         share, why = worst
-        lines += [_row("Worst-case slowdown", share, width), Content(f"{why}\n").stylize("$muted")]
+        lines += [
+            _row("Slowdown at worst", share, width),
+            Content(f"allowed: {why}\n").stylize("$muted"),
+        ]
     if stats.threads:
         lines.append(_row("CPU threads", str(stats.threads), width))
     if was_cpu_busy(stats):
         lines.append(
-            Content("fewer than usual, because other programs are using the processor\n").stylize("$muted")
+            Content("fewer than usual, because other programs use the processor\n").stylize("$muted")
         )
     if reply is not None:
         lines.append(_row("Seed", str(reply.seed), width))
@@ -158,9 +161,9 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
         peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
             ("Peak", peak_bytes),
-            ("Draft model", stats.draft_weight_bytes),
+            ("Draft model weights", stats.draft_weight_bytes),
             ("Draft model cache", stats.draft_kv_bytes),
-            ("Lookup tables", stats.draft_other_bytes),
+            ("Tables of repeated text", stats.draft_other_bytes),
         )
         rows += [_row(label, format_bytes(size), width) for label, size in named if size]
     return Content.assemble(*rows)

@@ -32,44 +32,44 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
     [
         (replace(GUESSED, is_faster=True), "drafting saves time here"),
         (replace(GUESSED, is_faster=True, replies=3), "drafting saves time here (with 3 replies at once)"),
-        (GUESSED, "drafting is being tried and has not saved time so far"),
+        (GUESSED, "drafting is being tried, but has not saved time so far"),
         (
             replace(GUESSED, is_drafting=False),
-            "drafting does not save time: the last drafts lost 20% of a token's time each",
+            "drafting does not save time: each of the last drafts cost 20% of a token's time",
         ),
         (
             replace(GUESSED, is_drafting=False, is_faster=True, round_gain_steps=-1.3),
-            "drafting no longer saves time: the last drafts lost 1.3 tokens' time each",
+            "drafting no longer saves time: each of the last drafts cost 1.3 tokens' time",
         ),
-        (replace(START, tokens=0), "measuring how long one token takes without drafting"),
-        (replace(START, tokens=1), "measuring how long one token takes without drafting"),
+        (replace(START, tokens=0), "measuring the speed without drafting first"),
+        (replace(START, tokens=1), "measuring the speed without drafting first"),
         (
             replace(START, round_gain_steps=-0.2),
-            "drafting has not saved time lately; model+suffix is retried occasionally",
+            "drafting has not saved time lately, and is retried now and then",
         ),
         (
             replace(START, asked_rounds=4),
-            "model+suffix found no draft likely to save time, in 4 tries",
+            "in 4 tries, no draft was likely to save time (from: model+suffix)",
         ),
         (
             replace(START, asked_rounds=1),
-            "model+suffix found no draft likely to save time, in 1 try",
+            "in 1 try, no draft was likely to save time (from: model+suffix)",
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong draft could cost 3.2 tokens' time, but --max-loss allows only 2.4 tokens' time",
+            "a wrong draft could cost the time of 3.2 tokens, but only 2.4 may be lost (see --max-loss)",
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has used all the time that a reply may lose (--max-loss sets how much)",
+            "drafting has used all the time that a reply may lose (see --max-loss)",
         ),
         (
             replace(START, unaffordable_rounds=9, allowance_steps=0.0),
-            "preparing drafts has used all the time that a reply may lose (--max-loss sets how much)",
+            "preparing drafts has used all the time that a reply may lose (see --max-loss)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
-            "this model is so fast that drafting would cost more time than it saves",
+            "this model is so fast that drafting would take more time than it saves",
         ),
         (replace(GUESSED, target_step_seconds=0.00061, is_faster=True), "drafting saves time here"),
     ],
@@ -81,22 +81,22 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
 @pytest.mark.parametrize(
     ("standing", "reason"),
     [
-        (GUESSED, "guessing is being tried and has not saved time so far"),
+        (GUESSED, "guessing is being tried, but has not saved time so far"),
         (
             replace(GUESSED, is_drafting=False),
-            "guessing does not save time: the last guesses lost 20% of a token's time each",
+            "guessing does not save time: each of the last guesses cost 20% of a token's time",
         ),
         (
             replace(START, round_gain_steps=-0.2),
-            "guessing has not saved time lately; draft model + repeated text is retried occasionally",
+            "guessing has not saved time lately, and is retried now and then",
         ),
         (
             replace(START, asked_rounds=4),
-            "draft model + repeated text found no guess likely to save time, in 4 tries",
+            "in 4 tries, no guess was likely to save time (from: draft model + repeated text)",
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong guess could cost 3.2 tokens' time, but --max-loss allows only 2.4 tokens' time",
+            "a wrong guess could cost the time of 3.2 tokens, but only 2.4 may be lost",
         ),
     ],
 )

@@ -256,7 +256,8 @@ def compare_vocabularies(
     translation = TokenTranslation(target, draft)
     if not len(translation.target_ids):
         raise VocabularyMismatchError(
-            f"{draft_name} cannot draft for {target_name}: they have no tokens in common ({difference})",
+            f"{draft_name} cannot be the draft model of {target_name}: they have no tokens in common"
+            f" ({difference})",
             "choose a draft model from the same family, or use --draft none",
         )
     fraction = len(translation.target_ids) / translation.target_token_count
