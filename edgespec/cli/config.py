@@ -10,9 +10,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from edgespec.cli.commands import COMMANDS
 from edgespec.cli.failures import DONE, FAILED, describe
-from edgespec.cli.help import HelpfulGroup
+from edgespec.cli.help import COMMANDS, HelpfulGroup
 from edgespec.cli.options import every_setting, json_option
 from edgespec.cli.screen import line_of, note, print_json, print_table, printable
 from edgespec.cli.settings import (

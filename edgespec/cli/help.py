@@ -1,9 +1,13 @@
-"""Add examples and titled option groups to the help, and suggest names for misspelt commands."""
+"""The names of all commands, and their help with examples and titled option groups.
+
+Each command's module is imported on first use. Unknown commands are answered with the nearest names.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -11,7 +15,68 @@ import click
 from edgespec.cli.failures import WRONG_USAGE
 from edgespec.system.spelling import nearest
 
-__all__ = ["BEFORE_RUN", "HelpfulCommand", "HelpfulGroup", "SectionOption"]
+__all__ = [
+    "ALIASES",
+    "BEFORE_RUN",
+    "COMMANDS",
+    "MISSING_COMMANDS",
+    "OLLAMA_COMMANDS",
+    "HelpfulCommand",
+    "HelpfulGroup",
+    "SectionOption",
+    "load_command",
+]
+
+
+# The names of all commands, in the order of the help text.
+COMMANDS = (
+    "chat",
+    "generate",
+    "serve",
+    "launch",
+    "worker",
+    "recommend",
+    "plan",
+    "verify",
+    "tune",
+    "race",
+    "bench",
+    "prepare",
+    "train",
+    "doctor",
+    "models",
+    "chats",
+    "config",
+    "delete-data",
+    "completion",
+)
+
+# Other names of commands: Ollama's name for its chat.
+ALIASES = {"run": "chat"}
+
+# Ollama's commands, and what to suggest instead. MODEL stands for the next word that the user typed.
+OLLAMA_COMMANDS = {
+    "list": "models list",
+    "ls": "models list",
+    "pull": "models pull MODEL",
+    "show": "models show MODEL",
+    "rm": "models remove MODEL",
+    "cp": "models alias",
+    "help": "--help",
+}
+# Ollama's commands that edgespec does not have, and why not.
+MISSING_COMMANDS = dict.fromkeys(
+    ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
+)
+
+
+def load_command(name: str) -> click.Command | None:
+    """Import and return the command with this name, or None if there is none."""
+    if name not in COMMANDS:
+        return None
+    command: click.Command = import_module(f"edgespec.cli.{name.replace('-', '_')}").command
+    return command
+
 
 BEFORE_RUN = "edgespec.cli.before_run"
 """The key in `ctx.meta` of a function that is called with the context before the command runs."""

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli.commands import ALIASES, COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, load_command
 from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, error_json, exit_status
-from edgespec.cli.help import HelpfulGroup
+from edgespec.cli.help import ALIASES, COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, HelpfulGroup, load_command
 from edgespec.cli.screen import print_json, printable
 from edgespec.errors import EdgespecError
 from edgespec.system.stdio import use_utf8

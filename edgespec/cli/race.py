@@ -13,8 +13,6 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.loading import loaded
-from edgespec.cli.measuring import reject_remember
 from edgespec.cli.options import (
     LOAD_NAMES,
     REPLY_NAMES,
@@ -26,6 +24,7 @@ from edgespec.cli.options import (
     json_option,
     pick,
 )
+from edgespec.cli.running import loaded, reject_remember
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from edgespec.cli.commands import load_command
 from edgespec.cli.failures import DONE
-from edgespec.cli.help import HelpfulCommand, SectionOption
+from edgespec.cli.help import HelpfulCommand, SectionOption, load_command
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import (
     LOAD_NAMES,

@@ -12,8 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from edgespec.cli.commands import COMMANDS, load_command
-from edgespec.cli.help import BEFORE_RUN, SectionOption
+from edgespec.cli.help import BEFORE_RUN, COMMANDS, SectionOption, load_command
 from edgespec.errors import (
     CancelledError,
     ConfigurationError,

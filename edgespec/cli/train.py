@@ -12,8 +12,8 @@ import click
 
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.measuring import duration_text, prompts_option
 from edgespec.cli.options import Decorator, KindType, OutputPath, json_option, model_reference
+from edgespec.cli.running import duration_text, prompts_option
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.options.methods import HeadTraining, methods

@@ -9,9 +9,8 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.loading import loaded
-from edgespec.cli.measuring import max_tokens_option, reject_remember
 from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, declared_options, json_option, pick
+from edgespec.cli.running import loaded, max_tokens_option, reject_remember
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, warn
 
 if TYPE_CHECKING:

@@ -11,18 +11,18 @@ import click
 from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.loading import loaded
-from edgespec.cli.measuring import (
+from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
+from edgespec.cli.running import (
     RepliesProgress,
     counted,
     draft_lengths_option,
+    loaded,
     max_tokens_option,
     methods_option,
     prompts_option,
     seed_option,
     temperatures_option,
 )
-from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.options.methods import methods as known_methods

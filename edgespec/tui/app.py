@@ -15,9 +15,13 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import events, work
-from textual.app import App
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
 from textual.filter import LineFilter
+from textual.screen import Screen
+from textual.widgets import ProgressBar, Static
 
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, Setting
@@ -26,18 +30,15 @@ from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, O
 from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
-from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
-from edgespec.tui.environment import check_textual_variables
-from edgespec.tui.history import History
-from edgespec.tui.key_order import KeyOrder
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import rounding_warning, sentences
+from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
-from edgespec.tui.widgets.markdown_reader import load_parsers
+from edgespec.tui.widgets.markdown_blocks import load_parsers
+from edgespec.tui.widgets.prompt import History
 from edgespec.tui.worker import (
     Load,
     LoadOther,
@@ -51,17 +52,65 @@ from edgespec.tui.worker import (
 if TYPE_CHECKING:
     from edgespec.api.sharing.chat_sharing import ChatSharing
 
-__all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
+__all__ = ["ChatApp", "ChatEnd", "LoadingScreen", "quick_screen", "run_chat"]
 
 _T = TypeVar("_T")
 _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
+# The end of the typed text that is shown.
+_SHOWN_LINES = 5
+_SHOWN_CHARACTERS = 200
 # Number of partial collections after which Python's garbage collector examines all objects, which takes about
 # 100 ms. `Transcript` usually collects garbage before that, while the user presses no key.
 _FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
+
+
+def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
+    """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+
+    Args:
+        load: Function that loads the model.
+        mouse: Whether the chat reacts to the mouse. If not, the mouse selects text as usual in the terminal.
+        **options: The other arguments of `ChatApp`.
+
+    Raises:
+        CancelledError: Loading was cancelled.
+        ChatFileError: A chat could not be saved.
+        ConfigurationError: An environment variable of Textual has an invalid value.
+        EdgespecError: Loading failed, or an internal error closed the chat.
+    """
+    check_textual_variables()
+    app = ChatApp(load, **options)
+    with EndWatch(app.save_turn, app.leave_soon, app.stop_model, is_open=is_input_open) as watch:
+        try:
+            with quick_screen():
+                app.run(mouse=mouse)
+        finally:
+            model_stopped = app.stop_model()
+            app.save_turn()
+            app.archive.finish_all_deletions()
+            sys.stderr.write(app.keep_typed())
+        if not model_stopped:
+            for error in app.archive.unsaved.values():
+                sys.stderr.write(f"error: {error}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # A normal exit could hang, because the model's thread is still running.
+            os._exit(130)
+    app.archive.check_saved()
+    if app.load_error is not None:
+        raise app.load_error
+    if app.return_code:
+        raise EdgespecError(
+            "the chat was closed by an internal error; your messages are saved",
+            "report the traceback above, and run `edgespec chat --resume` to continue",
+            code="internal_error",
+        )
+    resume = "" if app.chat is None else resume_value(app.chat.current_chat, app.store)
+    return ChatEnd(watch.signalled, resume)
 
 
 class ChatApp(App[None]):
@@ -377,46 +426,78 @@ def quick_screen() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
-    """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+class LoadingScreen(Screen[None]):
+    """Screen that shows the model name and the loading progress, and keeps what the user types meanwhile.
 
-    Args:
-        load: Function that loads the model.
-        mouse: Whether the chat reacts to the mouse. If not, the mouse selects text as usual in the terminal.
-        **options: The other arguments of `ChatApp`.
-
-    Raises:
-        CancelledError: Loading was cancelled.
-        ChatFileError: A chat could not be saved.
-        ConfigurationError: An environment variable of Textual has an invalid value.
-        EdgespecError: Loading failed, or an internal error closed the chat.
+    Attributes:
+        message: The text that the user ended with Enter, to be sent once the model is loaded. May be empty.
+        typed: The text that the user has typed and not sent.
     """
-    check_textual_variables()
-    app = ChatApp(load, **options)
-    with EndWatch(app.save_turn, app.leave_soon, app.stop_model, is_open=is_input_open) as watch:
-        try:
-            with quick_screen():
-                app.run(mouse=mouse)
-        finally:
-            model_stopped = app.stop_model()
-            app.save_turn()
-            app.archive.finish_all_deletions()
-            sys.stderr.write(app.keep_typed())
-        if not model_stopped:
-            for error in app.archive.unsaved.values():
-                sys.stderr.write(f"error: {error}\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # A normal exit could hang, because the model's thread is still running.
-            os._exit(130)
-    app.archive.check_saved()
-    if app.load_error is not None:
-        raise app.load_error
-    if app.return_code:
-        raise EdgespecError(
-            "the chat was closed by an internal error; your messages are saved",
-            "report the traceback above, and run `edgespec chat --resume` to continue",
-            code="internal_error",
-        )
-    resume = "" if app.chat is None else resume_value(app.chat.current_chat, app.store)
-    return ChatEnd(watch.signalled, resume)
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,ctrl+c,ctrl+q", "app.cancel_load", "Cancel", show=False, priority=True),
+    ]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.message = ""
+        self.typed = ""
+        self._model = name
+        self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
+        self._what = Static(Content("Starting"), id="loading-what")
+        self._hint = Static(Content("Esc cancels"), id="loading-hint")
+        self._shown_text = Static(id="loading-text")
+        self._shown_text.display = False
+
+    def compose(self) -> ComposeResult:
+        heading = Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
+        yield Vertical(heading, self._bar, self._what, self._hint, self._shown_text, id="loading")
+
+    def show(self, description: str, fraction: float) -> None:
+        """Show what is being loaded, and the completed fraction from 0 to 1."""
+        self._bar.update(progress=fraction)
+        self._what.update(Content(description))
+
+    def on_key(self, event: events.Key) -> None:
+        """Collect what the user types while the model loads. Enter ends the message."""
+        if event.is_printable and event.character is not None:
+            self.typed += event.character
+        elif event.key == "enter" and not self.message and self.typed.strip():
+            self.message, self.typed = self.typed, ""
+        elif event.key in ("enter", "ctrl+j"):
+            self.typed += "\n"
+        elif event.key == "backspace":
+            if not self.typed:
+                self.typed, self.message = self.message + " ", ""
+            self.typed = self.typed[:-1]
+        self._show_typed()
+
+    def on_paste(self, event: events.Paste) -> None:
+        """Collect pasted text like typed text."""
+        self.typed += event.text
+        self._show_typed()
+
+    def _show_typed(self) -> None:
+        """Show the end of the collected text, so that the user sees that it is not lost."""
+        shown = (self.message or self.typed).rstrip("\n").split("\n")[-_SHOWN_LINES:]
+        content = Content("\n".join(shown)[-_SHOWN_CHARACTERS:])
+        if self.message:
+            content += Content.styled("\nThis is sent as soon as the model is loaded.", "$muted")
+            if self.typed.strip():
+                content += Content("\n" + self.typed.rstrip("\n").split("\n")[-1][-_SHOWN_CHARACTERS:])
+        self._shown_text.update(content)
+        self._shown_text.display = bool(self.message or self.typed)
+
+    def take_message(self) -> str:
+        """Return the text that the user ended with Enter, and clear it."""
+        message, self.message = self.message, ""
+        return message
+
+    def take_typed(self) -> str:
+        """Return the text typed so far and clear it."""
+        typed, self.typed = self.typed, ""
+        return typed
+
+    def show_stopping(self) -> None:
+        """Tell the user that loading will stop soon."""
+        self._hint.update(Content("Stopping. Press Esc again to quit immediately."))

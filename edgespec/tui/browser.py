@@ -1,4 +1,7 @@
-"""Serve the terminal chat to browsers on this machine. textual-serve draws the same screen there."""
+"""Serve the terminal chat to browsers on this machine. textual-serve draws the same screen there.
+
+Each tab has a process, which ends when the connection ends, even if the chat is stuck.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import hmac
 import logging
 import secrets
 import socket
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,21 +20,27 @@ from urllib.parse import quote
 import aiohttp_jinja2
 import jinja2
 from aiohttp import WSCloseCode, web
+from textual_serve.app_service import AppService
+from textual_serve.download_manager import DownloadManager
 from textual_serve.server import Server, to_int
 
 from edgespec.errors import EdgespecError
 from edgespec.system.files import error_reason
-from edgespec.tui.browser_process import ChatProcess
 
 __all__ = ["BrowserChat"]
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
+# Maximum size of a chat in columns and rows. Larger sizes would need gigabytes of memory. An 8K display in a
+# small font has about 800 x 230 characters.
+_MAX_COLUMNS, _MAX_ROWS = 1000, 500
 # Maximum time in seconds for the chats to save and end when the server stops.
 _STOP_SECONDS = 8.0
 # Seconds that a browser has to confirm the end of a connection, and seconds between checks that it still
 # responds.
 _CLOSE_SECONDS, _HEARTBEAT_SECONDS = 2.0, 15.0
+# Seconds that a chat has to save and end after its connection was closed. Then it is killed.
+_END_SECONDS = 6.0
+_READ_BYTES = 65536
 # Exceptions that textual-serve raises if a browser sends an invalid message.
 _INVALID_MESSAGE = (
     AssertionError,
@@ -85,7 +95,7 @@ class BrowserChat(Server):
         self._key = key or secrets.token_urlsafe(24)
         self.address = f"{self.public_url}/?key={'YOUR_KEY' if key else self._key}"
         self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost")}
-        self._chats: set[ChatProcess] = set()
+        self._chats: set[_ChatProcess] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_requested = False
@@ -175,7 +185,7 @@ class BrowserChat(Server):
         """Start a chat process and connect it to the browser. When one of them ends, so does the other."""
         websocket = web.WebSocketResponse(timeout=_CLOSE_SECONDS, heartbeat=_HEARTBEAT_SECONDS)
         await websocket.prepare(request)
-        chat = ChatProcess(self._words, websocket)
+        chat = _ChatProcess(self._words, websocket)
         self._chats.add(chat)
         query = request.query
         try:
@@ -214,3 +224,83 @@ def _bind(port: int) -> socket.socket:
             code="address_unavailable",
         ) from error
     return bound
+
+
+class _ChatProcess(AppService):
+    """The chat process of one web socket. Used in the server's event loop.
+
+    Args:
+        words: The command that starts the process.
+        websocket: The connection to the browser.
+    """
+
+    def __init__(self, words: Sequence[str], websocket: web.WebSocketResponse) -> None:
+
+        async def close() -> None:
+            await websocket.close()
+
+        super().__init__(
+            "",
+            write_bytes=websocket.send_bytes,
+            write_str=websocket.send_str,
+            close=close,
+            download_manager=DownloadManager(),
+        )
+        self._words = words
+        self._ending: asyncio.Task[None] | None = None
+
+    async def _open_app_process(self, width: int = 80, height: int = 24) -> Process:
+        # Start the chat without a shell, so that killing the process ends the chat.
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._words,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=self._build_environment(*_limited(width, height)),
+        )
+        self._stdin = process.stdin
+        return process
+
+    async def set_terminal_size(self, width: int, height: int) -> None:
+        """Resize the chat to this number of columns and rows, within the limits.
+
+        Raises:
+            TypeError, ValueError: A size is not a number.
+        """
+        await super().set_terminal_size(*_limited(int(width), int(height)))
+
+    async def run(self) -> None:
+        """Send the output of the process to the browser. Close the connection when the process ends."""
+        try:
+            await super().run()
+        finally:
+            await self.remote_close()
+
+    async def stop(self) -> None:
+        """End the process. Kill it if it does not end in time, or if the caller is cancelled."""
+        if self._process is None:
+            return
+        # `stop` may be called twice: when the connection ends and when the server ends.
+        self._ending = self._ending or asyncio.create_task(self._end(self._process))
+        try:
+            # Use `asyncio.wait`, because `asyncio.timeout` has no effect if `run` ignores cancellation.
+            await asyncio.wait({self._ending}, timeout=_END_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        await asyncio.shield(self._ending)
+
+    async def _end(self, process: Process) -> None:
+        await super().stop()
+        # Read the remaining output, because the process cannot end while a full pipe blocks it.
+        await asyncio.gather(_drain(process.stdout), _drain(process.stderr))
+        await process.wait()
+
+
+def _limited(width: int, height: int) -> tuple[int, int]:
+    return min(max(width, 1), _MAX_COLUMNS), min(max(height, 1), _MAX_ROWS)
+
+
+async def _drain(stream: asyncio.StreamReader | None) -> None:
+    while stream is not None and await stream.read(_READ_BYTES):
+        pass

@@ -1,18 +1,24 @@
-"""The chat screen: its key bindings, and the actions that keys and slash commands trigger."""
+"""The chat screen: its key bindings, and the actions that keys and slash commands trigger.
+
+Messages are sent together with the files that they refer to, and edited messages as new versions.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from time import monotonic
 from typing import ClassVar
 
 from textual import events, on
 from textual.binding import Binding, BindingType
 
-from edgespec.errors import OptionError
-from edgespec.tui import saved_chats, screen_commands, selection, sending
+from edgespec.chat.message import Message
+from edgespec.errors import AttachmentError, OptionError
+from edgespec.tui import saved_chats, screen_commands, selection
 from edgespec.tui.commands import table
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import write_prompt
+from edgespec.tui.input_syntax import find_references, missing_files
 from edgespec.tui.screens.help import (
     CHAT_LIST_PART,
     COMMANDS_PART,
@@ -21,6 +27,7 @@ from edgespec.tui.screens.help import (
     OTHER_KEYS,
     HelpScreen,
 )
+from edgespec.tui.selection import finish_edit
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
@@ -31,6 +38,8 @@ __all__ = ["ChatScreen"]
 
 # Maximum time in seconds between two presses of Ctrl+C that quit the chat.
 _TWICE_SECONDS = 2.0
+# Seconds after which the user is told that files are still being read.
+_NOTICE_SECONDS = 0.5
 
 
 def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Binding:
@@ -100,13 +109,13 @@ class ChatScreen(TurnScreen):
             self.give_back(text, self.editing)
             return
         place, self.editing = self.editing, None
-        await sending.send(self, text, place)
+        await _send(self, text, place)
 
     @on(TurnScreen.Free)
     async def send_waiting(self) -> None:
         """Send the message that has waited longest, unless another one is being sent or answered."""
         if self.waiting.texts and not (self.writing or self.chips.reading or self.holds_waiting):
-            await sending.send(self, self.waiting.take(0), None)
+            await _send(self, self.waiting.take(0), None)
         self.refresh_facts(details=False)
 
     async def _run_command(self, typed: table.Typed, text: str) -> None:
@@ -312,3 +321,56 @@ class ChatScreen(TurnScreen):
             event.stop()
             self.prompt.focus()
             self.prompt.insert(event.character)
+
+
+async def _send(screen: TurnScreen, text: str, place: int | None) -> None:
+    """Send a message with its files. If `place` is given, send it as a new version of that message.
+
+    If a file cannot be attached, nothing is sent and the text is put back into the input.
+    """
+    if _is_gone(screen, place):
+        screen.say("The message you edited is gone. Press Enter to send your text as a new message.")
+        screen.give_back(text)
+        return
+    is_question = place is None or screen.current_chat.tree.messages[place].role == "user"
+    if is_question and (references := find_references(text)):
+        # Reading can take seconds, during which the screen must still handle keys.
+        screen.run_worker(_send_with_files(screen, text, place, references))
+    else:
+        await _send_message(screen, Message("user", text.strip()), place)
+
+
+async def _send_with_files(screen: TurnScreen, text: str, place: int | None, references: list[str]) -> None:
+    chat = screen.current_chat
+    reading = asyncio.ensure_future(screen.chips.attachments(references))
+    if not (await asyncio.wait([reading], timeout=_NOTICE_SECONDS))[0]:
+        screen.say("Reading the files…")
+    try:
+        attachments = await reading
+    except AttachmentError as error:
+        await screen.transcript.note(sentences(f"The message was not sent: {error.what}", error.next_step))
+        screen.give_back_message(text, place)
+        return
+    if screen.writing or chat is not screen.current_chat or _is_gone(screen, place):
+        screen.give_back(text)
+        return
+    files = tuple(file for attachment in attachments for file in attachment.files)
+    await _send_message(screen, Message("user", text.strip(), files=files), place)
+    found = {attachment.path for attachment in attachments}
+    if missing := [path for path in missing_files(references) if path not in found]:
+        names = ", ".join(f"@{path}" for path in missing[:5])
+        await screen.transcript.note(f"No file matches {names}, so this was sent as text.")
+
+
+async def _send_message(screen: TurnScreen, message: Message, place: int | None) -> None:
+    """Send a message, or send it as a new version of the message at `place`, and start the reply."""
+    await screen.tool_use.answer_pending(screen.current_chat)
+    if place is None:
+        await screen.take_turn(screen.current_chat.send(message))
+    else:
+        await finish_edit(screen, place, message)
+
+
+def _is_gone(screen: TurnScreen, place: int | None) -> bool:
+    """Return whether an edited message has been deleted, or belongs to a version that is no longer open."""
+    return place is not None and place not in screen.current_chat.tree.path

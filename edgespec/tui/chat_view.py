@@ -24,22 +24,17 @@ from edgespec.tui.background import CallThread
 from edgespec.tui.commands import table
 from edgespec.tui.copying import CodeCopier
 from edgespec.tui.downloads import Downloads
-from edgespec.tui.history import History
+from edgespec.tui.input_syntax import QUOTES
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.quotes import QUOTES
-from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import drafter_names, error_text, exactness_for, notices, speed_up_short, welcome_rows
 from edgespec.tui.tool_access import ToolAccess
-from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.details import Details, SpeedHistory, StatusFacts, StatusLine, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
-from edgespec.tui.widgets.message_widget import MessageWidget, message_key_hint
-from edgespec.tui.widgets.messages import Panel, Welcome
-from edgespec.tui.widgets.prompt import PromptInput
+from edgespec.tui.widgets.messages import MessageWidget, Panel, Welcome, message_key_hint
+from edgespec.tui.widgets.prompt import History, PromptInput, WaitingMessages
 from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
-from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
-from edgespec.tui.widgets.waiting import WaitingMessages
 from edgespec.tui.worker import ChatState, ModelThread, PlanModel
 
 if TYPE_CHECKING:

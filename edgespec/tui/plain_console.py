@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TextIO
 
 from edgespec.system.stdio import decode_input
-from edgespec.tui.controls import without_controls
-from edgespec.tui.quotes import QUOTES, block_text, ends_block
+from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
+from edgespec.tui.textual_guards import without_controls
 
 __all__ = ["PlainConsole", "ReplyPieces", "write"]
 

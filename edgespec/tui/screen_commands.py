@@ -39,13 +39,11 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.saved_chats import open_chat, open_new, restore_chat
 from edgespec.tui.screens.dialogs import ConfirmScreen, RenameScreen, SystemScreen
 from edgespec.tui.screens.models import ModelsScreen
-from edgespec.tui.screens.presets import PresetScreen, all_presets
-from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.screens.settings import PresetScreen, SettingsScreen, all_presets
 from edgespec.tui.settings import SCHEMA, check_settings, with_load_setting
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
-from edgespec.tui.widgets.messages import Panel
-from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.messages import Pairs, Panel
 
 __all__ = ["ACTIONS", "edit_settings", "edit_system", "pick_model", "run", "run_named"]
 

@@ -12,8 +12,7 @@ from edgespec.tools.connection import Toolbox
 from edgespec.tools.tool import Tool, ToolResult
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.screens.approval import ApprovalScreen
-from edgespec.tui.screens.tools import ToolsScreen
+from edgespec.tui.screens.tools import ApprovalScreen, ToolsScreen
 from edgespec.tui.tool_access import (
     INTERRUPTED,
     MAX_ROUNDS,
@@ -27,7 +26,7 @@ from edgespec.tui.tool_access import (
     no_servers_text,
     unanswered_calls,
 )
-from edgespec.tui.widgets.tool_call import ToolCallMessage
+from edgespec.tui.widgets.messages import ToolCallMessage
 
 __all__ = ["ToolUse"]
 

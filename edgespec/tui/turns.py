@@ -14,9 +14,9 @@ from textual.message import Message as Event
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
-from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import notices, sentences, takeover_note, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
+from edgespec.tui.widgets.details import SpeedHistory
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
 

@@ -29,7 +29,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from edgespec.cli.measuring import counted
+from edgespec.cli.running import counted
 from scripts.attacking.honest import HonestClient
 from scripts.attacking.neighbours import Neighbours
 from scripts.attacking.senders import ATTACKS, Connection, new_canary, problem

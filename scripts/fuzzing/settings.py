@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from edgespec.cli.commands import COMMANDS
+from edgespec.cli.help import COMMANDS
 from edgespec.cli.settings import Settings
 from edgespec.errors import OptionError
 from edgespec.options.settings import SETTINGS, setting_value

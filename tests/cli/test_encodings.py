@@ -12,7 +12,7 @@ import pytest
 from edgespec.chat.store import ChatStore
 from edgespec.errors import OptionError
 from edgespec.system.stdio import check_utf8, decode_input, is_ascii
-from edgespec.tui.quotes import ends_block
+from edgespec.tui.input_syntax import ends_block
 from tests.backends.tiny_models import write_llama
 from tests.cases import covering, first
 from tests.cli.conftest import Run, Start, one_line_error

@@ -11,8 +11,7 @@ import click
 import pytest
 
 from edgespec import SamplingParams, __version__
-from edgespec.cli.commands import COMMANDS, OLLAMA_COMMANDS
-from edgespec.cli.help import HelpfulCommand, HelpfulGroup
+from edgespec.cli.help import COMMANDS, OLLAMA_COMMANDS, HelpfulCommand, HelpfulGroup
 from edgespec.cli.options import (
     METHOD_NAMES,
     METHODS,

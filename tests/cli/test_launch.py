@@ -16,7 +16,7 @@ import openai
 import pytest
 import yaml
 
-from edgespec.cli.clients import CLIENTS
+from edgespec.cli.launch import CLIENTS
 from edgespec.server.http_server import HttpServer
 from tests.cli.conftest import Run, one_line_error
 from tests.server.conftest import MESSAGES, QUESTION, running

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-from edgespec.cli.commands import COMMANDS
 from edgespec.cli.doctor import _settings
+from edgespec.cli.help import COMMANDS
 from edgespec.cli.options import MODEL_NAMES, SAMPLING_NAMES, every_setting
 from edgespec.cli.program import program
 from edgespec.cli.settings import VARIABLES, Settings, settings_of, variable_of

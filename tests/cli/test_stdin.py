@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli import generate, stdin
+from edgespec.cli import generate
 from edgespec.errors import OptionError
 from tests.cases import first
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 
 _SHORT_WAIT = """
-from edgespec.cli import stdin
+from edgespec.cli import generate
 from edgespec.cli.program import program
-stdin._NOTICE_SECONDS, stdin._WAIT_SECONDS = 0.1, 0.3
+generate._NOTICE_SECONDS, generate._WAIT_SECONDS = 0.1, 0.3
 program()
 """
 
@@ -67,7 +67,7 @@ def test_bytes_that_are_not_text(run: Run) -> None:
 
 
 def test_endless_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stdin, "_MAX_BYTES", 10_000)
+    monkeypatch.setattr(generate, "_MAX_BYTES", 10_000)
     one_line_error(run("generate", "hi", input="y\n" * 10_000), 2, "9.8 KiB", code="input_too_large")
 
 

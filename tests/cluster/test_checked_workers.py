@@ -14,7 +14,7 @@ import edgespec
 import edgespec.api.machine
 from edgespec.cli.checked_workers import CheckedWorker, check_workers
 from edgespec.cli.interrupt import Stop
-from edgespec.cli.models_list import list_models
+from edgespec.cli.models import list_models
 from edgespec.cluster.status import installed_mlx
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import run

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from edgespec.cli.commands import load_command
+from edgespec.cli.help import load_command
 from edgespec.errors import ModelNotFoundError
 from edgespec.store.catalogue import Catalogue, ModelEntry, load_catalogue, models_folder, suggest_models
 from edgespec.store.hub_files import HubFile, choose_files, is_quantisation

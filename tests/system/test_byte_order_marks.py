@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.cli.stdin import read_stdin
+from edgespec.cli.generate import read_stdin
 from edgespec.losslessness.cases import read_prompts
 from edgespec.options.option import JsonSchema, TextFile
 from edgespec.options.settings_file import read_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from edgespec.cli.commands import COMMANDS, load_command
+from edgespec.cli.help import COMMANDS, load_command
 from edgespec.system.spelling import FOREIGN_NAMES, nearest
 from edgespec.tui.commands import table
 from edgespec.tui.settings import SETTINGS

@@ -23,9 +23,9 @@ from edgespec.tui.commands.results import (
     Result,
     Text,
 )
+from edgespec.tui.input_syntax import unquoted
 from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.quotes import unquoted
 
 if TYPE_CHECKING:
     from edgespec.tui.archive import Archive

@@ -1,13 +1,48 @@
-"""Commands that say what the chat uses and how fast it is."""
+"""Commands that say what the chat uses and how fast it is.
+
+`/why` explains the speed of the last reply. Three sentences say how the reply was sped up, what limited the
+speed-up, and what to try next. If identical replies limit the speed, or if replies can differ from plain
+decoding, a fourth sentence says so.
+"""
 
 from __future__ import annotations
 
-from edgespec.errors import OptionError
-from edgespec.tui.commands.results import Action, Command, Context, Result, RunningRace, Table, Text
-from edgespec.tui.texts import memory_rows, show_rows
-from edgespec.tui.why import why_text
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["SHOW", "SPEED", "show"]
+from edgespec.errors import EdgespecError, OptionError
+from edgespec.options.default_model import is_demo
+from edgespec.options.methods import sources_text
+from edgespec.tui.commands.results import Action, Command, Context, Result, RunningRace, Table, Text
+from edgespec.tui.numbers import count, percent
+from edgespec.tui.settings import default_sampling
+from edgespec.tui.texts import (
+    exactness_for,
+    exactness_sentence,
+    factor_text,
+    limits_speed,
+    memory_rows,
+    reason_text,
+    sentences,
+    show_rows,
+)
+
+if TYPE_CHECKING:
+    from edgespec import Exactness, MethodReport, Stats
+    from edgespec.api.sharing.base import ChatModel
+    from edgespec.chat.saved_chat import Setting
+
+__all__ = ["SHOW", "SPEED", "show", "why", "why_text"]
+
+# Below this acceptance rate, guesses are rejected too often for a large speed-up.
+_LOW_ACCEPTANCE = 0.5
+# Minimum reply length in tokens. Shorter replies have too few passes to show whether guessing saved time.
+_MIN_TOKENS = 20
+# Gain from which `/why` suggests no changes. 0.3 means 1.3 times as fast.
+_GOOD_GAIN = 0.3
+# Suggest a draft model only if its expected speed-up is at least this.
+_MIN_SPEEDUP = 1.05
 
 
 def show(context: Context) -> Result:
@@ -24,6 +59,139 @@ def _details(_context: Context) -> Result:
 def _why(context: Context) -> Result:
     text = why_text(context.runtime, context.method, context.stats, context.chat.settings)
     return Text(text, title="Why this speed")
+
+
+def why_text(
+    runtime: ChatModel, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
+) -> str:
+    """Return the sentences of `/why` about the last reply in a chat with these settings."""
+    if stats is None:
+        return (
+            "There has been no reply since this chat was opened or its model was changed. Send a message,"
+            " then"
+            " type /why."
+        )
+    temperature = settings.get("temperature", default_sampling("temperature", runtime))
+    lines = why(
+        method,
+        stats,
+        missing_draft=None if runtime.draft is not None or runtime.heads else _available_draft(runtime),
+        is_demo=is_demo(runtime.target.path),
+        is_random=float(str(temperature)) > 0,
+    )
+    return "\n".join([*lines, *_exactness(exactness_for(runtime, settings))])
+
+
+def _available_draft(runtime: ChatModel) -> str:
+    """Return the best draft model for the target from the catalogue or this machine, or an empty string."""
+    from edgespec.store.drafts import draft_options
+    from edgespec.store.installed import find_installed
+    from edgespec.store.reference import resolve
+
+    path = Path(runtime.target.path)
+    try:
+        installed = find_installed(include_embedded=True)
+        reference = next((model.reference for model in installed.models if model.path == path), None)
+        target = resolve(reference or str(path), allow_download=False)
+        options = draft_options(target, installed)
+    except EdgespecError:
+        return ""
+    return next((each.reference for each in options if each.speedup >= _MIN_SPEEDUP), "")
+
+
+def _exactness(exactness: Exactness | None) -> list[str]:
+    """Return a sentence if identical replies limit the speed, or if replies can differ."""
+    if exactness is None or (exactness.bits and not limits_speed(exactness)):
+        return []
+    return [exactness_sentence(exactness)]
+
+
+def why(
+    method: MethodReport, stats: Stats, *, missing_draft: str | None, is_demo: bool, is_random: bool
+) -> list[str]:
+    """Return three sentences: how the reply was sped up, what limited the speed-up, and what to try next.
+
+    Args:
+        method: The method report of the reply.
+        stats: The statistics of the reply.
+        missing_draft: The draft model to suggest, or an empty string if there is none for this model. None if
+            a draft model or a head is loaded.
+        is_demo: Whether the model is the demo, which is too small for a large speed-up.
+        is_random: Whether the temperature is above 0.
+    """
+    return [
+        _result(method, stats),
+        _reason(method, stats),
+        _advice(method, stats, missing_draft, is_demo, is_random),
+    ]
+
+
+def _result(method: MethodReport, stats: Stats) -> str:
+    if method.effective == "none":
+        if method.requested == "none":
+            return "The speed-up is switched off, so the model wrote this reply one token at a time."
+        cost = f", and trying it made this reply {method.loss_text} slower" if method.loss_text else ""
+        return f"Guessing is off for now{cost}."
+    used = f"edgespec guessed words, from: {sources_text(method.effective)}"
+    if method.gain is not None:
+        factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
+        if _is_same_speed(method):
+            return f"{used}. The effect on the speed was too small to measure ({factor:.2f}x ± {error:.2f})."
+        if method.gain < 0:
+            return f"{used}. That made this reply {percent(-method.gain)} slower (± {percent(error)})."
+        return f"{used}. That made this reply {factor:.2f}x as fast (± {error:.2f})."
+    if stats.generated_tokens < _MIN_TOKENS or stats.speedup_estimate is None:
+        return f"{used}. This reply is too short to tell whether that made it faster."
+    return f"{used}. That made this reply about {factor_text(stats.speedup_estimate)}."
+
+
+def _is_same_speed(method: MethodReport) -> bool:
+    """Return whether the measured gain is within two standard errors of zero."""
+    return method.gain is not None and abs(method.gain) <= 2 * max(0.01, method.gain_uncertainty or 0.0)
+
+
+def _reason(method: MethodReport, stats: Stats) -> str:
+    if method.requested == "none":
+        return "The method is set to none in this chat or on the command line."
+    if method.effective == "none":
+        return sentences(f"Reason: {reason_text(method)}")
+    if stats.acceptance_rate is None:
+        return "edgespec found nothing to guess from in this reply."
+    if stats.accepted_tokens == stats.drafted_tokens:
+        accepted = f"All {count(stats.drafted_tokens)} guesses were correct"
+    else:
+        accepted = (
+            f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)} guesses were accepted"
+            f" ({percent(stats.acceptance_rate)})"
+        )
+    if stats.acceptance_rate < _LOW_ACCEPTANCE:
+        return f"Only {accepted}, and rejected guesses cost time."
+    if _is_same_speed(method) or (method.gain or (stats.speedup_estimate or 1.0) - 1) < 0:
+        return f"{accepted}, but guessing and checking took at least as much time as they saved."
+    return f"{accepted}. Guessing and checking take time too, which limits the speed-up."
+
+
+def _advice(
+    method: MethodReport, stats: Stats, missing_draft: str | None, is_demo: bool, is_random: bool
+) -> str:
+    if method.requested == "none":
+        return "To switch the speed-up on, type /set method auto."
+    if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
+        return "To guess only while that saves time, type /set method auto."
+    if is_demo:
+        return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
+    if method.gain is not None and method.gain >= _GOOD_GAIN:
+        return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
+    if missing_draft:
+        return f"Try the draft model {missing_draft}: type /draft {missing_draft}."
+    if missing_draft == "":
+        return (
+            "No draft model for this model is on this machine or in the catalogue. Without one, the speed-up"
+            " helps most when a reply repeats text, for example when you ask for changes to an attached file."
+        )
+    if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
+        return "Try a lower temperature, which makes words easier to guess: type /set temperature 0."
+    return "To find the fastest method and draft length for your models, quit and run `edgespec tune`."
 
 
 def _race(context: Context) -> Result:

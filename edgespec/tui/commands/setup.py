@@ -1,24 +1,38 @@
-"""Commands that choose the model, the settings, the system prompt and the tools."""
+"""Commands that choose the model, the settings, the system prompt, the tools and the colours.
+
+`/preset` applies a saved system prompt, model and settings, or saves the current ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgespec.chat.saved_chat import Setting
-from edgespec.errors import EdgespecError, ModelNotFoundError, NotDownloadedError, OptionError, TemplateError
+from edgespec.errors import (
+    ConfigurationError,
+    EdgespecError,
+    ModelNotFoundError,
+    NotDownloadedError,
+    OptionError,
+    TemplateError,
+)
+from edgespec.options.presets import Preset, preset_names, preset_path, read_preset, write_preset
 from edgespec.system.files import format_bytes
 from edgespec.tools.tool import visible
 from edgespec.tui.commands.information import show
-from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Result, Text
+from edgespec.tui.commands.results import Action, Change, Command, Context, Problem, Question, Result, Text
+from edgespec.tui.input_syntax import unquoted
 from edgespec.tui.model_texts import is_match, is_open, speed_text
 from edgespec.tui.numbers import count
-from edgespec.tui.quotes import unquoted
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import (
     LOAD_SETTINGS,
     SCHEMA,
     SETTINGS,
+    accepted,
     check_settings,
     default_source,
     default_text,
@@ -36,9 +50,13 @@ if TYPE_CHECKING:
     from edgespec import AvailableModel
     from edgespec.api.sharing.base import ChatModel
     from edgespec.store.reference import Resolved
-    from edgespec.tui.open_chat import OpenChat
 
-__all__ = ["COMMANDS", "check_load_setting", "chosen_model", "system_change"]
+__all__ = ["APPEARANCE", "COMMANDS", "check_load_setting", "chosen_model", "system_change"]
+
+_NO_PRESETS = (
+    "There are no presets yet. Type /preset save NAME to save the current system prompt, model and settings"
+    " under a name."
+)
 
 
 def _model(context: Context) -> Result:
@@ -280,6 +298,136 @@ def _servers(tools: ToolAccess) -> Result:
     return Text("\n".join(lines)), Text(hint, is_hint=True)
 
 
+def _preset(context: Context) -> Result:
+    """Apply the preset with a name, or let the user choose one. `save NAME` saves a preset."""
+    word, _, name = context.argument.partition(" ")
+    if word == "save":
+        return _save(context, name.strip())
+    if context.argument:
+        return _apply_preset(context)
+    names = preset_names()
+    if not names:
+        return Text(_NO_PRESETS)
+    hint = "To use one, type /preset and its name."
+    return Action("presets", otherwise=lambda: (Text("\n".join(names)), Text(hint, is_hint=True)))
+
+
+def _apply_preset(context: Context) -> Result:
+    """Use the preset that the argument names, from the next message on.
+
+    Raises:
+        OptionError: There is no such preset, its file is invalid, or the models do not support its settings.
+    """
+    name = context.argument
+    values = _values(name, context.chat)
+    check_settings(values.settings, context.runtime)
+
+    def apply(chat: OpenChat) -> None:
+        chat.settings, chat.system = dict(values.settings), values.system
+
+    change = Change(apply, f"The preset {name} takes effect with your next message.")
+    remark = Text(values.remark, is_hint=True)
+    if values.target and values.target != context.model_name:
+        return change, remark, Action("use_model", values.target)
+    return change, remark
+
+
+class _PresetValues(NamedTuple):
+    """The values that a preset sets in a chat.
+
+    Attributes:
+        settings: All settings of the chat with this preset.
+        system: The system prompt.
+        target: A reference to the model. Empty if the preset names none.
+        remark: A sentence about values that cannot change while a model is loaded. Empty if there are none.
+    """
+
+    settings: dict[str, Setting]
+    system: str | None
+    target: str
+    remark: str
+
+
+def _values(name: str, chat: OpenChat) -> _PresetValues:
+    """Read a preset for use in a chat. Raises OptionError if the preset is invalid or missing."""
+    try:
+        chosen = read_preset(name)
+    except ConfigurationError as error:
+        raise OptionError(error.what, error.next_step, code=error.code) from error
+    given = dict(chosen.settings)
+    system, target = given.pop("system", None), str(given.pop("target", ""))
+    in_chat = {key: _as_chat_value(given.pop(key)) for key in SETTINGS if key in given}
+    settings, problems = accepted(in_chat)
+    if problems:
+        raise OptionError(f"The preset {name} was not applied: {problems[0]}", f"Edit {preset_path(name)}")
+    if SCHEMA in chat.settings:
+        settings[SCHEMA] = chat.settings[SCHEMA]
+    remark = ""
+    if given:
+        remark = (
+            f"The preset also sets {' and '.join(given)}, which applies only when a model is loaded. To use"
+            " it"
+            f" too, quit and run: edgespec chat --preset {name}"
+        )
+    return _PresetValues(settings, system or None, target, remark)
+
+
+def _as_chat_value(value: object) -> Setting:
+    if isinstance(value, tuple):
+        return list(value)
+    assert isinstance(value, str | int | float | bool)
+    return value
+
+
+def _save(context: Context, name: str) -> Result:
+    """Save the current system prompt, model and settings, after a question if the preset exists."""
+    if not name:
+        raise OptionError("The preset needs a name", "Type /preset save NAME")
+    chat = context.chat
+    settings: dict[str, object] = {"system": chat.system} if chat.system else {}
+    settings["target"] = context.model_name
+    settings |= {key: value for key, value in chat.settings.items() if key != SCHEMA}
+    preset = Preset(name, settings)
+    if not preset_path(name).exists():
+        return _written(preset, chat)
+    return Question(
+        f"Replace the existing preset {name}?",
+        "Replace",
+        lambda: _written(preset, chat),
+        declined="The preset was not saved.",
+    )
+
+
+def _written(preset: Preset, chat: OpenChat) -> Text:
+    path: Path = write_preset(preset)
+    omitted = (
+        " The schema is not included, because presets do not store one." if SCHEMA in chat.settings else ""
+    )
+    return Text(f"Saved the preset {preset.name} in {path}.{omitted} To use it, type /preset {preset.name}.")
+
+
+def _colours(_context: Context) -> Result:
+    return Action("colours")
+
+
+def _theme(context: Context) -> Result:
+    # Imported only when used, because the plain chat does not need Textual.
+    from edgespec.tui.themes import find_theme, theme_names, themes_folder
+
+    if not context.argument:
+        used = context.preferences.theme
+        names = ", ".join(f"{name} (in use)" if name == used else name for name in theme_names())
+        return Text(
+            f"Themes: {names}. Type /theme NAME to choose one. Your own themes are TOML files in"
+            f" {themes_folder()}."
+        )
+    try:
+        find_theme(context.argument)
+    except ConfigurationError as error:
+        raise OptionError(error.what, error.next_step, code=error.code) from error
+    return Action("theme", context.argument)
+
+
 COMMANDS = (
     Command("model", "[name]", "choose or download a model", _model, ("models",), slow="reads"),
     Command("set", "[name value]", "show the settings, or change one", _set, ("settings",)),
@@ -301,5 +449,29 @@ COMMANDS = (
         "choose the tools that the model can use (MCP servers)",
         _tools,
         slow="reads",
+    ),
+    Command(
+        "preset",
+        "[name|save name]",
+        "use or save a system prompt, model and settings",
+        _preset,
+        slow="writes",
+    ),
+)
+APPEARANCE = (
+    Command(
+        "colours",
+        "",
+        "colour the words that were guessed correctly",
+        _colours,
+        ("colors", "origin"),
+        instead="Type /why to see how many guesses were accepted",
+    ),
+    Command(
+        "theme",
+        "[name]",
+        "list the colour themes, or choose one",
+        _theme,
+        instead="The plain chat uses the colours of your terminal",
     ),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from edgespec.errors import OptionError
 from edgespec.system import spelling
-from edgespec.tui.commands import appearance, chats, information, messages, presets, setup
+from edgespec.tui.commands import chats, information, messages, setup
 from edgespec.tui.commands.results import Action, Command, Context, Result, Text
 
 __all__ = [
@@ -52,12 +52,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     *information.SHOW,
     *setup.COMMANDS,
-    *presets.COMMANDS,
     *chats.OPENING,
     *messages.COMMANDS,
     *chats.KEEPING,
     *information.SPEED,
-    *appearance.COMMANDS,
+    *setup.APPEARANCE,
 )
 """All commands, in the order of the help page."""
 

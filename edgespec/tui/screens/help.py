@@ -12,8 +12,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from edgespec.tui.commands import table
-from edgespec.tui.widgets.message_widget import MESSAGE_KEYS
-from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.messages import MESSAGE_KEYS, Pairs
 
 __all__ = [
     "CHAT_LIST_PART",

@@ -1,8 +1,12 @@
-"""The list of models: on this machine, in the catalogue and on Hugging Face."""
+"""The list of models: on this machine, in the catalogue and on Hugging Face.
+
+It can change the setting `chat.target`, the model that new chats open with.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,8 +24,8 @@ from textual.widgets.option_list import Option
 
 import edgespec
 from edgespec.errors import ConfigurationError, EdgespecError, OptionError
+from edgespec.options.settings_file import quoted, read_text, settings_path, write_value
 from edgespec.tui.background import CallThread, in_thread
-from edgespec.tui.default_model import default_for_chats, set_default_for_chats
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.model_texts import details_text, is_match, is_open, row_text
 from edgespec.tui.screens.help import MODEL_LIST_PART
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from edgespec.api.sharing.base import ChatModel
     from edgespec.tui.worker import PlanModel
 
-__all__ = ["ModelsScreen"]
+__all__ = ["ModelsScreen", "default_for_chats"]
 
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
@@ -43,6 +47,7 @@ _PLAN_DELAY_SECONDS = 0.3
 _WIDE_COLUMNS = 64
 # Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
+_SETTING = ("chat", "target")
 
 
 class ModelsScreen(ModalScreen["AvailableModel | None"]):
@@ -306,7 +311,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             self._message = f"{model.reference} is not on this machine yet. Press Enter to download it."
         else:
             try:
-                await asyncio.to_thread(set_default_for_chats, reference)
+                await asyncio.to_thread(_set_default_for_chats, reference)
             except (ConfigurationError, OptionError) as error:
                 self._message = sentences(error.what, error.next_step)
             else:
@@ -385,3 +390,23 @@ def _unknown_model(reference: str) -> AvailableModel:
         fits=True,
         speed=None,
     )
+
+
+def default_for_chats() -> str:
+    """Return the reference in the settings. Empty if there is none, so that the model used last opens."""
+    try:
+        chat = tomllib.loads(read_text(settings_path()) or "").get(_SETTING[0])
+    except ConfigurationError:
+        # The next start of the chat reports the damaged file.
+        return ""
+    return str(chat.get(_SETTING[1], "")) if isinstance(chat, dict) else ""
+
+
+def _set_default_for_chats(reference: str) -> None:
+    """Change the reference in the settings, or remove it if it is empty.
+
+    Raises:
+        ConfigurationError: The settings file cannot be changed.
+        OptionError: The reference is not valid UTF-8.
+    """
+    write_value(settings_path(), _SETTING, quoted(reference) if reference else None)

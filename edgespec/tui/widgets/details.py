@@ -1,17 +1,25 @@
-"""The details panel: speed-up, speed, accepted tokens per position, time per phase, and memory."""
+"""The status line and the details panel, which show the speed and memory of replies.
+
+The status line shows speed-up, speed, context use and memory. The panel adds accepted tokens per position,
+time per phase, and a sparkline of the speed over time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.geometry import Size
+from textual.reactive import reactive
+from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
-from edgespec.tui.speed_history import sparkline
 from edgespec.tui.texts import (
     exactness_sentence,
     reason_text,
@@ -24,9 +32,126 @@ from edgespec.tui.texts import (
 if TYPE_CHECKING:
     from edgespec import Exactness, MethodReport, Reply, Stats
 
-__all__ = ["Details", "details_content"]
+__all__ = ["Details", "SpeedHistory", "StatusFacts", "StatusLine", "details_content", "sparkline", "wrapped"]
 
 _MAX_POSITIONS = 16
+_BARS = "▁▂▃▄▅▆▇█"
+# Initial duration of one bar of the sparkline, in seconds. It doubles when a reply exceeds `_MAX_BARS` bars.
+_BAR_SECONDS = 0.25
+_MAX_BARS = 64
+# Minimum number of bars of a sparkline. Fewer bars would show mostly noise.
+_MIN_BARS = 6
+_GAP = " · "
+# The status line shows the context as nearly full when this fraction of it is used.
+_NEARLY_FULL = 0.85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusFacts:
+    """Values shown in the status line.
+
+    Attributes:
+        speed_up: Two-word summary of the speed-up.
+        writing: Whether a reply is being generated.
+        tokens_per_second: Speed of the current or last reply. None before the first token.
+        acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted, or if the
+            speed-up is off.
+        context_used_tokens: Number of tokens in the conversation.
+        context_tokens: Context size in tokens.
+        memory_bytes: Resident memory of the process.
+        dropped_messages: Number of oldest messages that no longer fit in the context.
+        tools: Number of tools that the model can call.
+        downloads: The running downloads and their progress.
+    """
+
+    speed_up: str = ""
+    writing: bool = False
+    tokens_per_second: float | None = None
+    acceptance_rate: float | None = None
+    context_used_tokens: int = 0
+    context_tokens: int = 0
+    memory_bytes: int = 0
+    dropped_messages: int = 0
+    tools: int = 0
+    downloads: str = ""
+
+    @property
+    def context_nearly_full(self) -> bool:
+        """True if the next turn may not fit in the context."""
+        return self.context_tokens > 0 and self.context_used_tokens >= _NEARLY_FULL * self.context_tokens
+
+    def segments(self) -> list[tuple[str, str]]:
+        """Return the text and style of each part of the status line, from left to right."""
+        used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
+        dropped = f"{count(self.dropped_messages, 'old message')} left out" if self.dropped_messages else ""
+        parts = [
+            (self.speed_up or "starting", "$primary" if self.writing else ""),
+            ("" if self.tokens_per_second is None else rate(self.tokens_per_second), ""),
+            ("" if self.acceptance_rate is None else f"accepted {percent(self.acceptance_rate)}", ""),
+            (f"context {used}/{total}", "$warning" if self.context_nearly_full else ""),
+            (dropped, "$warning"),
+            (f"{count(self.tools, 'tool')} on" if self.tools else "", ""),
+            (f"RAM {format_bytes(self.memory_bytes)}", ""),
+            (self.downloads, "$primary"),
+        ]
+        return [part for part in parts if part[0]]
+
+
+class StatusLine(Widget):
+    """Live status line, which wraps to two or three lines in a narrow terminal."""
+
+    facts: reactive[StatusFacts] = reactive(StatusFacts, layout=False)
+
+    def watch_facts(self, before: StatusFacts, now: StatusFacts) -> None:
+        """Update the layout only if the number of lines changes. An update for every token would flicker."""
+        width = self.content_size.width
+        if width and _line_count(before, width) != _line_count(now, width):
+            self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        return _line_count(self.facts, width)
+
+    def render(self) -> Content:
+        return wrapped(self.facts.segments(), self.content_size.width)
+
+
+def _line_count(facts: StatusFacts, width: int) -> int:
+    return wrapped(facts.segments(), width).plain.count("\n") + 1
+
+
+def wrapped(segments: Sequence[tuple[str, str]], width: int) -> Content:
+    """Return the parts of the status line, wrapped to as many lines as they need."""
+    lines: list[Content] = []
+    for segment in segments:
+        part = Content.assemble(segment)
+        if lines and lines[-1].cell_length + len(_GAP) + part.cell_length <= width:
+            lines[-1] = Content.assemble(lines[-1], (_GAP, "$faint"), part)
+        else:
+            lines.append(part)
+    return Content("\n").join(lines)
+
+
+def _thousands(tokens: int) -> str:
+    return count(tokens) if tokens < 10_000 else f"{tokens / 1000:.3g}k"
+
+
+class Details(VerticalScroll):
+    """The details panel to the right of the chat. Every update redraws the whole panel."""
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
+        self._text = Static()
+        super().__init__(self._text, id=id)
+        self._draw: Callable[[int], Content] | None = None
+
+    def show(self, draw: Callable[[int], Content]) -> None:
+        """Show the result of `draw(width)` now, and redraw it after every resize."""
+        self._draw = draw
+        self.on_resize()
+
+    def on_resize(self) -> None:
+        width = self.scrollable_content_region.width
+        if self._draw is not None and width:
+            self._text.update(self._draw(width))
 
 
 def details_content(
@@ -169,20 +294,42 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
     return Content.assemble(*rows)
 
 
-class Details(VerticalScroll):
-    """The details panel to the right of the chat. Every update redraws the whole panel."""
+class SpeedHistory:
+    """The number of tokens generated in each time interval of a reply.
 
-    def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
-        self._text = Static()
-        super().__init__(self._text, id=id)
-        self._draw: Callable[[int], Content] | None = None
+    An interval lasts a quarter of a second at first. Its length doubles whenever there would be more than
+    64 intervals.
+    """
 
-    def show(self, draw: Callable[[int], Content]) -> None:
-        """Show the result of `draw(width)` now, and redraw it after every resize."""
-        self._draw = draw
-        self.on_resize()
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._bar_seconds = _BAR_SECONDS
+        self._began: float | None = None
 
-    def on_resize(self) -> None:
-        width = self.scrollable_content_region.width
-        if self._draw is not None and width:
-            self._text.update(self._draw(width))
+    def add(self, tokens: int, now: float | None = None) -> None:
+        """Add tokens that arrived at `now` (default: the current time). The first call starts the clock."""
+        now = monotonic() if now is None else now
+        if self._began is None:
+            self._began = now
+        while (place := int((now - self._began) / self._bar_seconds)) >= _MAX_BARS:
+            self._tokens += [0] * (len(self._tokens) % 2)
+            self._tokens = [sum(self._tokens[i : i + 2]) for i in range(0, len(self._tokens), 2)]
+            self._bar_seconds *= 2
+        self._tokens += [0] * (place + 1 - len(self._tokens))
+        self._tokens[place] += tokens
+
+    def rates(self) -> list[float]:
+        """Return the tokens per second of each complete interval. Empty if there are too few intervals."""
+        complete = self._tokens[:-1]
+        return [tokens / self._bar_seconds for tokens in complete] if len(complete) >= _MIN_BARS else []
+
+
+def sparkline(rates: list[float], width: int) -> str:
+    """Return at most `width` bars, oldest rate first. Their heights are relative to the highest rate."""
+    if not rates or width < 1:
+        return ""
+    count = min(width, len(rates))
+    groups = [rates[i * len(rates) // count : (i + 1) * len(rates) // count] for i in range(count)]
+    means = [sum(group) / len(group) for group in groups]
+    highest = max(means) or 1.0
+    return "".join(_BARS[round(mean / highest * (len(_BARS) - 1))] for mean in means)

@@ -1,7 +1,11 @@
-"""Limit how much of a very long text the chat shows, because drawing all of it would freeze the chat."""
+"""Limit how much of a very long text the chat shows, because drawing all of it would freeze the chat.
+
+The input shows a long pasted text as one line.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_INPUT_CHARACTERS",
+    "PastedTexts",
     "drawing_seconds",
     "hidden_note",
     "limited_chunks",
@@ -24,11 +29,14 @@ __all__ = [
 MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
+# A pasted text with more lines or characters than this is folded. The input shows eight lines.
+_MAX_PASTED_LINES, _MAX_PASTED_CHARACTERS = 8, 1000
 # Seconds for reading and wrapping one character of Markdown, and additional seconds for each non-blank line
 # and each table cell. Measured with short list items and bold words.
 _CHARACTER_SECONDS, _ITEM_SECONDS = 3e-6, 6e-5
 # Maximum estimated time in seconds for showing a reply. The rest of a longer reply is hidden.
 _MAX_SECONDS = 1.0
+_LINE_BREAK = re.compile(r"\r\n?")
 
 
 def limited_text(text: str, advice: str = "") -> str:
@@ -75,3 +83,59 @@ def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
     for line in markdown[: int(_MAX_SECONDS / _CHARACTER_SECONDS)].splitlines(keepends=True):
         items = line.count("|") + bool(line.strip())
         yield line, len(line) * _CHARACTER_SECONDS + items * _ITEM_SECONDS
+
+
+class PastedTexts:
+    """The long texts that were pasted into the input, by the label that stands for each of them.
+
+    They are kept until the chat ends, because undo can bring back a label.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    @staticmethod
+    def is_long(text: str) -> bool:
+        """Return whether a pasted text is folded."""
+        return len(text) > _MAX_PASTED_CHARACTERS or len(text.splitlines()) > _MAX_PASTED_LINES
+
+    def fold(self, text: str, token_count: int | None) -> str:
+        """Keep a text, and return the label that stands for it in the input.
+
+        Args:
+            text: The text.
+            token_count: Its number of tokens, or None if it is unknown.
+        """
+        text = _LINE_BREAK.sub("\n", text)
+        size = f"{count(len(text), 'character')}" if token_count is None else count(token_count, "token")
+        lines = count(len(text.splitlines()), "line")
+        label = f"[Pasted text {len(self._texts) + 1}: {lines}, {size}]"
+        self._texts[label] = text
+        return label
+
+    def whole(self, text: str) -> str:
+        """Return the text of the input with the pasted texts in place of their labels."""
+        if not self._texts:
+            return text
+        labels = re.compile("|".join(map(re.escape, self._texts)))
+        return labels.sub(lambda match: self._texts[match[0]], text)
+
+    def folded(self, text: str) -> str:
+        """Return a text with labels in place of the pasted texts that it contains."""
+        for label, pasted in self._texts.items():
+            text = text.replace(pasted, label)
+        return text
+
+    def label_at(self, line: str, column: int) -> tuple[int, int] | None:
+        """Return the first column of the label around a column of a line, and the column after the label.
+
+        Return None if there is no label, or the column is at its start or end.
+        """
+        return next(((first, end) for first, end in self._labels(line) if first < column < end), None)
+
+    def _labels(self, line: str) -> Iterator[tuple[int, int]]:
+        for label in self._texts:
+            first = line.find(label)
+            while first >= 0:
+                yield first, first + len(label)
+                first = line.find(label, first + 1)

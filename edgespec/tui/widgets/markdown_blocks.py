@@ -1,12 +1,16 @@
-"""The blocks of a Markdown text, such as paragraphs and code blocks, drawn row by row at a given width."""
+"""Read Markdown and return its blocks, such as paragraphs and code blocks, drawn at a given width."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style as RichStyle
@@ -15,14 +19,146 @@ from textual.highlight import highlight
 from textual.strip import Strip
 from textual.style import Style
 
-__all__ = ["Block", "CodeBlock", "GetStyle", "Margin", "Row", "Rule", "Table", "gap_row"]
+__all__ = [
+    "Block",
+    "CodeBlock",
+    "Markdown",
+    "Row",
+    "Table",
+    "gap_row",
+    "load_parsers",
+    "read_markdown",
+]
 
-GetStyle: TypeAlias = Callable[[str | Style], Style]
-
+_GetStyle: TypeAlias = Callable[[str | Style], Style]
 _TAB_CELLS = 8
 _LINE_STYLE = "$foreground 20%"
 # Cells beside the text of each table cell: a space on both sides, and a line.
 _CELL_FRAME = 3
+_BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")
+_INLINE_STYLES = {"strong": "bold", "em": "italic", "s": "strike"}
+_NEWLINE = re.compile(r"\r\n?|\n")
+_SPACE = re.compile(r"\s+")
+
+
+class Markdown(NamedTuple):
+    """A parsed Markdown text.
+
+    Attributes:
+        finished: The blocks that do not change when the text grows.
+        last: The blocks of the last part, such as a paragraph or a list.
+        last_text: The text of the last part.
+    """
+
+    finished: list[Block]
+    last: list[Block]
+    last_text: str
+
+
+def read_markdown(text: str) -> Markdown:
+    """Return the blocks of a Markdown text."""
+    parts = SyntaxTreeNode(_parser().parse(text)).children
+    blocks = [list(_blocks(part, (), 0, gap=True)) for part in parts]
+    for above, below in pairwise(chain.from_iterable(blocks)):
+        below.gap = below.gap or isinstance(above, CodeBlock | Table)
+    if not parts:
+        return Markdown([], [], text)
+    first_line = parts[-1].map[0] if parts[-1].map else 0
+    last_text = "\n".join(_NEWLINE.split(text)[first_line:])
+    return Markdown(list(chain.from_iterable(blocks[:-1])), blocks[-1], last_text)
+
+
+def load_parsers() -> None:
+    """Load the parsers of Markdown and Python code, which takes about 80 ms, before a reply needs them."""
+    read_markdown("https://example.com")
+    highlight("pass", language="python")
+
+
+@cache
+def _parser() -> MarkdownIt:
+    """Return a parser that shows HTML as text, because models often write tags such as `<name>`."""
+    return MarkdownIt("gfm-like", {"html": False})
+
+
+def _blocks(node: SyntaxTreeNode, margins: Sequence[_Margin], begins: int, *, gap: bool) -> Iterator[Block]:
+    """Yield the blocks of a node. The parameters are those of `Block`."""
+    match node.type:
+        case "bullet_list" | "ordered_list":
+            bullets = _bullets(node, margins)
+            for place, (item, bullet) in enumerate(zip(node.children, bullets, strict=True)):
+                margin = _Margin(bullet, " " * len(bullet))
+                yield from _inner_blocks(
+                    item, (*margins, margin), begins, gap=gap and not place, inner_gap=False
+                )
+                begins = 0
+        case "blockquote":
+            yield from _inner_blocks(
+                node, (*margins, _Margin("▌ ", "▌ ", "$muted")), begins, gap=True, inner_gap=True
+            )
+        case "fence" | "code_block":
+            yield CodeBlock(node.content, node.info.partition(" ")[0], margins, begins)
+        case "table":
+            rows = [row.children for row in node.walk() if row.type == "tr"]
+            yield Table([[_cell(cell) for cell in row] for row in rows], margins, begins)
+        case "hr":
+            yield _Rule(Content(), margins, begins)
+        case _:
+            content = Content.assemble(*map(_inline, node.children))
+            if node.type == "heading":
+                content = content.stylize("bold")
+            yield Block(content, margins, begins, gap=gap)
+
+
+def _inner_blocks(
+    node: SyntaxTreeNode, margins: Sequence[_Margin], begins: int, *, gap: bool, inner_gap: bool
+) -> Iterator[Block]:
+    """Yield the blocks of a list item or a quote. The last of `margins` begins with the first block."""
+    if not node.children:
+        yield Block(Content(), margins, begins + 1, gap=gap)
+    for place, child in enumerate(node.children):
+        first = not place
+        yield from _blocks(child, margins, begins + 1 if first else 0, gap=gap if first else inner_gap)
+
+
+def _bullets(node: SyntaxTreeNode, margins: Sequence[_Margin]) -> list[str]:
+    """Return the bullets or numbers of a list."""
+    if node.type == "bullet_list":
+        depth = sum(margin.first in _BULLETS for margin in margins)
+        return [_BULLETS[depth % len(_BULLETS)]] * len(node.children)
+    first = int(node.children[0].info)
+    numbers = [f" {number}. " for number in range(first, first + len(node.children))]
+    return [number.rjust(len(numbers[-1])) for number in numbers]
+
+
+def _cell(node: SyntaxTreeNode) -> Content:
+    content = Content.assemble(*map(_inline, node.children))
+    return content.stylize("$primary") if node.type == "th" else content
+
+
+def _inline(node: SyntaxTreeNode) -> Content:
+    """Return the text of a node inside a block."""
+    match node.type:
+        case "softbreak":
+            return Content(" ")
+        case "hardbreak":
+            return Content("\n")
+        case "code_inline":
+            return Content.styled(node.content, "$primary on $code")
+        case "image":
+            return Content.assemble("🖼  ", *map(_inline, node.children)).stylize(_link(node.attrs["src"]))
+        case "link":
+            return Content.assemble(*map(_inline, node.children)).stylize(_link(node.attrs["href"]))
+        case "strong" | "em" | "s":
+            return Content.assemble(*map(_inline, node.children)).stylize(_INLINE_STYLES[node.type])
+        case "inline":
+            return Content.assemble(*map(_inline, node.children))
+        case _:
+            return Content(_SPACE.sub(" ", node.content))
+
+
+def _link(address: object) -> Style:
+    """Return a style with which a click opens the link."""
+    return Style(underline=True) + Style.from_meta({"@click": f"link({address!r})"})
 
 
 class Row(NamedTuple):
@@ -44,7 +180,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Margin:
+class _Margin:
     """The bullet, number or bar to the left of a list item or a quote.
 
     Attributes:
@@ -74,7 +210,7 @@ class Block:
     padding = 0
 
     def __init__(
-        self, content: Content, margins: Sequence[Margin] = (), begins: int = 0, *, gap: bool = True
+        self, content: Content, margins: Sequence[_Margin] = (), begins: int = 0, *, gap: bool = True
     ) -> None:
         self.margins = tuple(margins)
         self.gap = gap
@@ -99,7 +235,7 @@ class Block:
             self._ranges = text_width, list(_wrapped(self._plain(text_width), text_width))
         return len(self._ranges[1])
 
-    def rows(self, width: int, top: int, style: Style, get_style: GetStyle) -> list[Row]:
+    def rows(self, width: int, top: int, style: Style, get_style: _GetStyle) -> list[Row]:
         """Return the rows at this width.
 
         Args:
@@ -129,7 +265,7 @@ class Block:
         """Return the text with its styles, before its lines are wrapped to `width`."""
         return self._content
 
-    def _draw(self, width: int, top: int, style: Style, get_style: GetStyle) -> list[Row]:
+    def _draw(self, width: int, top: int, style: Style, get_style: _GetStyle) -> list[Row]:
         self.height(width)
         text_width, ranges = self._ranges
         content = self._styled(text_width)
@@ -172,7 +308,7 @@ class CodeBlock(Block):
     style = "$foreground on $code"
     padding = 1
 
-    def __init__(self, code: str, language: str, margins: Sequence[Margin] = (), begins: int = 0) -> None:
+    def __init__(self, code: str, language: str, margins: Sequence[_Margin] = (), begins: int = 0) -> None:
         # Replace tabs and rare line separators here. The highlighter replaces them too, but without moving
         # its colours.
         lines = code.rstrip().expandtabs(_TAB_CELLS).splitlines()
@@ -196,7 +332,7 @@ class CodeBlock(Block):
         return highlight(self._content.plain, language=self._language or "text")
 
 
-class Rule(Block):
+class _Rule(Block):
     """A horizontal line."""
 
     def _styled(self, width: int) -> Content:
@@ -212,7 +348,7 @@ class Table(Block):
         begins: As for `Block`.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Content]], margins: Sequence[Margin], begins: int) -> None:
+    def __init__(self, rows: Sequence[Sequence[Content]], margins: Sequence[_Margin], begins: int) -> None:
         super().__init__(Content(), margins, begins)
         self._cells = rows
         self._drawn: tuple[int, Content] = (0, Content())
@@ -258,7 +394,7 @@ class Table(Block):
         return widths
 
 
-def gap_row(above: Block, below: Block, width: int, y: int, style: Style, get_style: GetStyle) -> Row:
+def gap_row(above: Block, below: Block, width: int, y: int, style: Style, get_style: _GetStyle) -> Row:
     """Return the blank row `y` between two blocks. It shows the bars of quotes that surround both."""
     shared = [each for each, other in zip(above.margins, below.margins, strict=False) if each is other]
     pieces = [(each.rest, (style + get_style(each.style)).rich_style) for each in shared]

@@ -1,37 +1,54 @@
-"""The transcript's widgets: messages, replies and panels."""
+"""The transcript's widgets: messages, replies, tool calls and panels, and the keys for the selected message.
+
+Reasoning and tool calls are folded to one line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar
+from time import monotonic
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Region, Size
+from textual.reactive import Reactive
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import Collapsible, Static
+from textual.widgets._collapsible import CollapsibleTitle
 
+from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.options.methods import sources_text
-from edgespec.tui.files.chips import file_chips
-from edgespec.tui.numbers import count, percent
+from edgespec.tools.tool import ToolResult, Veto, visible
+from edgespec.tui.numbers import count, percent, seconds_text
+from edgespec.tui.tool_access import readable_arguments
+from edgespec.tui.widgets.files import file_chips
 from edgespec.tui.widgets.image_preview import ImagePreview
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
-from edgespec.tui.widgets.message_widget import MessageWidget
-from edgespec.tui.widgets.origin_colours import GUESSED_STYLE, OWN_STYLE, OriginColours
-from edgespec.tui.widgets.pairs import Pairs
-from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
-from edgespec.tui.widgets.thoughts import Thoughts
+from edgespec.tui.widgets.reply_markdown import GUESSED_STYLE, OWN_STYLE, OriginColours, ReplyMarkdown
 
 if TYPE_CHECKING:
     from edgespec import AttachedFile, Reply, TextChunk
 
-__all__ = ["Panel", "ReplyMessage", "SystemMessage", "UserMessage", "Welcome"]
-
+__all__ = [
+    "MESSAGE_KEYS",
+    "MessageWidget",
+    "Pairs",
+    "Panel",
+    "ReplyMessage",
+    "SystemMessage",
+    "Thoughts",
+    "ToolCallMessage",
+    "UserMessage",
+    "Welcome",
+    "message_key_hint",
+    "pairs_content",
+]
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _WHOLE_THOUGHTS = "the chat file contains the whole text"
@@ -44,19 +61,99 @@ _ENDINGS = {
     "length": "stopped: the reply reached its maximum length. Type /continue to extend it.",
     "context_full": "stopped: the context is full",
 }
+# Maximum numbers of characters of the arguments and of an error message in the folded line.
+_MAX_ARGUMENTS = 60
+_MAX_PROBLEM = 100
+# Labels for calls that the user refused or stopped.
+_VETOES: dict[Veto, str] = {"refused": "not allowed", "stopped": "stopped"}
 
 
-def _coloured_thoughts(chunks: Sequence[TextChunk]) -> Content:
-    """Return reasoning with accepted draft tokens and the target's own tokens in different colours."""
-    shown = limited_chunks(chunks)
-    runs = groupby(shown, key=lambda chunk: GUESSED_STYLE if chunk.accepted else OWN_STYLE)
-    hidden = sum(len(chunk.text) for chunk in chunks[len(shown) :])
-    note = f"…\n{hidden_note(hidden, _WHOLE_THOUGHTS)}" if hidden else ""
-    return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs), note)
+class _MessageKey(NamedTuple):
+    """A key for the selected message. The screen runs its action.
+
+    Attributes:
+        key: Textual's name of the key.
+        action: The name of what the key does.
+        label: The key and the action in the hint line. Empty if the hint line does not show them.
+        help: Description on the help page.
+    """
+
+    key: str
+    action: str
+    label: str
+    help: str
 
 
-def _versions_line(label: str) -> str:
-    return f"‹ {label} ›" if label else ""
+MESSAGE_KEYS = (
+    _MessageKey("e", "edit", "e edit", "edit it; Enter saves a new version"),
+    _MessageKey("r", "rerun", "r re-run", "generate another reply"),
+    _MessageKey("g", "go_on", "g go on", "continue the reply from where it stopped"),
+    _MessageKey("c", "copy", "c copy", "copy it"),
+    _MessageKey("d", "delete", "d delete", "delete it and the messages after it"),
+    _MessageKey("f", "fork", "f fork", "start a new chat with the messages up to this one"),
+    _MessageKey("b", "copy_code", "b copy code", "copy its last code block; press again for the one before"),
+    _MessageKey("o", "open_in_editor", "o open in editor", "read it in your text editor"),
+    _MessageKey("u", "undo", "", "restore the messages that were deleted last"),
+    _MessageKey("left", "older_version", "", "show the previous version"),
+    _MessageKey("right", "newer_version", "", "show the next version"),
+)
+"""The keys for the selected message, in the order of the help page."""
+
+
+def message_key_hint(width: int, *, versions: bool, fold: str) -> str:
+    """Return the hint line for a selected message: as many keys as fit. F1 lists the others.
+
+    Args:
+        width: Maximum width of the hint in cells.
+        versions: Whether the message has other versions.
+        fold: What Enter does. Empty if the message contains neither reasoning nor a tool call.
+    """
+    first = [*(["←→ version"] if versions else []), *([fold] if fold else [])]
+    keys = [*first, *(each.label for each in MESSAGE_KEYS if each.label)]
+    for number in range(len(keys), 0, -1):
+        more = ["F1 more"] if number < len(keys) else []
+        text = " · ".join((*keys[:number], *more, "Esc back"))
+        if len(text) <= width:
+            return text
+    return "Esc back"
+
+
+class MessageWidget(Widget, can_focus=True):
+    """A message in the transcript. It is selected while it has focus.
+
+    Attributes:
+        place: The message's index in the chat's `MessageTree`. None until the message is part of it.
+    """
+
+    # A click must not select a message. Otherwise, letters typed afterwards would trigger message actions.
+    FOCUS_ON_CLICK = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "screen.select_message(-1)", show=False),
+        Binding("down", "screen.select_message(1)", show=False),
+        Binding("pageup", "screen.page(-1)", show=False),
+        Binding("pagedown", "screen.page(1)", show=False),
+        Binding("enter", "unfold", show=False),
+        *(Binding(each.key, f"screen.message_action('{each.action}')", show=False) for each in MESSAGE_KEYS),
+    ]
+
+    # By default, Textual lays out and draws all messages again when the size of one changes. Only widgets
+    # that scroll need that.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
+
+    place: int | None = None
+
+    @property
+    def fold_hint(self) -> str:
+        """What Enter does with the message's reasoning or tool call. Empty if there is none."""
+        folds = [fold for fold in self.query(Collapsible) if fold.display]
+        if not folds:
+            return ""
+        return "Enter unfold" if folds[0].collapsed else "Enter fold"
+
+    def action_unfold(self) -> None:
+        """Unfold the message's reasoning or tool call, or fold it again."""
+        for fold in self.query(Collapsible):
+            fold.collapsed = not fold.collapsed
 
 
 class UserMessage(Static, MessageWidget, can_focus=True):
@@ -91,45 +188,6 @@ class UserMessage(Static, MessageWidget, can_focus=True):
             return super().get_content_height(container, viewport, width)
         text_rows = self.visual.get_height(self.styles.get_rules(), width)
         return text_rows + self._preview.get_content_height(container, viewport, width)
-
-
-class SystemMessage(Static, MessageWidget, can_focus=True):
-    """A system message within a chat, which only imported chats have."""
-
-    # Textual takes bindings only from the first base class.
-    BINDINGS: ClassVar[list[BindingType]] = MessageWidget.BINDINGS
-
-    def __init__(self, text: str) -> None:
-        super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="system")
-
-
-class Panel(Vertical):
-    """A titled box in the transcript, for an error or the result of a command."""
-
-    def __init__(self, title: str, body: str | Widget, *, kind: str = "info") -> None:
-        super().__init__(classes=f"panel -{kind}")
-        self._title = title
-        self._body = (
-            body if isinstance(body, Widget) else Static(Content(limited_text(body)), classes="panel-body")
-        )
-
-    def compose(self) -> ComposeResult:
-        yield Static(Content(self._title), classes="panel-title")
-        yield self._body
-
-
-class Welcome(Vertical):
-    """Welcome box above the first message. It shows the models and explains the speed-up."""
-
-    def __init__(self, rows: Sequence[tuple[str, str]], notices: Sequence[str]) -> None:
-        super().__init__(classes="welcome")
-        self._rows = rows
-        self._notices = notices
-
-    def compose(self) -> ComposeResult:
-        yield Pairs(self._rows)
-        for notice in self._notices:
-            yield Static(Content(notice), classes="notice")
 
 
 class ReplyMessage(MessageWidget):
@@ -353,3 +411,191 @@ class ReplyMessage(MessageWidget):
         """Return the source of the guesses in parentheses, or an empty string if nothing was guessed."""
         effective = "none" if self.reply is None else self.reply.method.effective
         return "" if effective == "none" else f" ({sources_text(effective)})"
+
+
+def _coloured_thoughts(chunks: Sequence[TextChunk]) -> Content:
+    """Return reasoning with accepted draft tokens and the target's own tokens in different colours."""
+    shown = limited_chunks(chunks)
+    runs = groupby(shown, key=lambda chunk: GUESSED_STYLE if chunk.accepted else OWN_STYLE)
+    hidden = sum(len(chunk.text) for chunk in chunks[len(shown) :])
+    note = f"…\n{hidden_note(hidden, _WHOLE_THOUGHTS)}" if hidden else ""
+    return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs), note)
+
+
+def _versions_line(label: str) -> str:
+    return f"‹ {label} ›" if label else ""
+
+
+class Thoughts(Collapsible):
+    """A model's reasoning, below a line that unfolds it with Enter, a click or F7. Hidden while it is empty.
+
+    Attributes:
+        seconds: How long the model thought, in seconds. None if this was not measured.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._body = Static(classes="thoughts-text")
+        super().__init__(self._body, title="Thoughts", classes="thoughts")
+        self.seconds = seconds
+        self._began: float | None = None
+
+    def show(self, text: Content, length: str) -> None:
+        """Show the reasoning of a finished reply. `length` is its length, such as `45 tokens`."""
+        if self._began is not None:
+            self.seconds, self._began = monotonic() - self._began, None
+        thought = "Thoughts" if self.seconds is None else f"Thought for {seconds_text(self.seconds)}"
+        self._update(text, f"{thought} · {length}")
+
+    def show_growing(self, text: Content, length: str) -> None:
+        """Show the reasoning generated so far, while the model is still thinking."""
+        # Do not time reasoning that began in an earlier run of edgespec.
+        if self._began is None and (self.seconds is not None or not self.display):
+            self._began = monotonic() - (self.seconds or 0.0)
+        self._update(text, f"Thinking… {length}")
+
+    def _update(self, text: Content, title: str) -> None:
+        self._body.update(text)
+        self.title = title
+        self.display = bool(text.plain)
+
+
+class ToolCallMessage(MessageWidget):
+    """A tool call and its result, folded to one line. Enter or a click unfolds them.
+
+    Args:
+        call: The call. None if the chat file does not contain it.
+        result: The result, or None if the call has not ended.
+    """
+
+    def __init__(self, call: ToolCall | None, result: ToolResult | None = None) -> None:
+        super().__init__(classes="tool-call")
+        self._call = call or ToolCall("", "unknown tool", "")
+        self._body = Static()
+        self._fold = Collapsible(self._body, title="")
+        self._result = result
+
+    def compose(self) -> ComposeResult:
+        yield self._fold
+
+    def on_mount(self) -> None:
+        self._refresh()
+
+    def finish(self, result: ToolResult) -> None:
+        """Show the result of the call."""
+        self._result = result
+        self._refresh()
+
+    def _refresh(self) -> None:
+        call, result = self._call, self._result
+        if result is None:
+            state = "calling…"
+        elif result.failed:
+            state = _VETOES.get(result.veto) or f"failed: {_one_line(result.problem, _MAX_PROBLEM)}"
+        else:
+            took = f" in {seconds_text(result.seconds)}" if result.seconds else ""
+            state = f"{count(len(result.text), 'character')}{took}"
+        # Use `Content`, so that names and arguments are not interpreted as markup.
+        self._fold.query_one(CollapsibleTitle).label = Content.assemble(
+            "Tool ",
+            (visible(call.name), "bold"),
+            f" {_one_line(call.arguments, _MAX_ARGUMENTS)} · {state}",
+        )
+        text = visible(result.text) if result is not None else ""
+        self._body.update(
+            Content.assemble(
+                (limited_text(readable_arguments(call.arguments)), "$muted"), "\n\n", limited_text(text)
+            )
+        )
+
+
+def _one_line(text: str, max_characters: int) -> str:
+    line = " ".join(visible(text).split())
+    return line if len(line) <= max_characters else f"{line[: max_characters - 1]}…"
+
+
+class SystemMessage(Static, MessageWidget, can_focus=True):
+    """A system message within a chat, which only imported chats have."""
+
+    # Textual takes bindings only from the first base class.
+    BINDINGS: ClassVar[list[BindingType]] = MessageWidget.BINDINGS
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="system")
+
+
+class Panel(Vertical):
+    """A titled box in the transcript, for an error or the result of a command."""
+
+    def __init__(self, title: str, body: str | Widget, *, kind: str = "info") -> None:
+        super().__init__(classes=f"panel -{kind}")
+        self._title = title
+        self._body = (
+            body if isinstance(body, Widget) else Static(Content(limited_text(body)), classes="panel-body")
+        )
+
+    def compose(self) -> ComposeResult:
+        yield Static(Content(self._title), classes="panel-title")
+        yield self._body
+
+
+class Welcome(Vertical):
+    """Welcome box above the first message. It shows the models and explains the speed-up."""
+
+    def __init__(self, rows: Sequence[tuple[str, str]], notices: Sequence[str]) -> None:
+        super().__init__(classes="welcome")
+        self._rows = rows
+        self._notices = notices
+
+    def compose(self) -> ComposeResult:
+        yield Pairs(self._rows)
+        for notice in self._notices:
+            yield Static(Content(notice), classes="notice")
+
+
+class Pairs(Widget):
+    """A table of labels and values."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[str, str]],
+        *,
+        label_style: str = "$muted",
+        stack_below: int = 0,
+    ) -> None:
+        super().__init__()
+        self._rows = rows
+        self._label_style = label_style
+        self._stack_below = stack_below
+
+    def render(self) -> Content:
+        return self._laid_out(self.content_size.width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        return self._laid_out(width).plain.count("\n") + 1
+
+    def _laid_out(self, width: int) -> Content:
+        return pairs_content(self._rows, width, label_style=self._label_style, stack_below=self._stack_below)
+
+
+def pairs_content(
+    rows: Sequence[tuple[str, str]], width: int, *, label_style: str, stack_below: int = 0
+) -> Content:
+    """Return a table of labels and values for a screen that is `width` cells wide.
+
+    A value without a label starts at the left edge. If fewer than `stack_below` cells are left for the
+    values, they follow their labels directly instead of forming a column.
+    """
+    label_width = max((len(label) for label, _ in rows), default=0) + 2
+    has_column = width - label_width >= stack_below
+    lines: list[Content] = []
+    for label, value in rows:
+        indent = 0 if not label else label_width if has_column else 2
+        head = Content.assemble((label.ljust(indent) if has_column else label.rstrip(), label_style))
+        if label and not has_column:
+            line = Content.assemble(head, "  ", value)
+            first, *rest = line.wrap(width if line.cell_length <= width else max(8, width - indent))
+        else:
+            first, *rest = Content(value).wrap(max(8, width - indent))
+            first = Content.assemble(head, first)
+        lines += [first, *(Content.assemble(" " * indent, line) for line in rest)]
+    return Content("\n").join(lines)

@@ -1,4 +1,7 @@
-"""The text input. Enter sends the text; Up and Down browse sent messages; @ refers to files."""
+"""The text input. Enter sends the text; Up and Down browse sent messages; @ refers to files.
+
+Messages that wait for the end of the running reply are shown above it.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,44 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events, work
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.message import Message as Event
 from textual.strip import Strip
-from textual.widgets import TextArea
+from textual.widgets import Static, TextArea
 from textual.widgets.text_area import Edit, EditResult, Location
 
 from edgespec.attachments.clipboard import clipboard_files
 from edgespec.attachments.finding import shown_path
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.errors import AttachmentError
 from edgespec.tui.background import in_thread
 from edgespec.tui.commands.table import completion, typed_path
-from edgespec.tui.files.references import ending_reference, open_reference, reference
-from edgespec.tui.history import History
-from edgespec.tui.quotes import QUOTES, block_text, ends_block
+from edgespec.tui.input_syntax import (
+    QUOTES,
+    block_text,
+    ending_reference,
+    ends_block,
+    open_reference,
+    reference,
+)
 from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.files import FileChips, PathList
-from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
-from edgespec.tui.widgets.pasted import PastedTexts
-from edgespec.tui.widgets.waiting import WaitingMessages
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts
 
-__all__ = ["UNDO_KEYS", "PromptInput"]
+__all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages"]
 
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
 """The keys that undo, as in a shell, because Ctrl+Z suspends the program. Most terminals send the same
 character for both."""
-
 # Maximum time in seconds to read the clipboard. Encoding an image of 40 megapixels takes several seconds.
 _MAX_CLIPBOARD_SECONDS = 20.0
+_MAX_MESSAGES = 500
+# Maximum number of messages to show.
+_MAX_SHOWN = 4
 
 
 class PromptInput(TextArea):
@@ -257,3 +267,90 @@ class PromptInput(TextArea):
             super().action_cursor_down(select)
         elif (newer := self._sent.newer()) is not None:
             self.replace_text(newer)
+
+
+class History:
+    """The messages that the user has sent, and the unsent text in the input.
+
+    Args:
+        saved: The file of prompts from earlier runs, which also receives new prompts. If None, no prompts are
+            read or saved.
+    """
+
+    def __init__(self, saved: PromptHistory | None = None) -> None:
+        self._saved = saved
+        self._sent: list[str] = saved.read() if saved is not None else []
+        self._place = len(self._sent)
+        self._unsent = ""
+
+    def add(self, text: str) -> None:
+        """Append a sent message, and save it."""
+        if self._append(text) and self._saved is not None:
+            self._saved.add(text)
+
+    def _append(self, text: str) -> bool:
+        new = bool(text.strip()) and self._sent[-1:] != [text]
+        if new:
+            self._sent.append(text)
+            del self._sent[:-_MAX_MESSAGES]
+        self._place = len(self._sent)
+        self._unsent = ""
+        return new
+
+    def seed(self, texts: Iterable[str]) -> None:
+        """Add the user messages of an opened chat to the input history."""
+        for text in texts:
+            self._append(text)
+
+    def older(self, current: str) -> str | None:
+        """Go to the previous message and return it, or None at the oldest. `current` is the input's text."""
+        if self._place == 0:
+            return None
+        if self._place == len(self._sent):
+            self._unsent = current
+        self._place -= 1
+        return self._sent[self._place]
+
+    def newer(self) -> str | None:
+        """Go to the next message and return it. After the newest, return the unsent text, then None."""
+        if self._place == len(self._sent):
+            return None
+        self._place += 1
+        return self._unsent if self._place == len(self._sent) else self._sent[self._place]
+
+
+class WaitingMessages(Static):
+    """Messages that the user sent during a reply. They are sent one after the other when it ends.
+
+    Attributes:
+        texts: The messages, oldest first.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Add a message, which is sent after those that wait already."""
+        self.texts.append(text)
+        self._show()
+
+    def take(self, place: int) -> str:
+        """Remove a message and return it: the oldest one (0) or the newest one (-1)."""
+        text = self.texts.pop(place)
+        self._show()
+        return text
+
+    def take_all(self) -> str:
+        """Remove all messages and return them as one text, separated by blank lines."""
+        texts, self.texts = self.texts, []
+        self._show()
+        return "\n\n".join(texts)
+
+    def _show(self) -> None:
+        rows = [Content.assemble(("Waiting  ", "$primary"), " ".join(text.split())) for text in self.texts]
+        if len(rows) > _MAX_SHOWN:
+            hidden = len(rows) - _MAX_SHOWN + 1
+            rows = [Content.styled(f"{hidden} older messages wait too", "$muted"), *rows[hidden:]]
+        self.update(Content("\n").join(rows))
+        self.display = bool(rows)

@@ -1,4 +1,8 @@
-"""The scrolling view of the conversation. It follows the running reply until the user scrolls away."""
+"""The scrolling view of the conversation. It follows the running reply until the user scrolls away.
+
+The messages are divided into pages that fill the view. When the width of the view changes, the text at its
+top stays there.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,26 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.geometry import Size, clamp
+from textual.geometry import Region, Size, clamp
 from textual.reactive import Reactive
 from textual.scrollbar import ScrollBar
 from textual.widget import Widget
 from textual.widgets import Static
 
+from edgespec.chat.saved_chat import MessageTree
 from edgespec.tui.numbers import count
-from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.widgets.message_pages import PAGE_MESSAGES, message_widgets, page_end
-from edgespec.tui.widgets.message_widget import MessageWidget
-from edgespec.tui.widgets.messages import Panel, ReplyMessage, Welcome
-from edgespec.tui.widgets.text_position import TextPosition
+from edgespec.tui.open_chat import ChatEntry, OpenChat, version_label
+from edgespec.tui.tool_access import saved_result
+from edgespec.tui.widgets.long_texts import drawing_seconds
+from edgespec.tui.widgets.messages import (
+    MessageWidget,
+    Panel,
+    ReplyMessage,
+    SystemMessage,
+    ToolCallMessage,
+    UserMessage,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from textual.layout import DockArrangeResult
@@ -38,6 +50,13 @@ _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
 # longer each change of the layout takes.
 _MAX_PAGES = 3
+# Maximum number of messages that are added at once. Each message takes several milliseconds.
+_PAGE_MESSAGES = 40
+# Maximum time in seconds to spend on drawing the messages that are added at once.
+_PAGE_SECONDS = 1.0
+# Rows of a message besides those of its text: the space above it and its padding. Chosen low, because a page
+# with too many messages is better than one that does not fill the view.
+_OTHER_ROWS = 1
 # Time in seconds until garbage is collected after messages were removed from the screen. Widgets refer to
 # each other, so only the garbage collector frees them. It waits, because collecting while the user scrolls
 # would delay a key press.
@@ -84,7 +103,7 @@ class Transcript(VerticalScroll):
         self.origin = False
         # The width in the last layout, and the text at the top.
         self._width = 0
-        self._position = TextPosition()
+        self._position = _TextPosition()
 
     def compose(self) -> ComposeResult:
         yield self._column
@@ -127,7 +146,7 @@ class Transcript(VerticalScroll):
         for each in messages:
             self.scroll_to_widget(each, animate=False, immediate=True)
 
-    async def show_earlier(self, most: int = PAGE_MESSAGES) -> None:
+    async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
         """Show `most` older messages, but at most a page. Remove newer widgets if there are too many."""
         start = self._page(self._first, -1, most)
         if start == self._first:
@@ -146,7 +165,7 @@ class Transcript(VerticalScroll):
             self._refresh_more()
         self._hold(held, row)
 
-    async def show_later(self, most: int = PAGE_MESSAGES) -> None:
+    async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
         """Show up to `most` newer messages, at most a page. Remove older widgets if there are too many."""
         held = self.message_at(self._end - 1)
         row = 0 if held is None else held.region.y
@@ -378,11 +397,11 @@ class Transcript(VerticalScroll):
         await self._column.remove_children(messages)
         self._collection.reset()
 
-    def _page(self, start: int, step: int, most: int = PAGE_MESSAGES) -> int:
+    def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
         """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1)."""
         # The transcript has no size before its first layout, and while the list of chats covers it.
         view = Size(self.size.width or self.app.size.width, self.app.size.height)
-        return page_end(self._chat.entries, start, step, view, most)
+        return _page_end(self._chat.entries, start, step, view, most)
 
     def _pages(self, start: int, step: int) -> int:
         """Return the index at which `_MAX_PAGES` pages from `start` end. See `_page`."""
@@ -391,7 +410,7 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        return message_widgets(self._chat.tree, start, end, origin=self.origin)
+        return _message_widgets(self._chat.tree, start, end, origin=self.origin)
 
     def _refresh_more(self) -> None:
         earlier, later = self._first, len(self._chat.tree.path) - self._end
@@ -408,3 +427,108 @@ def _more(name: str) -> Static:
     more = Static(classes=f"more {name}")
     more.display = False
     return more
+
+
+def _page_end(
+    entries: Sequence[ChatEntry], start: int, step: int, view: Size, most: int = _PAGE_MESSAGES
+) -> int:
+    """Return the index at which a page ends. It contains as many messages as fill the view.
+
+    Args:
+        entries: The messages of the current branch.
+        start: The index at which the page starts.
+        step: 1 for a page of messages from `start` on, -1 for one of messages before `start`.
+        view: Width and height of the view in cells.
+        most: Maximum number of messages in the page.
+    """
+    place, seconds, rows = start, 0.0, 0
+    width = max(1, view.width)
+    while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
+        content = entries[min(place, following)].content
+        seconds += drawing_seconds(content)
+        if place != start and (seconds > _PAGE_SECONDS or rows >= view.height):
+            break
+        rows += _OTHER_ROWS + sum(
+            1 + len(line) // (2 * width) for line in content.splitlines() if line.strip()
+        )
+        place = following
+    return place
+
+
+def _message_widgets(
+    tree: MessageTree[ChatEntry], start: int, end: int, *, origin: bool
+) -> list[MessageWidget]:
+    """Create the widgets for messages `start` (inclusive) to `end` (exclusive) of the current branch.
+
+    Args:
+        tree: The messages of the chat.
+        start: The index of the first message in the branch.
+        end: The index after the last message.
+        origin: Whether replies are coloured by the origin of their tokens.
+    """
+    return [_widget(tree, place, origin) for place in tree.path[start:end]]
+
+
+def _widget(tree: MessageTree[ChatEntry], place: int, origin: bool) -> MessageWidget:
+    entry, versions = tree.messages[place], version_label(tree, place)
+    widget: MessageWidget
+    if entry.role == "user":
+        widget = UserMessage(entry.content, entry.message.files, versions)
+    elif entry.role == "tool":
+        calls = (call for each in tree.path for call in tree.messages[each].message.tool_calls)
+        call = next((call for call in calls if call.id == entry.message.tool_call_id), None)
+        widget = ToolCallMessage(call, saved_result(entry.content))
+    elif entry.role == "system":
+        widget = SystemMessage(entry.content)
+    else:
+        widget = ReplyMessage(
+            entry.content,
+            reasoning=entry.reasoning,
+            thought_seconds=entry.thought_seconds,
+            chunks=entry.chunks,
+            reply=entry.reply,
+            calls_tools=bool(entry.message.tool_calls),
+            origin=origin,
+            versions=versions,
+            ended_early=entry.message.ended_early,
+        )
+    widget.place = place
+    return widget
+
+
+class _TextPosition:
+    """The text at the top of a view: a widget, and the fraction of its height above the view.
+
+    Attributes:
+        places: Regions of the widgets in the last layout, from top to bottom.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[Widget, Region] = {}
+        self._text: tuple[Widget, float] | None = None
+        self._row = -1
+
+    def remember(self, row: int) -> None:
+        """Remember the text in `row` of the last layout.
+
+        If `found` has returned the same row, the user has not scrolled since then. The text stays the same,
+        because rounding would otherwise move it a little with each of many changes of the width.
+        """
+        if row == self._row:
+            return
+        self._text = None
+        for widget, place in self.places.items():
+            if row < place.bottom:
+                self._text = widget, (row - place.y) / max(1, place.height)
+                return
+
+    def found(self, rows: int) -> int | None:
+        """Return the row of the remembered text in the last layout, at most `rows`.
+
+        Return None if its widget is not in the layout.
+        """
+        if self._text is None or self._text[0] not in self.places:
+            return None
+        place = self.places[self._text[0]]
+        self._row = min(max(0, place.y + int(self._text[1] * place.height)), rows)
+        return self._row

@@ -11,7 +11,7 @@ from edgespec.attachments.finding import NoSuchFileError, find_files
 from edgespec.attachments.reading import ReadFiles, read_files
 from edgespec.errors import AttachmentError, CapabilityError
 from edgespec.system.files import error_reason, file_state
-from edgespec.tui.files.references import without_punctuation
+from edgespec.tui.input_syntax import without_punctuation
 
 if TYPE_CHECKING:
     from edgespec import AttachedFile

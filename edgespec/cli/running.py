@@ -1,28 +1,37 @@
-"""Options and progress reporting shared by `bench`, `verify` and `tune`."""
+"""Loading, options and progress reporting shared by the commands that run a model, such as `bench`.
+
+Ctrl-C cancels loading.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.options import KindType
-from edgespec.cli.screen import ProgressLine, is_terminal
+from edgespec.cli.screen import ProgressLine, is_terminal, note
 from edgespec.errors import OptionError
 from edgespec.options.option import Integer, ListOf, MethodName, Number
 from edgespec.options.settings import MAX_DRAFT_LENGTH
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
 
 __all__ = [
     "RepliesProgress",
     "counted",
     "draft_lengths_option",
     "duration_text",
+    "loaded",
     "max_tokens_option",
     "methods_option",
     "prompts_option",
@@ -35,8 +44,39 @@ _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
 # Print remaining times shorter than this only on a terminal.
 _MIN_REPORTED_SECONDS = 10.0
-_shown = partial(click.option, show_default=True)
 
+
+@contextmanager
+def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
+    """Load a runtime, print its model files, and close it at the end of the `with` block.
+
+    A stop request cancels loading, and later the current reply.
+    """
+    import edgespec
+    from edgespec.errors import CancelledError
+
+    with ProgressLine(stop) as progress:
+        runtime = edgespec.load(**options, progress=progress)
+    with runtime:
+        if stop.requested:
+            raise CancelledError(f"loading {runtime.target.name} was cancelled")
+        note(_file_line("model", options["target"], runtime.target.path))
+        if runtime.draft is not None:
+            reference = options.get("draft") or "none"
+            reference = runtime.draft.name if reference == "auto" else reference
+            note(_file_line("draft model", reference, runtime.draft.path))
+        for head in runtime.heads:
+            note(_file_line("head", head.name, head.path or head.name))
+        note(runtime.target.notice.replace(" · ", "\n"))
+        stop.on_request(runtime.cancel)
+        yield runtime
+
+
+def _file_line(role: str, reference: str, path: str) -> str:
+    return f"{role}: {path}" if reference == path else f"{role}: {reference} -> {path}"
+
+
+_shown = partial(click.option, show_default=True)
 methods_option = partial(click.option, "--methods", type=KindType(ListOf(MethodName())), metavar="A,B")
 prompts_option = partial(click.option, "--prompts", type=click.Path(path_type=Path), metavar="FILE")
 temperatures_option = partial(

@@ -1,4 +1,7 @@
-"""References to files in a message, such as `@src/main.py` or `@"my notes.md"`."""
+"""The syntax of typed messages and commands: references to files, and quotes.
+
+`@src/main.py` and `@"my notes.md"` refer to files. Triple quotes enclose a message of several lines.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
 
 __all__ = [
+    "QUOTES",
+    "block_text",
     "dropped_paths",
     "ending_reference",
+    "ends_block",
     "find_references",
     "missing_files",
     "open_reference",
     "reference",
+    "unquoted",
     "without_punctuation",
 ]
 
+QUOTES = '"""'
+"""Starts and ends a multi-line message."""
 _REFERENCE = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]\S*))')
 _OPEN = re.compile(r'(?:^|(?<=\s))@("[^"\n]*|[^\s"]*)$')
 _PUNCTUATION = ".,;:!?)]}'"
@@ -93,3 +102,29 @@ def _local_path(word: str) -> str:
 def _exists(path: str) -> bool:
     # References cannot contain quotes or line breaks.
     return os.path.isabs(path) and not re.search(r'["\n]', path) and os.path.exists(path)
+
+
+def ends_block(lines: Sequence[str]) -> bool:
+    """Return whether the last line ends a message that starts with triple quotes.
+
+    A line containing only three quotes always ends it. If text follows the opening quotes, three quotes at
+    the end of a line also end it, unless they close a nested string, such as a docstring in pasted Python.
+    """
+    first, last = lines[0].rstrip(), lines[-1].rstrip()
+    if len(lines) > 1 and last == QUOTES:
+        return True
+    inner = "\n".join(lines).rstrip().removeprefix(QUOTES)
+    return first != QUOTES and inner.endswith(QUOTES) and inner.count(QUOTES) % 2 == 1
+
+
+def block_text(lines: Sequence[str]) -> str:
+    """Return a message that `ends_block` has found complete, without its triple quotes."""
+    return "\n".join(lines).rstrip()[len(QUOTES) : -len(QUOTES)]
+
+
+def unquoted(text: str) -> str:
+    """Return the text without surrounding quotes, which some users write around values."""
+    for quotes in (QUOTES, '"', "'"):
+        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
+            return text[len(quotes) : -len(quotes)].strip()
+    return text

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from edgespec.cli.interrupt import Stop
-from edgespec.cli.measuring import RepliesProgress, counted, duration_text
+from edgespec.cli.running import RepliesProgress, counted, duration_text
 from edgespec.cli.screen import ProgressLine
 from tests.cli.test_screen import Terminal
 
@@ -29,7 +29,7 @@ def report(
     said: list[str] = []
     # The clock is first read when the progress bar is made for a run with a time limit.
     times = iter([0.0] * bool(max_seconds) + [time for *_, time in REPORTS])
-    monkeypatch.setattr("edgespec.cli.measuring.monotonic", lambda: next(times))
+    monkeypatch.setattr("edgespec.cli.running.monotonic", lambda: next(times))
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setattr(ProgressLine, "__call__", lambda self, what, fraction: not said.append(what))  # type: ignore[func-returns-value]
     progress = RepliesProgress(Stop(), max_seconds)

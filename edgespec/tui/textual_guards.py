@@ -1,0 +1,180 @@
+"""Guard the chat against what Textual, the library that draws it, does not prevent.
+
+Invalid environment variables are reported, keys are passed on in the order in which they were typed, and
+control characters in model output and chat files do not reach the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pkgutil
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import COLOR_SYSTEMS
+from rich.segment import Segment
+from textual import constants
+from textual.color import Color
+from textual.filter import LineFilter
+
+from edgespec.errors import ConfigurationError
+from edgespec.system.files import error_reason
+
+if TYPE_CHECKING:
+    from textual import events
+    from textual.app import App
+    from textual.dom import DOMNode
+
+__all__ = ["KeyOrder", "NoControls", "check_textual_variables", "without_controls"]
+
+# Maximum frame rate. At higher rates, the chat constantly redraws and does not respond to input.
+_MAX_FRAMES_PER_SECOND = 1000
+# Maximum time in seconds that a key waits for the key before it, so that Esc works while a widget is busy.
+_MAX_WAIT_SECONDS = 1.0
+# Matches control characters, and characters that change the text direction and can disguise a name.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def check_textual_variables() -> None:
+    """Check the TEXTUAL_* environment variables, because Textual itself does not check them.
+
+    Raises:
+        ConfigurationError: A value would prevent the chat from running.
+    """
+    colours = ("auto", *COLOR_SYSTEMS)
+    if constants.COLOR_SYSTEM not in colours:
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_COLOR_SYSTEM is {constants.COLOR_SYSTEM!r}, which is not a"
+            " colour system that Textual knows",
+            f"unset it, or use one of {', '.join(colours)}",
+        )
+    if constants.DRIVER is not None and not _is_driver(constants.DRIVER):
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_DRIVER is {constants.DRIVER!r}, which is not a Textual driver",
+            "unset it, or use a module and class, such as textual.drivers.linux_driver:LinuxDriver",
+        )
+    if constants.MAX_FPS > _MAX_FRAMES_PER_SECOND:
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_FPS is {constants.MAX_FPS}, but the chat draws at most"
+            f" {_MAX_FRAMES_PER_SECOND} frames per second",
+            f"unset it, or use a number from 1 to {_MAX_FRAMES_PER_SECOND}",
+        )
+    if constants.LOG_FILE is not None:
+        try:
+            open(constants.LOG_FILE, "a").close()
+        except OSError as error:
+            raise ConfigurationError(
+                f"the environment variable TEXTUAL_LOG is {constants.LOG_FILE!r}, which cannot be written:"
+                f" {error_reason(error)}",
+                "unset it, or use a file that you can write to",
+            ) from error
+    folder = constants.SCREENSHOT_LOCATION
+    if constants.SCREENSHOT_DELAY >= 0 and folder and not Path(folder).is_dir():
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_SCREENSHOT_LOCATION is {folder!r}, which is not a folder",
+            "unset it, or use an existing folder",
+        )
+
+
+def _is_driver(name: str) -> bool:
+    # Imported only when used, because the plain chat needs only `without_controls`.
+    from textual.driver import Driver
+
+    if ":" not in name:
+        return False
+    try:
+        driver = pkgutil.resolve_name(name)
+    except Exception:  # Importing the driver's module can raise any exception.
+        return False
+    return isinstance(driver, type) and issubclass(driver, Driver)
+
+
+class KeyOrder:
+    """Holds each key until the widgets have handled the key before it. Owned by the app.
+
+    Used only in the event loop of the app.
+
+    Textual sends a key to the widget that has the focus at that moment. A key that moves the focus or opens a
+    dialog does so a little later. Without this class, the next keys of a fast typist reach the wrong widget.
+
+    Args:
+        app: The app.
+        dispatch: Sends a key or pasted text to the focused widget.
+    """
+
+    def __init__(self, app: App[Any], dispatch: Callable[[events.Event], Awaitable[None]]) -> None:
+        self._app, self._dispatch = app, dispatch
+        self._held: deque[events.Event] = deque()
+        # Identifies the key that the widgets are handling. None if they are waiting for a key.
+        self._handled_now: object | None = None
+
+    async def add(self, event: events.Event) -> None:
+        """Pass on a key or pasted text once the keys before it have been handled."""
+        if self._handled_now is None:
+            await self._pass_on(event)
+        else:
+            self._held.append(event)
+
+    async def _pass_on(self, event: events.Event) -> None:
+        key = self._handled_now = object()
+        asyncio.get_running_loop().call_later(_MAX_WAIT_SECONDS, self._app.call_later, self._give_up, key)
+        path = self._path
+        await self._dispatch(event)
+        # The widgets may handle a key by posting another message to themselves, so follow the path twice.
+        await self._follow(key, deque(path + path), is_last=False)
+
+    @property
+    def _path(self) -> list[DOMNode]:
+        """The nodes that a key passes: the focused widget, its ancestors, the screen and the app."""
+        return (self._app.focused or self._app.screen).ancestors_with_self
+
+    async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
+        """Wait until each node of the path in turn has handled the messages in its queue."""
+        while path:
+            node = path.popleft()
+            if node.call_later(self._follow, key, path, is_last=is_last):
+                return
+            if node is self._app:
+                # The app is closing. No widget handles any more keys.
+                self._held.clear()
+        if is_last:
+            await self._end(key)
+        else:
+            # The key may have opened a dialog, so wait until the dialog is ready too.
+            await self._follow(key, deque(self._path), is_last=True)
+
+    async def _end(self, key: object) -> None:
+        """Pass on the next key, unless `key` is no longer the key that is being handled."""
+        if key is self._handled_now:
+            self._handled_now = None
+            if self._held:
+                await self._pass_on(self._held.popleft())
+
+    async def _give_up(self, key: object) -> None:
+        """Pass on all keys that wait for `key`, whose handling takes too long."""
+        if key is not self._handled_now:
+            return
+        if self._held:
+            await self._dispatch(self._held.popleft())
+            # The widgets may have called `Widget.focus`, which moves the focus only once the app is idle.
+            self._app.call_later(self._give_up, key)
+        else:
+            self._handled_now = None
+
+
+def without_controls(text: str) -> str:
+    """Return the text without control characters other than line breaks and tabs."""
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else "", text)
+
+
+class NoControls(LineFilter):
+    """Removes control characters from each line before it is drawn."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
+        return [
+            segment if segment.control else Segment(_CONTROLS.sub("", segment.text), segment.style)
+            for segment in segments
+        ]
