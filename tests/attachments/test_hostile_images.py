@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import edgespec
 from edgespec.cli.program import program
 from edgespec.model.image import Image
-from edgespec.tui.files.attachments import AttachmentReader
+from edgespec.tui.attachments import AttachmentReader
 from edgespec.tui.widgets.image_preview import _fitted
 from tests.attachments.hostile_images import HOSTILE, HostileFile
 from tests.backends.tiny_vision import VisionModel, write_vision_model

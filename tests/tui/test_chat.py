@@ -11,8 +11,8 @@ import pytest
 from edgespec.chat.saved_chat import Setting
 from edgespec.chat.store import ChatStore
 from edgespec.tui.open_chat import code_blocks
+from edgespec.tui.widgets.details import StatusLine
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
-from edgespec.tui.widgets.status import StatusLine
 from edgespec.tui.worker import Load
 from tests.tui.driving import ASK, STEADY, driving, until
 

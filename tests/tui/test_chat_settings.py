@@ -11,7 +11,7 @@ from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import accepted
-from edgespec.tui.widgets.status import StatusLine
+from edgespec.tui.widgets.details import StatusLine
 from edgespec.tui.worker import Load
 from tests.tui.driving import ASK, STEADY, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading

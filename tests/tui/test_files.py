@@ -16,14 +16,14 @@ from textual import events
 
 import edgespec
 from edgespec.chat.message import as_message
-from edgespec.tui.files.path_search import PathSearch
-from edgespec.tui.files.references import (
+from edgespec.tui.input_syntax import (
     dropped_paths,
     find_references,
     missing_files,
     open_reference,
     reference,
 )
+from edgespec.tui.widgets.files import PathSearch
 from edgespec.tui.widgets.messages import UserMessage
 from edgespec.tui.worker import Load
 from tests.backends.tiny_vision import picture, png_bytes, write_vision_model

@@ -20,7 +20,7 @@ from textual import events
 import edgespec
 from edgespec.attachments.clipboard import delete_pasted_images
 from edgespec.model.image import Image
-from edgespec.tui.files.attachments import AttachmentReader
+from edgespec.tui.attachments import AttachmentReader
 from edgespec.tui.plain import _with_files
 from edgespec.tui.widgets.image_preview import ImagePreview, _largest
 from edgespec.tui.widgets.messages import UserMessage

@@ -12,9 +12,8 @@ import pytest
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.tui.widgets.message_widget import MessageWidget
-from edgespec.tui.widgets.messages import Panel, ReplyMessage
-from edgespec.tui.widgets.status import StatusLine
+from edgespec.tui.widgets.details import StatusLine
+from edgespec.tui.widgets.messages import MessageWidget, Panel, ReplyMessage
 from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from edgespec import Exactness
+from edgespec.tui.commands.information import why_text
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.texts import sentences, show_rows, speed_up_short, speed_up_text, welcome_rows
-from edgespec.tui.why import why_text
-from edgespec.tui.widgets.details import details_content
-from edgespec.tui.widgets.status import StatusLine
+from edgespec.tui.widgets.details import StatusLine, details_content
 from tests.tui.driving import driving, until
 from tests.tui.scripted import (
     LIVE,

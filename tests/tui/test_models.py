@@ -21,9 +21,8 @@ from edgespec.store import download
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
 from edgespec.system.files import format_bytes
-from edgespec.tui.default_model import default_for_chats
 from edgespec.tui.downloads import Download
-from edgespec.tui.screens.models import ModelsScreen
+from edgespec.tui.screens.models import ModelsScreen, default_for_chats
 from edgespec.tui.worker import Load
 from tests.backends.tiny_models import write_llama
 from tests.store.conftest import use_endpoint
@@ -246,7 +245,7 @@ async def test_the_memory_and_the_draft_model_come_from_the_plan(tmp_path: Path)
         await d.sees(f"the draft model {planned.draft}")
 
 
-async def test_measuring_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
+async def test_running_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
     runtime = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
     async with driving(loading(runtime), tmp_path) as d:
         await d.send("Hello")

@@ -9,10 +9,8 @@ import pytest
 from rich.color_triplet import ColorTriplet
 from textual.color import Color
 
-from edgespec.tui.widgets.markdown_blocks import Table
-from edgespec.tui.widgets.markdown_reader import read_markdown
-from edgespec.tui.widgets.origin_colours import GUESSED_STYLE, OWN_STYLE, OriginColours
-from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
+from edgespec.tui.widgets.markdown_blocks import Table, read_markdown
+from edgespec.tui.widgets.reply_markdown import GUESSED_STYLE, OWN_STYLE, OriginColours, ReplyMarkdown
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import MARKDOWN, Script, ScriptedRuntime, loading
 

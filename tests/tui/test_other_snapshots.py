@@ -20,8 +20,8 @@ from edgespec.chat.store import ChatStore
 from edgespec.decode.reply import Reply
 from edgespec.tools.tool import Tool
 from edgespec.tui.race import RaceProgress
-from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.race import RaceScreen
+from edgespec.tui.screens.tools import ApprovalScreen
 from tests.cases import first
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, loading, made_up_stats

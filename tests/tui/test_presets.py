@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.options.presets import Preset, preset_path, read_preset, write_preset
-from edgespec.tui.screens.presets import PresetScreen
+from edgespec.tui.screens.settings import PresetScreen
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading

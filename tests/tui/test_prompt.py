@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 from textual import events
 
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.tui.screens.help import HelpScreen
 from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
@@ -103,10 +106,10 @@ async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
         await d.sees("/help /show /model /set")
         await d.sees("… F1 lists all")
         await d.write("reg")
-        await d.sees("/regen · regenerate the last reply")
+        await d.sees("/regen · generate another reply to your last message")
         await d.press("backspace", "backspace", "backspace")
         await d.write("set")
-        await d.sees("/set [name value] · show all settings, or change one of them")
+        await d.sees("/set [name value] · show the settings, or change one")
         await d.write(" temperature 1")
         await d.sees("/set [name value]")
         # Another name of a command also leads to it.
@@ -148,3 +151,53 @@ async def test_control_d_on_the_empty_input_quits(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "x"
         await d.press("backspace", "ctrl+d")
         await until(d.pilot, lambda: not d.app.is_running, "the app to end")
+
+
+async def test_prompts_of_earlier_runs_are_offered(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first\nof two lines")
+        await d.say("/show")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.press("up")
+        assert d.chat.prompt.text == "/show"
+        await d.press("up", "up")
+        assert d.chat.prompt.text == "first\nof two lines"
+
+
+def test_the_file_is_private_and_limited(tmp_path: Path) -> None:
+    history, path = PromptHistory(tmp_path / "data"), tmp_path / "data" / "prompt-history.jsonl"
+    assert history.read() == []
+    for number in range(600):
+        history.add(f"{number} é\n" + "x" * 2_000)
+    history.add("y" * 10_001)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size > 1 << 20
+    prompts = history.read()
+    assert [prompts[0].split()[0], prompts[-1].split()[0], len(prompts)] == ["100", "599", 500]
+    assert history.read() == prompts
+    assert path.stat().st_size < 1 << 20 or len(path.read_bytes().splitlines()) == 500
+
+
+@pytest.mark.parametrize("damage", [b'{"a": 1}\n', b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"1\n"])
+def test_damaged_lines_are_skipped(tmp_path: Path, damage: bytes) -> None:
+    history = PromptHistory(tmp_path)
+    history.add("one")
+    with (tmp_path / "prompt-history.jsonl").open("ab") as file:
+        file.write(damage)
+    history.add("two")
+    assert history.read() == ["one", "two"]
+
+
+def test_a_folder_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    history = PromptHistory(tmp_path / "file")
+    history.add("one")
+    assert history.read() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_a_named_pipe_in_the_place_of_the_file_blocks_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompt-history.jsonl")
+    history = PromptHistory(tmp_path)
+    history.add("first")
+    assert history.read() == []

@@ -12,8 +12,8 @@ from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.tui import selection
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.widgets.message_widget import MESSAGE_KEYS, message_key_hint
-from edgespec.tui.widgets.status import StatusLine
+from edgespec.tui.widgets.details import StatusLine
+from edgespec.tui.widgets.messages import MESSAGE_KEYS, message_key_hint
 from edgespec.tui.worker import Load
 from tests.cases import first
 from tests.tui.driving import Driver, driving, until

@@ -18,11 +18,11 @@ from edgespec.bench.race import Race
 from edgespec.errors import CancelledError
 from edgespec.store.catalogue import models_folder
 from edgespec.store.download import Progress
+from edgespec.tui.commands.information import why, why_text
 from edgespec.tui.race import RaceProgress
 from edgespec.tui.screens.race import RaceScreen
-from edgespec.tui.speed_history import SpeedHistory, sparkline
 from edgespec.tui.texts import notices, speed_up_short, welcome_rows
-from edgespec.tui.why import why, why_text
+from edgespec.tui.widgets.details import SpeedHistory, sparkline
 from edgespec.tui.worker import Load
 from tests.cases import first
 from tests.store.fake_stores import add_to_lmstudio

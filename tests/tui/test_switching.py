@@ -13,7 +13,7 @@ import edgespec
 from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import BackendError, CancelledError
 from edgespec.store.download import Progress
-from edgespec.tui.screens.loading import LoadingScreen
+from edgespec.tui.app import LoadingScreen
 from edgespec.tui.worker import Load
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tui.driving import driving, until

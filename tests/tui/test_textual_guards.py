@@ -1,14 +1,52 @@
-"""Environment variables of Textual with values that the chat cannot use."""
+"""Bad environment variables of Textual, the order of fast keys, and control characters in saved chats."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
 import pytest
 from textual import constants
+from textual.geometry import Region
+from textual.widget import Widget
+from textual.widgets import Input, TextArea
 
+from edgespec.chat.message import Message
+from edgespec.chat.saved_chat import MessageTree, SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.errors import ConfigurationError
 from edgespec.tui.app import run_chat
+from edgespec.tui.screens.dialogs import SystemScreen
+from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.worker import Load
 from tests.raising import raises
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u2067"
+
+
+def save(folder: Path, *titles: str) -> ChatStore:
+    """Save chats with these titles, the newest first."""
+    store = ChatStore(folder / "chats")
+    for number, title in enumerate(titles):
+        tree = MessageTree.linear([Message("user", title)])
+        store.save(SavedChat(f"id-{number}", tree, NOON, NOON.replace(minute=59 - number)))
+    return store
+
+
+def titles(d: Driver) -> list[str]:
+    return [each.chat.title for each in d.chat.sidebar.found]
+
+
+def drawn(d: Driver) -> str:
+    """All that the widgets of the screen draw."""
+    widgets = [widget for widget in d.app.screen.walk_children(Widget) if widget.size.area]
+    strips = [line for w in widgets for line in w.render_lines(Region(0, 0, *w.size))]
+    return "\n".join(strip.text for strip in strips)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +76,99 @@ def test_a_missing_folder_for_screenshots(monkeypatch: pytest.MonkeyPatch, demo:
     monkeypatch.setattr(constants, "SCREENSHOT_LOCATION", "/none")
     with raises(ConfigurationError, "'/none'"):
         run_chat(demo)
+
+
+async def test_a_slash_in_the_list_of_chats_starts_a_command(tmp_path: Path) -> None:
+    save(tmp_path, "sorting", "searching")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", *"/search sort", "enter", *"ing")
+        await until(d.pilot, lambda: titles(d) == ["sorting"], "the search")
+        assert d.chat.prompt.text == ""
+        assert not d.chat.current_chat.entries
+        await d.sees("Chats: sorting")
+
+
+async def test_a_slash_in_a_search_is_searched(tmp_path: Path) -> None:
+    save(tmp_path, "either/or", "either way")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", *"her/o")
+        await until(d.pilot, lambda: titles(d) == ["either/or"], "the search")
+        assert d.chat.prompt.text == ""
+
+
+async def test_a_message_is_typed_at_once_after_a_chat_is_opened(tmp_path: Path) -> None:
+    save(tmp_path, "sorting", "searching")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", *"sear", "enter", *"Hello")
+        await until(d.pilot, lambda: d.chat.prompt.text == "Hello", "the message")
+        assert d.chat.current_chat.shown_title == "searching"
+
+
+async def test_a_deletion_concerns_the_chat_that_was_highlighted(tmp_path: Path) -> None:
+    save(tmp_path, "first", "second", "third")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", "down", "delete", *"t")
+        await until(d.pilot, lambda: titles(d) == ["first", "third"], "the deletion")
+        await d.sees("Chats: t")
+
+
+@pytest.mark.parametrize("opening", [["f9"], [*"/model", "enter"]], ids=["key", "command"])
+async def test_the_list_of_models_takes_what_is_typed_at_once(tmp_path: Path, opening: list[str]) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast(*opening, *"/mlx")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ModelsScreen), "the list")
+        await d.sees("demo-mlx ")
+        await until(d.pilot, lambda: d.app.screen.query_one(Input).value == "/mlx", "the filter")
+        assert d.chat.prompt.text == ""
+
+
+async def test_dialogs_take_what_is_typed_at_once(tmp_path: Path) -> None:
+    store = save(tmp_path, "sorting")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f5", *"Be brief.")
+        await until(d.pilot, lambda: isinstance(d.app.screen, SystemScreen), "the dialog")
+        area = d.app.screen.query_one(TextArea)
+        await until(d.pilot, lambda: area.text == "Be brief.", "the system prompt")
+        await d.write_fast("ctrl+s", "f2", "ctrl+r", *" more", "enter")
+        await until(d.pilot, lambda: store.load("id-0").title == "sorting more", "the title")
+        assert d.chat.current_chat.system == "Be brief."
+
+
+async def test_an_edited_message_takes_what_is_typed_at_once(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("How do I list files")
+        await d.write_fast("shift+up", "up", "e", *" by date?")
+        await until(d.pilot, lambda: d.chat.prompt.text.endswith("files by date?"), "the edit")
+        assert d.chat.editing == 0
+
+
+async def test_escape_works_while_a_widget_is_busy(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.press("f2")
+        d.chat.sidebar.call_later(asyncio.sleep, 3)
+        await d.write_fast("down", "escape", "x", wait=False)
+        await asyncio.sleep(2)
+        assert d.chat.prompt.text == "x"
+
+
+async def test_the_chat_can_be_closed_while_many_keys_wait(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast(*"x" * 2000, wait=False)
+        d.app.exit()
+
+
+async def test_control_characters_in_a_saved_chat_are_not_drawn(tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    messages = (Message("user", f"asked{EVIL}"), Message("assistant", f"said{EVIL}\n\n```\ncode{EVIL}\n```"))
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("evil", MessageTree.linear(messages), now, now, title=f"title{EVIL}" + "x" * 5000)
+    )
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="evil", size=(120, 40)) as d:
+        await d.said("asked")
+        await d.pilot.press("f2")
+        await d.pilot.pause(0.1)
+        shown = drawn(d)
+    for word in ("asked", "said", "code", "title"):
+        assert word in shown
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    assert shown.count("x") < 500

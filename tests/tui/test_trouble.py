@@ -17,9 +17,8 @@ from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
 from edgespec.store.download import Progress
-from edgespec.tui.app import ChatApp, run_chat
+from edgespec.tui.app import ChatApp, LoadingScreen, run_chat
 from edgespec.tui.chat_view import ChatView
-from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.widgets.messages import ReplyMessage
 from tests.cases import first
 from tests.tui.driving import driving, until

@@ -22,15 +22,14 @@ from edgespec.store.catalogue import load_catalogue
 from edgespec.system.files import format_bytes
 from edgespec.tui import numbers
 from edgespec.tui.commands import table
-from edgespec.tui.history import History
 from edgespec.tui.model_texts import details_text, row_text
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
 from edgespec.tui.texts import show_rows
-from edgespec.tui.widgets.details import details_content
-from edgespec.tui.widgets.pairs import pairs_content
-from edgespec.tui.widgets.status import StatusFacts, wrapped
+from edgespec.tui.widgets.details import StatusFacts, details_content, wrapped
+from edgespec.tui.widgets.messages import pairs_content
+from edgespec.tui.widgets.prompt import History
 from tests.tui.scripted import METHOD, ScriptedRuntime, as_runtime, made_up_stats
 
 

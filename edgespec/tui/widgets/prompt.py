@@ -45,9 +45,10 @@ UNDO_KEYS = "ctrl+underscore,ctrl+slash"
 character for both."""
 # Maximum time in seconds to read the clipboard. Encoding an image of 40 megapixels takes several seconds.
 _MAX_CLIPBOARD_SECONDS = 20.0
-_MAX_MESSAGES = 500
-# Maximum number of messages to show.
-_MAX_SHOWN = 4
+# Maximum number of sent messages in the history.
+_MAX_SENT_MESSAGES = 500
+# Maximum number of waiting messages to show.
+_MAX_SHOWN_WAITING = 4
 
 
 class PromptInput(TextArea):
@@ -292,7 +293,7 @@ class History:
         new = bool(text.strip()) and self._sent[-1:] != [text]
         if new:
             self._sent.append(text)
-            del self._sent[:-_MAX_MESSAGES]
+            del self._sent[:-_MAX_SENT_MESSAGES]
         self._place = len(self._sent)
         self._unsent = ""
         return new
@@ -349,8 +350,8 @@ class WaitingMessages(Static):
 
     def _show(self) -> None:
         rows = [Content.assemble(("Waiting  ", "$primary"), " ".join(text.split())) for text in self.texts]
-        if len(rows) > _MAX_SHOWN:
-            hidden = len(rows) - _MAX_SHOWN + 1
+        if len(rows) > _MAX_SHOWN_WAITING:
+            hidden = len(rows) - _MAX_SHOWN_WAITING + 1
             rows = [Content.styled(f"{hidden} older messages wait too", "$muted"), *rows[hidden:]]
         self.update(Content("\n").join(rows))
         self.display = bool(rows)
