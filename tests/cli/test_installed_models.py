@@ -147,6 +147,7 @@ class TestNamesOfOnesOwn:
         one_line_error(result, 1, "automatically", code="configuration_invalid")
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
+    @pytest.mark.long
     def test_concurrent_changes_are_all_kept(self, start: Start, file: Path) -> None:
         code = (
             "import sys\nfrom edgespec.cli.models import write_name\n"
@@ -172,6 +173,7 @@ class TestRemove:
         run("models", "remove", f"hf:maker/One-GGUF:{TARGET.name}", "--yes")
         assert json_of(run("models", "show", f"hf:maker/One-GGUF:{TARGET.name}", "--json"))["on_this_machine"]
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("reference", "line"),
         [

@@ -163,6 +163,7 @@ class TestRealModel:
         "max_tokens": 32,
     }
 
+    @pytest.mark.long
     def test_a_rejected_cell_that_is_kept(self, real: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         keep_a_rejected_cell(monkeypatch, real)
         report = prove(real, **self.FEW)

@@ -6,6 +6,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from textual.geometry import Region
 from textual.widget import Widget
 
@@ -25,6 +26,7 @@ def drawn(d: Driver) -> str:
     return "\n".join(strip.text for strip in strips)
 
 
+@pytest.mark.long
 async def test_control_characters_in_a_saved_chat_are_not_drawn(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     messages = (Message("user", f"asked{EVIL}"), Message("assistant", f"said{EVIL}\n\n```\ncode{EVIL}\n```"))

@@ -12,6 +12,7 @@ from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
 
 
+@pytest.mark.long
 async def test_prompts_of_earlier_runs_are_offered(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first\nof two lines")

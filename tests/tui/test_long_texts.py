@@ -27,6 +27,7 @@ def save(folder: Path, *messages: Message) -> None:
     ChatStore(folder / "chats").save(SavedChat("one", MessageTree.linear(messages), NOON, NOON))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "most_characters"),
     [
@@ -60,6 +61,7 @@ def test_plain_texts_and_chunks_are_limited() -> None:
     assert limited_chunks(chunks[:3]) == chunks[:3]
 
 
+@pytest.mark.long
 async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,7 @@ async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
     assert json.loads(path.read_text("utf-8"))["messages"][1]["content"] == text
 
 
+@pytest.mark.long
 async def test_a_growing_reply_is_drawn_up_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +101,7 @@ async def test_a_growing_reply_is_drawn_up_to_the_limit(
         assert driver.transcript().count("an item") < 60
 
 
+@pytest.mark.long
 async def test_long_reasoning_is_shown_in_part(tmp_path: Path) -> None:
     thought = Message("assistant", "Yes.", "word " * 100_000, ("<think>", "</think>"))
     save(tmp_path, Message("user", "Think."), thought)

@@ -22,6 +22,7 @@ async def paste(d: Driver, text: str) -> None:
     await until(d.pilot, lambda: d.chat.prompt.text != before, "the pasted text")
 
 
+@pytest.mark.long
 async def test_a_long_paste_is_one_line_and_is_sent_whole(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:
@@ -52,6 +53,7 @@ async def test_a_long_line_is_folded_and_a_short_text_is_not(tmp_path: Path) -> 
         assert d.chat.prompt.whole_text == "word " * 300
 
 
+@pytest.mark.long
 async def test_a_label_is_deleted_as_a_whole_and_undo_restores_it(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:
@@ -70,6 +72,7 @@ async def test_a_label_is_deleted_as_a_whole_and_undo_restores_it(tmp_path: Path
         assert runtime.asked[0][1] == f"a{LINES}x"
 
 
+@pytest.mark.long
 async def test_two_pasted_texts_have_two_labels(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:

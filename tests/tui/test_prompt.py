@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from textual import events
 
 from edgespec.tui.screens.help import HelpScreen
@@ -11,6 +12,7 @@ from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 
+@pytest.mark.long
 async def test_new_lines_and_sending(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:
@@ -56,6 +58,7 @@ async def test_history_at_the_first_and_last_line(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "unsent"
 
 
+@pytest.mark.long
 async def test_a_paste_that_is_too_long_is_refused(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("before")
@@ -87,6 +90,7 @@ async def test_tab_completes_a_command(tmp_path: Path) -> None:
         assert d.app.theme == "edgespec-light"
 
 
+@pytest.mark.long
 async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/rename per")
@@ -97,6 +101,7 @@ async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> N
         assert not d.chat.prompt.has_focus
 
 
+@pytest.mark.long
 async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/")
@@ -127,6 +132,7 @@ async def test_letters_typed_elsewhere_go_to_the_input(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "hi"
 
 
+@pytest.mark.long
 async def test_options_and_system_prompt_go_with_every_turn(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(text="Yes.")])
     async with driving(loading(runtime), tmp_path, system="Be kind.", settings={"temperature": 0.3}) as d:
