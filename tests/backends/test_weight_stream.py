@@ -335,7 +335,7 @@ class TestPlanning:
         with edgespec.load(str(smollm2), "none", memory=short_bytes, context=1024) as runtime:
             assert "read from disk" in runtime.target.notice
             plain, drafted = (
-                runtime.generate(prompt, method=method, max_tokens=40, temperature=0)
+                runtime.generate(prompt, method=method, max_tokens=20, temperature=0)
                 for method in ("none", "suffix")
             )
         assert drafted.stats.drafted_tokens

@@ -69,7 +69,7 @@ def test_show_names_the_drafts_by_their_tokens(run: Run, newcomer: Path) -> None
     assert all(draft["shared_tokens"] == 1.0 for draft in drafts.values())
     assert shown["auto_draft"]["draft"] == "someone/guesser:latest"
     text = run("models", "show", "helper:11m").stdout
-    assert re.search(r"--draft auto +someone/guesser:latest: it has the same tokens", text)
+    assert re.search(r"chosen draft model +someone/guesser:latest; it has the same tokens", text)
 
 
 def test_several_models_of_one_name_are_refused_in_one_line(run: Run, newcomer: Path) -> None:

@@ -158,7 +158,7 @@ class TestRealModel:
 
     FEW: ClassVar[dict[str, Any]] = {
         "methods": ("suffix", "ngram"),
-        "prompts": PROMPTS[:2],
+        "prompts": PROMPTS[:1],
         "temperatures": (0.8,),
         "max_tokens": 32,
     }

@@ -155,7 +155,7 @@ def test_the_summary_counts_temperatures_shapes_and_prompts() -> None:
 
 
 def test_prompts_have_all_kinds_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.proving.prompts._LONG_SHARE", 0.3)
+    monkeypatch.setattr("scripts.proving.prompts._LONG_SHARE", 1.0)
     drawn = [draw_prompts(f"seed {block}", len(KINDS), Bytes(), 3000) for block in range(40)]
     assert drawn[3] == draw_prompts("seed 3", len(KINDS), Bytes(), 3000)
     assert len({json.dumps([str(prompt.messages) for prompt in prompts]) for prompts in drawn}) == 40
