@@ -153,6 +153,7 @@ def judged(
     return Parting(max(gaps), float(np.abs(rows[0] - rows[1]).max()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", PROMPTS, ids=[prompt.name for prompt in PROMPTS])
 def test_both_backends_tokenize_a_prompt_alike(pair: Pair, prompt: Prompt) -> None:
     assert tokens_of(pair.llama, prompt) == tokens_of(pair.mlx, prompt)
@@ -185,6 +186,7 @@ def test_both_backends_generate_the_same_tokens(pair: Pair, every: int) -> None:
     assert 0 < largest_error <= LARGEST_ERROR
 
 
+@pytest.mark.long
 def test_both_backends_use_the_same_noise(pair: Pair) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[6])
     one, other = (

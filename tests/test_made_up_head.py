@@ -123,6 +123,7 @@ def test_plan(folder: Path) -> None:
     assert weights in [item.bytes for item in plan.items if item.kind == "weights"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["parrot", "parrot+suffix"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_replies_equal_plain_decoding(folder: Path, method: str, temperature: float) -> None:

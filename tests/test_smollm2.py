@@ -42,6 +42,7 @@ def test_its_prompt_begins_with_one_control_token(runtime: Runtime) -> None:
     assert tokens.count(1) == tokens.count(2) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["none", "suffix"])
 def test_a_reply_ends_at_the_end_of_its_turn(runtime: Runtime, method: str) -> None:
     # The second answer repeats the first one, so that its end is certain, and `suffix` drafts it.

@@ -99,6 +99,7 @@ def test_plan(toy: str) -> None:
     assert [item.bytes for item in weights] == [4 * VOCAB**3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["auto", "suffix", "ngram", "lookahead+ngram"])
 def test_the_reply_of_every_method_is_the_plain_one(toy: str, method: str) -> None:
     with edgespec.load(toy, method=method) as runtime:
@@ -131,6 +132,7 @@ def test_drafting_with_itself_is_refused_with_a_reason(toy: str, method: str) ->
         edgespec.load(toy, method=method)
 
 
+@pytest.mark.long
 def test_the_command_line(toy: str) -> None:
     def run(*args: str) -> dict[str, Any]:
         result = CliRunner().invoke(program, [*args, "--target", toy, "--json"])

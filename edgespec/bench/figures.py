@@ -45,7 +45,7 @@ def typical(ratios: Sequence[float]) -> float:
 
 
 def geometric_mean(ratios: Ratios) -> float:
-    """Return the geometric mean over all prompts of their median speed-ups."""
+    """Return the geometric mean of the prompts' median speed-ups."""
     return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
 
 

@@ -22,8 +22,8 @@ from edgespec.system.files import error_reason, regular_file_bytes
 
 __all__ = ["ExportedChats", "ItemTooLargeError", "json_items"]
 
-# Number of characters to read first. Each further read for the same item doubles the number, so that the time
-# for an item grows only linearly with its length.
+# Initial read size in characters. It doubles on each further read for the same item, so that the total time
+# stays linear in the item's length.
 _PART_CHARACTERS = 1 << 20
 
 
@@ -284,7 +284,7 @@ def _listed(
     convert: Callable[[dict[str, Any], Counter[str]], Message | None],
     left_out: Counter[str],
 ) -> dict[object, _Node]:
-    """Convert a list of messages. A message without a parent key follows the previous one."""
+    """Convert a list of messages to nodes of a tree. One without a parent key follows the previous one."""
     nodes: dict[object, _Node] = {}
     previous: object = None
     for number, item in enumerate(_objects(items)):

@@ -1,7 +1,7 @@
 """The text of a reply while it streams: whole characters, where it ends, and how it splits into parts.
 
-A reply ends at a stop string, or after the only allowed call. Its parts are reasoning, answer and tool
-calls.
+A reply ends at a stop string, or after its tool call if only one call is allowed. Its parts are reasoning,
+answer and tool calls.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class CallLimit:
         return self._length - self._splitter.pending
 
     def finish(self) -> int:
-        """Return the length of the reply."""
+        """Return the length of the reply, now that no more text follows."""
         return self._length
 
 
@@ -335,7 +335,7 @@ class ReplySplitter:
         return None if after is None else after + self._reasoning.pending
 
     def feed(self, text: str) -> ReplyParts:
-        """Add reply text. Return all parts that can be classified by now."""
+        """Add reply text, and return all parts that can be classified so far."""
         return self._parts(self._reasoning.feed(text), is_end=False)
 
     def finish(self, text: str = "", *, cut: bool = False) -> ReplyParts:

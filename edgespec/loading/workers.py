@@ -58,7 +58,7 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
     if arguments["exactness"] == "bits":
         raise OptionError(
             "--exactness bits does not work with --workers yet",
-            "omit it",
+            "omit --exactness",
             option="exactness",
             code="option_not_supported",
         )

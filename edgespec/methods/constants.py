@@ -155,7 +155,7 @@ SUFFIX_LENGTH_FACTOR, SUFFIX_MIN_PROBABILITY = 1.0, 0.1
 # Maximum number of occurrences of a match to look at. If there are more, an evenly spaced sample is used. The
 # value was chosen to limit the time of a lookup.
 MAX_SAMPLED_OCCURRENCES = 64
-# Number of recent tokens from other chats to search. The value was chosen to limit the memory of the index.
+# Number of recent tokens from other chats to search. The value was chosen to limit the index's memory use.
 OTHER_CHATS_TOKENS = 1 << 13
 
 # --- Lookahead decoding (`lookahead/`) ---

@@ -89,7 +89,7 @@ class TreeGrowth(ABC):
         """Make the next draft short but not empty, even if drafting is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
-        """Record the time at which the draft was completed and the verify pass begins."""
+        """Record the time at which drafting ends and the verify pass begins."""
 
     def record_verify_pass(self, width: int) -> None:  # noqa: B027
         """Record that the target has just verified `width` tokens, including the root of the draft tree."""

@@ -138,7 +138,7 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
     vocabulary = teacher.vocabulary
     if vocabulary.chat_template is None:
         raise TemplateError(
-            f"{name} has no chat template, so it cannot write conversations",
+            f"{name} has no chat template, so it cannot be used for chats",
             "choose another model",
             code="template_missing",
         )

@@ -28,6 +28,7 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "opened"),
     [
@@ -160,6 +161,7 @@ def test_two_threads_cannot_read_one_reply(demo: Runtime) -> None:
     assert len(stream.reply.tokens) > 0
 
 
+@pytest.mark.long
 def test_streams_abandoned_by_many_threads(plain: Callable[..., Reply]) -> None:
     with edgespec.load("demo", method="model+ngram") as runtime:
 

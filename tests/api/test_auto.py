@@ -46,6 +46,7 @@ class SlowDraft(ExactModel):
 class TestTheLaw:
     """A time limit must not select among drafts by their drawn tokens, also in rejection mode."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize("block", [True, False], ids=["block", "token-wise"])
     @pytest.mark.parametrize("branches", [(), (2,)], ids=str)
     @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class TestCacheReuse:
         with Runtime(target, draft, drafters) as runtime:
             yield runtime, target, draft
 
+    @pytest.mark.long
     @pytest.mark.parametrize("method", ["model", "model+ngram"])
     def test_a_second_turn_prefills_only_what_is_new_in_both_caches(
         self, pair: tuple[Runtime, Recording, Recording], method: str

@@ -100,15 +100,18 @@ def compare(runtime: Runtime, methods: tuple[str, ...], options: dict[str, Any],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
 class TestTheSameTokens:
+    @pytest.mark.long
     def test_chains(self, runtime: Runtime, options: dict[str, Any], temperature: float) -> None:
         is_gguf = runtime.target.name == "demo"
         compare(runtime, METHODS if is_gguf else MLX_METHODS, options, temperature)
 
+    @pytest.mark.long
     def test_trees(self, trees: Runtime, options: dict[str, Any], temperature: float) -> None:
         compare(trees, ("model", "model+grammar"), options, temperature)
 
 
 class TestDraftingWhatIsForced:
+    @pytest.mark.long
     def test_grammar_saves_passes(self, runtime: Runtime) -> None:
         options: dict[str, Any] = {"schema": SCHEMA, "seed": 1, "draft_length": 16, "temperature": 0.0}
         plain = runtime.generate(HOWTO, method="none", **options)
@@ -117,6 +120,7 @@ class TestDraftingWhatIsForced:
         assert drafted.stats.acceptance_rate == 1.0
         assert drafted.tokens == plain.tokens
 
+    @pytest.mark.long
     def test_auto_uses_grammar_only_with_a_constraint(self, runtime: Runtime) -> None:
         reply = runtime.generate(HOWTO, schema=SCHEMA, method="auto", seed=1)
         assert "grammar" in reply.method.effective
@@ -128,6 +132,7 @@ class TestDraftingWhatIsForced:
 
 
 class TestRejection:
+    @pytest.mark.long
     @pytest.mark.parametrize("method", first(["grammar", "model+grammar+suffix", "model", "suffix"], 2))
     def test_replies_satisfy_the_constraint(self, runtime: Runtime, method: str) -> None:
         for seed, options in enumerate(CONSTRAINTS):

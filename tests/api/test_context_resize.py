@@ -89,6 +89,7 @@ def check_same(
 
 
 class TestTheSameTokens:
+    @pytest.mark.long
     def test_the_demo(self) -> None:
         check_same("demo", "demo-draft", ("auto",))
 
@@ -96,6 +97,7 @@ class TestTheSameTokens:
     def test_the_demo_by_named_drafters(self) -> None:
         check_same("demo", "demo-draft", ("none", "model", "suffix", "lookahead", "auto"), **TWICE)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "write",
         [
@@ -112,6 +114,7 @@ class TestTheSameTokens:
     def test_quantised_keys_and_values(self) -> None:
         check_same("demo", "demo-draft", ("none", "model", "auto"), kv_type="q8_0", **TWICE)
 
+    @pytest.mark.long
     def test_the_layers_below_and_a_copy_with_fewer_bits(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "model.gguf", layers=3)
         halves = str(prepare_layerskip(path, 1, to=tmp_path / "halves").folder)
@@ -126,6 +129,7 @@ class TestTheSameTokens:
         check_same(str(halves), None, ("none", "layerskip", "layerskip+suffix", "auto"), **TWICE)
 
 
+@pytest.mark.long
 def test_an_mlx_draft_grows_by_itself() -> None:
     with edgespec.load("demo", "demo-mlx-draft", context=1024, method="model") as runtime:
         assert runtime.draft is not None
@@ -134,6 +138,7 @@ def test_an_mlx_draft_grows_by_itself() -> None:
         assert runtime.target.context_tokens == 512
 
 
+@pytest.mark.long
 def test_sliding_window_cache_starts_at_full_size() -> None:
     with edgespec.load("demo", "demo-draft", context=1024, draft_window=512) as runtime:
         assert runtime.draft is not None
@@ -142,6 +147,7 @@ def test_sliding_window_cache_starts_at_full_size() -> None:
         assert runtime.target.context_tokens == 512
 
 
+@pytest.mark.long
 def test_cache_hit_of_a_longer_prompt_grows_the_context() -> None:
     other = [(5 * i + 9) % 200 + 5 for i in range(40)]
     with (
@@ -202,6 +208,7 @@ class TestNoMemory:
         with edgespec.load("demo", None, context=1024, method="suffix") as runtime:
             yield runtime
 
+    @pytest.mark.long
     def test_a_reply_ends_where_the_context_does(
         self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -241,6 +248,7 @@ class TestNoMemory:
         assert chat.dropped_messages > 0
         assert runtime.context_tokens == 256
 
+    @pytest.mark.long
     def test_draft_cache_is_freed_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with edgespec.load("demo", "demo-draft", context=1024, method="model") as runtime:
             plain = ended(runtime, PROMPT + PROMPT, method="none").tokens
@@ -255,6 +263,7 @@ class TestNoMemory:
             assert reply.stats.drafted_tokens > 0
             assert "is disabled, because the context needs its memory" in reply.method.note
 
+    @pytest.mark.long
     def test_draft_without_memory_stops_drafting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = Memory(monkeypatch, 1 << 20)
         with edgespec.load("demo", "demo-draft", context=1024, method="model") as runtime:

@@ -28,6 +28,7 @@ def cut_reply(runtime: Runtime, tokens: tuple[int, ...]) -> str:
     return b"".join(runtime.vocabulary.piece(token) for token in tokens).decode("utf-8", "replace")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", first(["model", "none", "ngram"]))
 def test_reply_cut_at_any_token_ends_the_same_when_continued(

@@ -50,6 +50,7 @@ def contents(chat: Chat) -> list[str]:
 
 
 class TestTurns:
+    @pytest.mark.long
     @pytest.mark.parametrize("method", ["none", "model", "ngram", "model+ngram"])
     def test_three_turns_equal_those_of_fresh_runtimes(self, demo: Runtime, method: str) -> None:
         chat = demo.chat(system="Be brief.")
@@ -68,6 +69,7 @@ class TestTurns:
         text = "".join(piece.text for piece in stream)
         assert chat.messages == [Message("user", FIRST), Message("assistant", text)]
 
+    @pytest.mark.long
     def test_a_system_prompt_takes_effect_on_the_next_turn(self, demo: Runtime) -> None:
         chat = demo.chat()
         first = chat.ask(FIRST, **OPTIONS)
@@ -76,6 +78,7 @@ class TestTurns:
         said = [Message("user", FIRST), Message("assistant", first.text)]
         assert second.text == fresh_answer(said, SECOND, "Answer with one word.")
 
+    @pytest.mark.long
     def test_two_conversations_over_one_runtime(self, demo: Runtime) -> None:
         one, other = demo.chat(), demo.chat()
         one.ask(FIRST, **OPTIONS)
@@ -104,6 +107,7 @@ class TestTurns:
         assert (chat.messages, chat.context_used_tokens, chat.dropped_messages) == ([], 0, 0)
         assert chat.ask(SECOND, **OPTIONS).text == fresh_answer([], SECOND)
 
+    @pytest.mark.long
     def test_chat_continues_after_a_stop_string(self, demo: Runtime) -> None:
         chat = demo.chat()
         whole = demo.chat().ask(FIRST, **OPTIONS).text
@@ -172,6 +176,7 @@ class TestTrouble:
         with Runtime(model, None, DrafterSet(model)) as runtime:
             yield runtime, model
 
+    @pytest.mark.long
     @pytest.mark.parametrize("countdown", [1, 4])
     def test_a_failure_leaves_the_conversation_as_it_was(
         self, unreliable: tuple[Runtime, Unreliable], countdown: int
@@ -256,6 +261,7 @@ class TestTrouble:
 
 
 class TestTheEndOfTheContext:
+    @pytest.mark.long
     def test_slide_drops_the_oldest_turns(self, small: Runtime) -> None:
         chat = small.chat(system="Be brief.")
         for i in range(14):
@@ -268,6 +274,7 @@ class TestTheEndOfTheContext:
         assert chat.dropped_messages > 0
         assert chat.dropped_messages % 2 == 0
 
+    @pytest.mark.long
     def test_turns_after_a_slide_equal_those_of_a_shorter_chat(self, small: Runtime) -> None:
         chat = small.chat()
         while not chat.dropped_messages:
@@ -277,6 +284,7 @@ class TestTheEndOfTheContext:
         with edgespec.load("demo", context=256) as newborn:
             assert newborn.chat(messages=rest).ask(FIRST, **OPTIONS).text == answer.text
 
+    @pytest.mark.long
     def test_turns_between_two_slides_reuse_the_cache(self, small: Runtime) -> None:
         chat = small.chat()
         reused = []
@@ -319,6 +327,7 @@ class TestTheEndOfTheContext:
 
 
 class TestWhatIsTyped:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "text",
         [

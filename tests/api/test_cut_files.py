@@ -81,6 +81,7 @@ def test_file_of_a_head_is_checked_too(tmp_path: Path) -> None:
     assert f"{head} was truncated while in use" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
 def test_truncated_file_raises_at_the_next_reply(tmp_path: Path) -> None:
     paths = [write_llama(tmp_path / f"{name}.gguf", seed=seed) for seed, name in enumerate(("big", "small"))]

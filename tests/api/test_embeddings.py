@@ -73,6 +73,7 @@ def test_vectors_equal_those_of_llama_cpp(parallel: int) -> None:
         check_equal(runtime, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", [gguf.PoolingType.MEAN, gguf.PoolingType.CLS, gguf.PoolingType.LAST])
 def test_vectors_are_pooled_as_the_metadata_says(tmp_path: Path, pooling: gguf.PoolingType) -> None:
     path = str(write_llama(tmp_path / "model.gguf", layers=2, context=1024, pooling=pooling))
@@ -109,6 +110,7 @@ def small() -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_replies_do_not_change(small: Runtime, temperature: float) -> None:
     options: Any = {"max_tokens": 32, "temperature": temperature, "seed": 7, "method": "model"}
@@ -122,6 +124,7 @@ def test_replies_do_not_change(small: Runtime, temperature: float) -> None:
         np.testing.assert_array_equal(each.vector, other.vector)
 
 
+@pytest.mark.long
 def test_texts_longer_than_the_context(small: Runtime) -> None:
     text = "word " * 600
     with raises(ContextFullError, "2 has") as error:
@@ -176,6 +179,7 @@ def test_progress_cancels(small: Runtime) -> None:
 
 
 class TestQueue:
+    @pytest.mark.long
     def test_texts_and_replies_take_turns(self, small: Runtime) -> None:
         expected = small.embed(TEXTS)
         reply = small.generate(HOWTO, max_tokens=16, temperature=0.0)

@@ -39,6 +39,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "reply"), covering(("demo", "demo-mlx-draft"), (_QUEUE, _THREAD)))
 def test_the_thread_that_reads_a_reply_closes_the_model(name: str, reply: str) -> None:
     program = _PROGRAM.format(name=name, reply=reply)
@@ -81,6 +82,7 @@ sys.slow = Slow()
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a function of glibc")
 def test_a_thread_that_has_used_mlx_leaves_nothing_to_destroy() -> None:
     done = subprocess.run(

@@ -74,6 +74,7 @@ def in_child(call: Callable[[], Any]) -> str:
     return str(json.loads(text)) if text else "hung"
 
 
+@pytest.mark.long
 def test_every_use_in_a_child_is_an_error_at_once(runtime: Runtime) -> None:
     expected = f"loaded in process {os.getpid()}"
 
@@ -90,6 +91,7 @@ def test_every_use_in_a_child_is_an_error_at_once(runtime: Runtime) -> None:
     assert in_child(make_all_calls) == "returned"
 
 
+@pytest.mark.long
 def test_a_stream_and_a_chat_of_the_parent_end_in_a_child(runtime: Runtime) -> None:
     chat = runtime.chat()
     stream = runtime.stream("Hi", max_tokens=6)
@@ -100,6 +102,7 @@ def test_a_stream_and_a_chat_of_the_parent_end_in_a_child(runtime: Runtime) -> N
     assert "loaded in process" in in_child(lambda: chat.ask("Hi", max_tokens=4))
 
 
+@pytest.mark.long
 def test_a_queue_of_the_parent_is_an_error_in_a_child(runtime: Runtime) -> None:
     with RequestQueue(runtime) as queue:
         queued = queue.stream("Hi", max_tokens=4)
@@ -129,6 +132,7 @@ def test_a_fork_during_a_reply_in_another_thread(runtime: Runtime) -> None:
     reader.join()
 
 
+@pytest.mark.long
 def test_a_child_can_load_a_gguf_model_with_one_thread(runtime: Runtime) -> None:
     def load() -> None:
         with edgespec.load(

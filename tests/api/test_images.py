@@ -92,6 +92,7 @@ def test_a_conversation_keeps_its_image(runtime: Runtime, photo: bytes) -> None:
     assert fresh.tokens == second.tokens
 
 
+@pytest.mark.long
 def test_a_stored_prefix_with_an_image_equals_a_fresh_one(files: VisionModel, photo: bytes) -> None:
     with load(files) as runtime:
         options: Any = {"max_tokens": 8, "temperature": 0}
@@ -198,6 +199,7 @@ def test_a_projector_is_dropped_before_anything_else_shrinks(files: VisionModel)
     assert any(item.role == "projector" for item in named.plan.items)
 
 
+@pytest.mark.long
 def test_images_are_reduced_before_they_are_turned_off(tmp_path: Path) -> None:
     files = write_vision_model(tmp_path, "qwen2.5vl")
     options: Any = {"draft": "none", "method": "none", "gpu_layers": 0, "context": 512, "threads": 1}

@@ -36,6 +36,7 @@ def flat(reply: Reply) -> tuple[list[int], list[float]]:
     return [part.token for part in each], [part.logprob for part in each]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "temperature"), covering([{}, {"regex": "(one|two) [a-z]{4,9} [0-9]{2}"}], [0.8, 0.0])
 )

@@ -17,6 +17,7 @@ from tests.raising import raises
 SHORT = "hi"  # The reply to this is short.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_do_not_change_the_tokens(

@@ -43,6 +43,7 @@ def replies(target: str, **options: Any) -> list[tuple[int, ...]]:
         ]
 
 
+@pytest.mark.long
 def test_the_adapter_is_applied(adapter: Path) -> None:
     tuned = replies("ollama:tuned")
     assert tuned == replies("base", adapter=str(adapter))
@@ -53,12 +54,14 @@ def test_the_adapter_is_applied(adapter: Path) -> None:
     assert replies("tuned", adapter=twice) != tuned
 
 
+@pytest.mark.long
 def test_the_plan_counts_it(adapter: Path) -> None:
     plans = [edgespec.plan("tuned", "none"), edgespec.plan("base", "none", adapter=str(adapter))]
     assert plans[0].plan.total_bytes == plans[1].plan.total_bytes
     assert plans[0].plan.total_bytes > edgespec.plan("base", "none").plan.total_bytes
 
 
+@pytest.mark.long
 def test_the_server_tells_both_models_apart(adapter: Path) -> None:
     options = {"context": 256, "method": "none", "memory": "600MiB", "headroom": "0"}
     with (
@@ -94,6 +97,7 @@ def test_a_template_that_only_ollama_has_is_named(tmp_path: Path, monkeypatch: p
         assert "not used" not in runtime.target.notice
 
 
+@pytest.mark.long
 def test_usual_parts_of_ollama_are_no_reason_for_a_notice(adapter: Path) -> None:
     with edgespec.load("base", "none", context=256, measure_costs=False) as runtime:
         assert "Ollama" not in runtime.target.notice

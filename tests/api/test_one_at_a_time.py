@@ -97,6 +97,7 @@ class TestClosing:
             list(stream)
         stream.close()
 
+    @pytest.mark.long
     def test_closing_while_another_thread_decodes(self) -> None:
         runtime = edgespec.load("demo")
         started = threading.Event()
@@ -117,6 +118,7 @@ class TestClosing:
         thread.join(60)
         assert ended in (["closed"], ["done"])
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "delay", [0.03, *(pytest.param(seconds, marks=pytest.mark.long) for seconds in (0.0, 0.06))]
     )
@@ -139,6 +141,7 @@ threading.excepthook = lambda _: None
         done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
+    @pytest.mark.long
     def test_closing_and_loading_repeatedly(self) -> None:
         for _ in range(5):
             with edgespec.load("demo") as runtime:

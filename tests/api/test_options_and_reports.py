@@ -108,6 +108,7 @@ class TestOptions:
         with raises(ContextFullError, "1,024"):
             demo.chat().ask("many words " * 5000)
 
+    @pytest.mark.long
     def test_a_prompt_as_large_as_the_context_gets_one_token(self, demo: Runtime) -> None:
         replies = {
             _drained(demo.stream_tokens([9] * 1024, method=method, seed=1)).tokens
@@ -221,6 +222,7 @@ class TestTemplates:
             with raises(TemplateError, code="template_missing"):
                 runtime.generate("the file", system="Be brief.")
 
+    @pytest.mark.long
     def test_characters_split_over_tokens_are_decoded(self, tmp_path: Path) -> None:
         """Random weights give random bytes, whose text must be the same in chunks and at once."""
         path = write_llama(tmp_path / "bytes.gguf", template=CHATML)
@@ -240,6 +242,7 @@ def test_a_runtime_cannot_be_copied(demo: Runtime, make_copy: Callable[[object],
         pickle.dumps(demo.chat())
 
 
+@pytest.mark.long
 def test_the_defaults_that_depend_on_the_models() -> None:
     with edgespec.load("demo", threads=1, context=512, acceptance="rejection") as pair:
         lengths = {
@@ -258,6 +261,7 @@ def test_the_defaults_that_depend_on_the_models() -> None:
         assert pair.reply_defaults()["draft_length"] == 6
 
 
+@pytest.mark.long
 def test_a_new_stream_does_not_run_the_drafters_of_a_running_reply() -> None:
     """The first session may be generating a reply while another one is prepared."""
     with edgespec.load("demo", context=1024, parallel=2) as runtime:

@@ -126,6 +126,7 @@ def test_a_caller_that_pauses_does_not_delay_the_others(pair: Runtime) -> None:
     assert paused.wait().tokens
 
 
+@pytest.mark.long
 def test_a_reply_continues_in_the_place_with_its_prefix(pair: Runtime) -> None:
     pair.clear_cache()
     prompts = [tokens_of(pair, text) for text in (LONG, REPEATS * 10)]
@@ -137,6 +138,7 @@ def test_a_reply_continues_in_the_place_with_its_prefix(pair: Runtime) -> None:
         assert reply.stats.cached_prompt_tokens == len(prompt) - 1
 
 
+@pytest.mark.long
 def test_a_prefix_of_one_place_is_restored_in_another(pair: Runtime) -> None:
     pair.clear_cache()
     prompt = tokens_of(pair, LONG)
@@ -195,6 +197,7 @@ def test_cancelling_one_reply_keeps_the_other(alone: Runtime, pair: Runtime) -> 
         check_equal(alone, prompt, other.result(), expected, 0.8)
 
 
+@pytest.mark.long
 def test_a_context_that_is_full_ends_only_its_own_reply(alone: Runtime, pair: Runtime) -> None:
     text = "Tell me about `tar`. " * 200
     with pytest.raises(ContextFullError):
@@ -253,6 +256,7 @@ def test_closing_during_replies() -> None:
     assert ACTIVE_REPLIES.count == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "options", "reason"),
     [
@@ -311,6 +315,7 @@ def test_a_prefix_of_one_place_is_restored_in_another_with_the_state_of_the_head
 ANOTHER = "choose another method, such as model or suffix"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "command"),
     [
@@ -336,6 +341,7 @@ def test_methods_that_draft_on_the_targets_cache_are_refused(
     assert caught.value.next_step == f"{ANOTHER}, or {alone}{preparation}"
 
 
+@pytest.mark.long
 def test_methods_that_draft_on_the_targets_cache_work_in_turns() -> None:
     with edgespec.load(
         "demo-mlx-draft", parallel=2, context=256, method="layerskip", exit_layer=1, exactness="off"

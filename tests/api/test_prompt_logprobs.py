@@ -87,6 +87,7 @@ def runtime(request: pytest.FixtureRequest, name: str) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.long
 def test_they_are_those_of_single_token_passes(runtime: Runtime) -> None:
     tokens = runtime.vocabulary.tokenize(TEXT, special=False, start=True)
     expected = stepped(runtime, tokens, 3)
@@ -94,6 +95,7 @@ def test_they_are_those_of_single_token_passes(runtime: Runtime) -> None:
         check(runtime, tokens[:count], expected[: count - 1])
 
 
+@pytest.mark.long
 def test_the_next_reply_is_that_of_a_fresh_runtime(runtime: Runtime) -> None:
     options: Any = {"max_tokens": 24, "temperature": 0.0, "logprobs": 2}
     tokens = runtime.vocabulary.tokenize(HOWTO, special=False, start=True)
@@ -146,6 +148,7 @@ def test_a_cancelled_request_leaves_no_trace(runtime: Runtime) -> None:
     equal(runtime.stream_tokens(tokens, **options).wait(), fresh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{"draft": "demo-draft", "method": "model"}, {"draft": "none", "head": "demo-head", "method": "eagle"}],
@@ -159,6 +162,7 @@ def test_heads_and_draft_models_draft_after_them(options: dict[str, Any]) -> Non
             equal(runtime.stream_tokens(tokens, max_tokens=24, temperature=0.0).wait(), fresh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", [write_mamba, write_jamba, write_llama])
 def test_other_architectures(write: Callable[[Path], Path], tmp_path: Path) -> None:
     with edgespec.load(str(write(tmp_path / "model.gguf")), "none", context=256) as runtime:
@@ -177,6 +181,7 @@ def test_a_model_without_rollback_reads_one_token_per_pass(tmp_path: Path) -> No
         check(runtime, [(7 + 31 * index) % runtime.target.vocab_size for index in range(40)])
 
 
+@pytest.mark.long
 def test_a_real_model(smollm2: Path) -> None:
     options: dict[str, Any] = {"context": 512, "exactness": "bits", "measure_costs": False, "threads": 1}
     with edgespec.load(str(smollm2), draft="none", **options) as runtime:
@@ -185,6 +190,7 @@ def test_a_real_model(smollm2: Path) -> None:
         assert sum(each.logprob for each in scored(runtime, tokens).prompt_logprobs[:7]) > -25
 
 
+@pytest.mark.long
 def test_the_context_is_the_limit(runtime: Runtime) -> None:
     tokens = runtime.vocabulary.tokenize(TEXT, special=False, start=True) * 3
     limit = runtime.context_tokens
@@ -207,6 +213,7 @@ def test_options(runtime: Runtime) -> None:
     assert len(listed) == len(tokens)
 
 
+@pytest.mark.long
 def test_the_queue_runs_them_like_other_requests(runtime: Runtime) -> None:
     tokens = runtime.vocabulary.tokenize(HOWTO, special=False, start=True)
     expected = scored(runtime, tokens).prompt_logprobs
@@ -219,6 +226,7 @@ def test_the_queue_runs_them_like_other_requests(runtime: Runtime) -> None:
         assert len(text.reply.tokens) == 1
 
 
+@pytest.mark.long
 def test_replies_in_parallel() -> None:
     with edgespec.load("demo", "none", parallel=2, context=512) as runtime:
         tokens = runtime.vocabulary.tokenize(TEXT, special=False, start=True)[:60]

@@ -55,6 +55,7 @@ def with_template(demo_target: Path) -> Callable[[str], Any]:
 
 
 class TestReplies:
+    @pytest.mark.long
     @pytest.mark.parametrize("method", first(["none", "model+ngram", "model", "ngram"], 2))
     def test_reasoning_is_marked(self, demo: Runtime, method: str) -> None:
         stream = demo.stream(FIRST, method=method, **begin(demo, THOUGHT))
@@ -120,6 +121,7 @@ class TestReplies:
 
 
 class TestConversations:
+    @pytest.mark.long
     @pytest.mark.parametrize("template", [QWEN_3, KEEPS_ALL, OPENS_REASONING])
     def test_the_next_prompt_equals_a_fresh_one(
         self, with_template: Callable[[str], Any], template: str
@@ -141,6 +143,7 @@ class TestConversations:
             assert second.tokens == expected.tokens
             assert second.reasoning == "The user wants `ls`."
 
+    @pytest.mark.long
     @pytest.mark.parametrize("template", [QWEN_3, KEEPS_ALL, OPENS_REASONING])
     def test_a_reply_cut_while_reasoning_or_answering_can_be_continued(
         self, with_template: Callable[[str], Any], template: str

@@ -153,6 +153,7 @@ def test_a_direct_reply_makes_a_queued_one_fail(demo: Runtime, queue: RequestQue
     assert queue.stream(HOWTO, **OPTIONS).wait().tokens
 
 
+@pytest.mark.long
 def test_callers_in_many_threads_each_get_their_own_reply(demo: Runtime) -> None:
     expected = {prompt: demo.generate(prompt, **OPTIONS).tokens for prompt in (HOWTO, REPEATS)}
     wrong: list[object] = []

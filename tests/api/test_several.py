@@ -70,6 +70,7 @@ def test_auto_reports_concurrent_replies(several: list[Runtime]) -> None:
     assert "at once" not in several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_loading_and_closing_one_while_others_decode(name: str) -> None:
     with edgespec.load(name, method="model") as runtime:
@@ -97,6 +98,7 @@ def test_loading_and_closing_one_while_others_decode(name: str) -> None:
     assert ACTIVE_REPLIES.count == 0
 
 
+@pytest.mark.long
 def test_abandoned_reply_is_not_counted() -> None:
     with edgespec.load("demo", "none") as runtime:
         ends: list[Callable[[edgespec.ReplyStream], None]] = [edgespec.ReplyStream.close, _cancel]

@@ -39,6 +39,7 @@ def processors(runtime: Runtime, text: str) -> list[Begin]:
 
 @pytest.mark.parametrize("method", first(["model", "model+ngram", "ngram", "suffix"], 2))
 class TestEveryMethod:
+    @pytest.mark.long
     def test_the_answer_ends_and_the_reasoning_does_not(self, demo: Runtime, method: str) -> None:
         plain, drafted = (
             demo.reply(
@@ -52,6 +53,7 @@ class TestEveryMethod:
         assert plain.stop_string
         assert plain.stop_string not in plain.answer
 
+    @pytest.mark.long
     def test_a_constraint_outlasts_the_stop_string(self, demo: Runtime, method: str) -> None:
         schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}}
         schema |= {"required": ["name"], "additionalProperties": False}  # type: ignore[dict-item]
@@ -72,6 +74,7 @@ class TestEveryMethod:
         assert replies[0].tokens == replies[1].tokens
         assert replies[0].stop_string == replies[1].stop_string == "e"
 
+    @pytest.mark.long
     def test_a_tool_call_is_not_cut(self, demo: Runtime, method: str) -> None:
         for each in ("none", method):
             reply = demo.reply(
@@ -80,6 +83,7 @@ class TestEveryMethod:
             assert reply.tool_calls[0].name == "list_files"
             assert (reply.finish_reason, reply.stop_string) == ("stop", "")
 
+    @pytest.mark.long
     def test_a_required_call_follows_the_text_before_it(self, demo: Runtime, method: str) -> None:
         whole = demo.reply(MESSAGES, tools=TOOLS, tool_choice="required", method="none", **OPTIONS).text
         for start in ("I look. ", "<think>\nHm\n</think>\n\nI look.", whole[:20]):
@@ -93,6 +97,7 @@ class TestEveryMethod:
             assert "list_files" in start + replies[0].text
             assert replies[0].finish_reason == "stop"
 
+    @pytest.mark.long
     def test_a_continued_reply(self, demo: Runtime, method: str) -> None:
         def continued(start: str, each: str) -> tuple[int, ...]:
             demo.clear_cache()
@@ -103,6 +108,7 @@ class TestEveryMethod:
             assert continued(start, method) == continued(start, "none")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["🙂🙂 ok", "日本語 ok", "é ok"])
 def test_a_reply_cut_at_any_byte_is_continued(demo: Runtime, text: str) -> None:
     encoded = text.encode()

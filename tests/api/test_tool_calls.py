@@ -53,6 +53,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 ON_ONE_BACKEND = pytest.mark.parametrize("runtime", first(["demo", "demo-mlx-draft"]), indirect=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_required_calls_are_valid_and_the_same_with_every_method(
     runtime: Runtime, temperature: float
@@ -79,6 +80,7 @@ ANSWER_SCHEMA: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["<", "{"])
 def test_calls_or_answers_are_the_same_with_every_method(runtime: Runtime, start: str) -> None:
     """With tools and a schema, the reply is calls or an answer, depending on its first token."""
@@ -111,6 +113,7 @@ def test_a_started_answer_continues_with_tools(runtime: Runtime) -> None:
         runtime.stream_messages(MESSAGES, reply_start="Sure", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 @pytest.mark.parametrize(
     ("target", "draft"),
@@ -143,6 +146,7 @@ def test_calls_stream(runtime: Runtime, choice: Any) -> None:
     assert reply.to_json()["tool_calls"] == [reply.tool_calls[0].to_json()]
 
 
+@pytest.mark.long
 def test_a_conversation_with_results(runtime: Runtime) -> None:
     first = runtime.reply(MESSAGES, tools=TOOLS, tool_choice="required", seed=3)
     (call,) = first.tool_calls
@@ -236,6 +240,7 @@ def test_a_stop_string_does_not_cut_a_call(runtime: Runtime) -> None:
     assert reply.stop_string == ""
 
 
+@pytest.mark.long
 def test_strict_tools_constrain_calls_but_not_text(runtime: Runtime) -> None:
     strict = {"type": "function", "function": {**LIST_FILES["function"], "strict": True}}
     plain = runtime.reply(MESSAGES, tools=[LIST_FILES], seed=4, temperature=0.8, max_tokens=12)
@@ -319,6 +324,7 @@ def test_calls_are_public() -> None:
     assert ToolCall("a", "b", "{}").to_json()["function"] == {"name": "b", "arguments": "{}"}
 
 
+@pytest.mark.long
 @ON_ONE_BACKEND
 def test_parts_of_calls_and_text_stream_in_order(runtime: Runtime) -> None:
     text = (

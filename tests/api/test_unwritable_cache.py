@@ -10,6 +10,7 @@ import pytest
 import edgespec
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place", ["a file in place of the folder", "a folder without permission", "/proc/cache"]
 )

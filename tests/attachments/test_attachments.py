@@ -133,6 +133,7 @@ def _pdf(data: bytes) -> Callable[[], object]:
     return lambda: Path("file").write_bytes(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

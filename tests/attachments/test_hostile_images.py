@@ -52,6 +52,7 @@ def hostile(request: pytest.FixtureRequest) -> HostileFile:
     return HOSTILE[request.param]
 
 
+@pytest.mark.long
 def test_the_chat(runtime: edgespec.Runtime, hostile: HostileFile, tmp_path: Path) -> None:
     path = tmp_path / hostile.name
     data = hostile.write()
@@ -78,6 +79,7 @@ def test_a_16_bit_image_keeps_its_brightness_in_the_preview() -> None:
     assert grey[-1].min() > 240
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", first(dict.fromkeys(["truncated", "cmyk", "100 megapixels", *HOSTILE]), 3))
 def test_the_server(http: httpx.Client, name: str) -> None:
     hostile = HOSTILE[name]
@@ -95,6 +97,7 @@ def test_the_server(http: httpx.Client, name: str) -> None:
         assert answer.json()["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", first([*HOSTILE], 2))
 def test_the_command_line(model: VisionModel, name: str, tmp_path: Path) -> None:
     path = tmp_path / HOSTILE[name].name

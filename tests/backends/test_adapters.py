@@ -115,6 +115,7 @@ def test_concurrent_replies_use_the_adapter(adapters: list[str]) -> None:
         assert ask(runtime, adapter_scales={"style": 1.0}) == expected
 
 
+@pytest.mark.long
 def test_the_plan_counts_adapters(adapters: list[str]) -> None:
     def weights(**options: Any) -> int:
         items = edgespec.plan("demo", "none", context=512, **options).plan.items
@@ -126,6 +127,7 @@ def test_the_plan_counts_adapters(adapters: list[str]) -> None:
         assert runtime.target.weight_bytes - without.target.weight_bytes == size_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -141,6 +143,7 @@ def test_other_files_are_refused(
         load(adapter=path)
 
 
+@pytest.mark.long
 def test_damaged_files_are_refused(tmp_path: Path, demo_target: Path, demo_draft: Path) -> None:
     path = write_gguf_adapter(tmp_path / "a.gguf", demo_target)
     data = path.read_bytes()

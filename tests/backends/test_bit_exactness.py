@@ -221,6 +221,7 @@ def test_without_other_widths_a_model_cannot_draft(able: Capabilities, found: Wi
     assert set(now.self_draft_refusals) == able.self_draft_methods
 
 
+@pytest.mark.long
 def test_passes_between_two_members_are_padded(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded pass gives the bits of the wider pass, and keeps only the wanted cells."""
     model = load(str(smollm2), "smollm2", LoadOptions(context_tokens=256, threads=1))

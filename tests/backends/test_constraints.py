@@ -33,6 +33,7 @@ def satisfies(model: LanguageModel, tokens: Sequence[int]) -> bool:
     return bool(re.fullmatch(b"((a|b|cd){2}e?f)*((a|b|cd)?(a|b|cd|c)?|(a|b|cd){2}e)", text))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0, 1.2]))
 def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, temperature: float) -> None:
     model = exact_model
@@ -52,6 +53,7 @@ def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, tempera
         drafter.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("branches", [pytest.param((), marks=pytest.mark.long), (3, 2)])
 def test_rejection_mode_satisfies_the_constraint(
     exact_model: LanguageModel, branches: tuple[int, ...]

@@ -73,6 +73,7 @@ def test_a_trained_draft_model_gives_the_same_logits_and_replies(tmp_path: Path)
         assert reply.tokens == drafting.generate(TEXT, method="none", **asked).tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantisation", [None, ("affine", 3, 32), ("affine", 4, 64), ("affine", 8, 32)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_every_supported_architecture_gives_the_same_logits(

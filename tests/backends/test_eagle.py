@@ -87,6 +87,7 @@ def head_of(target: LanguageModel, path: Path) -> PairHead:
     return head
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", first(KINDS, 3))
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
@@ -214,6 +215,7 @@ def test_a_head_drafts_the_same_without_llama_cpps_layer_taps(
     assert np.array_equal(found[0], found[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_targets_without_layer_taps_reply_the_same_with_a_head(tmp_path: Path, temperature: float) -> None:
     target = write_llama(tmp_path / "target.gguf", architecture="qwen2", layers=3)
@@ -229,6 +231,7 @@ def test_targets_without_layer_taps_reply_the_same_with_a_head(tmp_path: Path, t
         assert reply.stats.drafted_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_auto_with_a_head_and_a_draft_model_changes_no_reply(
     files: Files, tmp_path: Path, temperature: float
@@ -244,6 +247,7 @@ def test_auto_with_a_head_and_a_draft_model_changes_no_reply(
         assert drafting._session.drafters.choose("auto")[1].effective == "eagle+model+suffix"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma2"])
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_recurrent_and_windowed_targets_reply_the_same_with_a_head(
@@ -292,6 +296,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
         target.self_draft(Head("eagle", head))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path, temperature: float) -> None:
     head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), 1e30)

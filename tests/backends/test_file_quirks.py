@@ -74,6 +74,7 @@ UNUSUAL: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_files_are_explained_and_not_offered(name: str, asks_llama_cpp: None, tmp_path: Path) -> None:
     change, architecture, reason = UNUSUAL[name]

@@ -98,6 +98,7 @@ def target(plain: Files) -> Iterator[LanguageModel]:
     model.close()
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
@@ -106,6 +107,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(files.load, files.head_of, rounds, seed, depth=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("temperature", "branches"), covering((0.0, 0.8, 1.2), ((), (2, 2))))
 def test_no_reply_changes(files: Files, branches: tuple[int, ...], temperature: float) -> None:
     asked: dict[str, Any] = {"max_tokens": 30, "temperature": temperature, "seed": 3}
@@ -136,6 +138,7 @@ def test_the_head_computes_what_a_reference_does(files: Files) -> None:
     target.close()
 
 
+@pytest.mark.long
 def test_loading_a_head_keeps_the_text_in_the_cache(files: Files) -> None:
     """llama.cpp forgets the target's KV cells when it creates a context that reads them."""
     target = files.load()
@@ -284,6 +287,7 @@ def damaged(path: Path, value: float) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("text", [[], TEXT])
 def test_a_head_whose_logits_are_not_finite_is_refused(

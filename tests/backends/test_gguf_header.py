@@ -25,6 +25,7 @@ from tests.raising import raises
 DEMO = models_folder() / "demo-draft-q8_0.gguf"
 
 
+@pytest.mark.long
 def test_equals_the_gguf_package() -> None:
     header, reader = read_header(DEMO), gguf.GGUFReader(DEMO)
     assert header.size_bytes == reader.data_offset
@@ -59,6 +60,7 @@ def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
     assert read_header(path).metadata["tokenizer.ggml.tokens"][-1] == words[-1].encode()
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.data())
 def test_every_truncated_header_raises(data: st.DataObject) -> None:

@@ -59,6 +59,7 @@ def renamed_second_part(first: Path) -> Path:
     return second_part(first).rename(first.with_name("zwei.gguf"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [

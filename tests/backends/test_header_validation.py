@@ -87,6 +87,7 @@ def test_huge_sizes_are_refused(tmp_path: Path) -> None:
     refuse(altered(tmp_path, "embedding_length", 2**31), "embedding_length")
 
 
+@pytest.mark.long
 def test_checking_a_large_vocabulary_needs_little_memory(tmp_path: Path) -> None:
     """Memory that Python takes here stays with the process, and memory plans do not include it."""
     path = tmp_path / "wide.gguf"
@@ -236,6 +237,7 @@ def test_recurrent_layers_of_another_width_are_refused(tmp_path: Path) -> None:
     refuse(altered(tmp_path, "embedding_length", 31, write=write_jamba), "ssm.inner_size")
 
 
+@pytest.mark.long
 def test_random_damage_raises_an_error_or_does_no_harm(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf")
     data = path.read_bytes()

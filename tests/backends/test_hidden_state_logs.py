@@ -92,6 +92,7 @@ def expected_states(path: Path) -> dict[int, NDArray[np.float32]]:
     return {**{k + 1: rows for k, rows in enumerate(layers)}, POST_NORM: normed}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.usefixtures("taps")
 def test_a_log_holds_the_states_of_all_committed_tokens_and_logits_stay_the_same(
@@ -132,6 +133,7 @@ def test_the_hook_reads_the_same_states_as_the_layer_taps(
     hooked.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", [1, 3, POST_NORM])
 @pytest.mark.usefixtures("taps")
 def test_a_log_follows_truncation_and_resizing(paths: dict[str, Path], state: int) -> None:

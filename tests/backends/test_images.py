@@ -238,6 +238,7 @@ def test_a_model_without_a_projector_refuses_images(files: VisionModel, image: I
         model.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(1, 1), (3, 900), (900, 3), (1500, 1100)])
 def test_images_of_any_shape_are_accepted(model: LanguageModel, size: tuple[int, int]) -> None:
     image = Image.read(png_bytes(picture(*size)), "a.png")

@@ -36,6 +36,7 @@ def replies_of(runtime: Runtime) -> list[tuple[int, ...]]:
     return replies
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first_trained", "begins"), [(300, 512), (2048, 256)])
 def test_a_growing_context_gives_the_replies_of_a_full_one(
     first_trained: int, begins: int, tmp_path: Path

@@ -120,6 +120,7 @@ actions = st.lists(
 
 
 class TestCopiedCells:
+    @pytest.mark.long
     @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(actions, st.sampled_from([None, 1, 7, 40]), st.integers(0, 5))
     def test_cells_match_after_any_history(
@@ -253,6 +254,7 @@ class TestCopiedCells:
 
 
 class TestAttentionWindow:
+    @pytest.mark.long
     def test_a_window_larger_than_the_prompt_attends_to_everything(self, pair: Pair) -> None:
         target = pair.target
         target.truncate(0)
@@ -266,6 +268,7 @@ class TestAttentionWindow:
         np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=ROUNDING)
         assert np.abs(rows[0] - rows[2]).max() > ROUNDING
 
+    @pytest.mark.long
     @pytest.mark.parametrize("left", first([2, 150, 50, 199], 2))
     def test_cells_return_to_the_window_after_a_rollback(self, pair: Pair, left: int) -> None:
         target = pair.target

@@ -250,6 +250,7 @@ class TestReplies:
 
     PROMPTS = (PROMPT, [*PROMPT, 20, 21], [*PROMPT[:20], 30], PROMPT)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", list(KINDS))
     def test_replies_as_target(self, name: str, files: dict[str, Path], tmp_path: Path) -> None:
         other = KINDS[name](tmp_path / "other.gguf", seed=1)
@@ -265,11 +266,13 @@ class TestReplies:
                 # The draft stores f16 keys and the target bf16 keys, so a random model may draft badly once.
                 assert sum(rate is not None and rate > 0.99 for rate in rates[:4]) >= 3
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", RECURRENT)
     def test_replies_as_draft_of_another_kind(self, name: str, files: dict[str, Path]) -> None:
         found = replies_of(files["window"], files[name], ("none", "model"), self.PROMPTS[:2])
         assert [reply.tokens for reply in found["model"]] == [reply.tokens for reply in found["none"]]
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", RECURRENT)
     def test_cached_prompt_tokens_are_correct(self, name: str, files: dict[str, Path]) -> None:
         with edgespec.load(str(files[name]), draft=None, context=512) as runtime:

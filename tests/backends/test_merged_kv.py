@@ -69,6 +69,7 @@ def cells(model: LlamaCppModel | LayerSkipModel) -> list[bytes]:
 
 
 class TestMergedBytes:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "options",
         [{}, {"kv_type": "f16", "flash_attention": "off"}, {"kv_type": "q8_0/q4_0"}],
@@ -77,6 +78,7 @@ class TestMergedBytes:
     def test_merged_cells_equal_those_of_the_whole_model(self, demo: Forms, options: dict[str, Any]) -> None:
         self.check(demo, options)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("flash_attention", ["on", "off"])
     def test_merged_cells_with_sliding_window_layers(self, tmp_path: Path, flash_attention: str) -> None:
         source = write_gemma3(tmp_path / "model.gguf", window=8)
@@ -223,6 +225,7 @@ class TestBothDrafts:
         for opened in (early, copy, of_whole, whole, split):
             opened.close()
 
+    @pytest.mark.long
     def test_a_copy_beyond_the_memory_budget_is_refused(self, demo: Forms) -> None:
         whole, split = demo.load()
         view = split.self_draft(LowBit(str(demo.copy)))
@@ -250,6 +253,7 @@ def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
 
 
 class TestSameReplies:
+    @pytest.mark.long
     @pytest.mark.parametrize(("kv_type", "window"), covering(("auto", "q8_0"), (None, 24)))
     def test_replies_equal_plain_decoding_with_equal_acceptance(
         self, demo: Forms, kv_type: str, window: int | None
@@ -271,6 +275,7 @@ class TestSameReplies:
                             assert abs(reply.stats.accepted_tokens - first.stats.accepted_tokens) <= 4
                             assert reply.stats.accepted_tokens
 
+    @pytest.mark.long
     def test_replies_in_rejection_mode(self, demo: Forms) -> None:
         whole, split = (_runtime(model, demo.copy, LowBit(str(demo.copy))) for model in demo.load())
         with whole, split:

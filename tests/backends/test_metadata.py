@@ -119,6 +119,7 @@ class TestGguf:
             read_gguf_info(path)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.data())
 def test_a_byte_that_flipped_is_an_error_of_ours_or_nothing(
@@ -167,6 +168,7 @@ class TestFolders:
         assert (info.quantisation, info.chat_template) == ("8-bit", True)
         assert abs(info.size_bytes / other.size_bytes - 1) < 0.1
 
+    @pytest.mark.long
     def test_what_a_config_says(self, folder: Path) -> None:
         info = self.change(folder, num_experts=64, num_experts_per_tok=6, num_nextn_predict_layers=1)
         assert (info.experts, info.experts_used, info.heads) == (64, 6, ())
@@ -211,6 +213,7 @@ class TestFolders:
 
 
 class TestTokens:
+    @pytest.mark.long
     def test_equal_hashes_are_the_same_vocabulary_and_shares_are_those_of_a_translation(
         self, tmp_path: Path
     ) -> None:

@@ -114,6 +114,7 @@ def exact_model(model: LanguageModel) -> LanguageModel:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_an_unknown_processor_is_applied_with_and_without_drafts(
     exact_model: LanguageModel, temperature: float
@@ -136,6 +137,7 @@ def test_an_unknown_processor_is_applied_with_and_without_drafts(
         drafter.close()
 
 
+@pytest.mark.long
 def test_an_unknown_processor_holds_in_rejection_mode(exact_model: LanguageModel) -> None:
     prompt = tokens_for(exact_model, 20)
     drafter = draft_model(exact_model, ())

@@ -135,6 +135,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(lambda: target.load(name), lambda model: view_of(model, head), rounds, seed, depth=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [MEDUSA, HYDRA, PREFIX], ids=str)
 def test_heads_wait_for_a_hidden_state_after_a_restored_prefix(
     target: Target, model: LanguageModel, layout: Layout
@@ -244,6 +245,7 @@ def test_heads_that_do_not_fit_in_memory_are_refused(target: Target, model: Lang
     limited.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "branches"), covering((PREFIX, HYDRA, MEDUSA), ((2, 2), (), "auto")), ids=str
 )
@@ -274,6 +276,7 @@ def test_no_head_changes_a_reply(target: Target, layout: Layout, branches: Any) 
                 assert replies[-1].stats.accepted_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", first([HYDRA, MEDUSA]), ids=str)
 def test_heads_that_are_often_right_change_no_reply(target: Target, layout: Layout, tmp_path: Path) -> None:
     prompt = list(range(40, 60))
@@ -319,6 +322,7 @@ def test_heads_that_are_often_right_change_no_reply(target: Target, layout: Layo
             assert reply.stats.accepted_per_position[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", first([3e38, -1e30]))
 def test_heads_with_huge_weights_change_no_reply(target: Target, tmp_path: Path, value: float) -> None:
     arrays = {name: np.full_like(array, value) for name, array in target.arrays(HYDRA).items()}
@@ -333,6 +337,7 @@ def test_heads_with_huge_weights_change_no_reply(target: Target, tmp_path: Path,
             assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 
+@pytest.mark.long
 def test_the_file_with_the_weights_can_be_named(target: Target) -> None:
     file = target.head(HYDRA) / "hydra_lm_head.pt"
     with edgespec.load(str(target.path), "none", method="hydra", head=str(file), context=256) as runtime:
@@ -367,6 +372,7 @@ def test_heads_can_draft_in_another_thread(target: Target, model: LanguageModel)
     view.close()
 
 
+@pytest.mark.long
 def test_auto_drafts_with_the_head(target: Target) -> None:
     with (
         always_draft(),

@@ -45,6 +45,7 @@ def reset(twins: Twins) -> Twins:
     return twins
 
 
+@pytest.mark.long
 def test_a_context_begins_small_and_reports_its_size(twins: Twins) -> None:
     facts = reset(twins).model.facts
     assert facts.context_tokens == SMALL == twins.model.free_tokens
@@ -54,6 +55,7 @@ def test_a_context_begins_small_and_reports_its_size(twins: Twins) -> None:
     assert twins.model.free_tokens == LARGE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LLAMA)
 def test_facts_report_the_maximum_size_from_the_beginning(name: str, tmp_path: Path) -> None:
     small, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
@@ -64,6 +66,7 @@ def test_facts_report_the_maximum_size_from_the_beginning(name: str, tmp_path: P
     whole.close()
 
 
+@pytest.mark.long
 def test_a_long_prompt_fits_after_a_resize(twins: Twins) -> None:
     reset(twins)
     tokens = tokens_for(twins.model, 700)
@@ -78,6 +81,7 @@ def test_a_long_prompt_fits_after_a_resize(twins: Twins) -> None:
     check_step(twins)
 
 
+@pytest.mark.long
 def test_a_reply_continues_beyond_the_old_size(twins: Twins) -> None:
     reset(twins)
     tokens = tokens_for(twins.model, SMALL - 3)
@@ -90,6 +94,7 @@ def test_a_reply_continues_beyond_the_old_size(twins: Twins) -> None:
     assert twins.model.length == SMALL + 5
 
 
+@pytest.mark.long
 def test_a_size_below_the_cached_tokens_is_refused(twins: Twins) -> None:
     reset(twins).model.resize(LARGE)
     for model in twins[:2]:
@@ -148,6 +153,7 @@ def test_a_resize_ignores_an_interrupt(twins: Twins) -> None:
     check_step(twins)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_resize_after_close_raises(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path, initial_context_tokens=SMALL)
@@ -183,6 +189,7 @@ def test_a_resize_to_the_same_size_keeps_a_pending_rollback(twins: Twins) -> Non
 
 
 class TestHistories:
+    @pytest.mark.long
     @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rounds)
     def test_logits_are_unchanged_after_any_history(

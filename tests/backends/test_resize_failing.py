@@ -34,6 +34,7 @@ def limit_allocations(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
 
 class TestOutOfMemory:
+    @pytest.mark.long
     @pytest.mark.parametrize("name", LLAMA)
     def test_a_resize_beyond_the_budget_is_refused(self, name: str, tmp_path: Path) -> None:
         model = load(name, tmp_path, initial_context_tokens=SMALL)
@@ -78,6 +79,7 @@ class TestOutOfMemory:
         model.resize(512)
         model.close()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", LLAMA)
     def test_a_failed_allocation_restores_the_old_context(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +99,7 @@ class TestOutOfMemory:
         model.close()
         whole.close()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", LLAMA)
     @pytest.mark.parametrize("failing", [1, 2])
     def test_a_context_without_memory_refuses_tokens(
@@ -175,6 +178,7 @@ class TestInterrupted:
         model.close()
         whole.close()
 
+    @pytest.mark.long
     def test_ctrl_c_inside_a_callback_is_raised_afterwards(self) -> None:
         program = (
             "import signal, sys, time\n"

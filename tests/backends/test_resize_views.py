@@ -39,6 +39,7 @@ class TestViews:
             other.close()
             target.truncate(target.length)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", ["full", "split, window"])
     def test_a_low_bit_copy(self, name: str, tmp_path: Path) -> None:
         target = load(name, tmp_path, initial_context_tokens=SMALL)
@@ -50,6 +51,7 @@ class TestViews:
         assert view.facts.kv_bytes > before
         target.close()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", ["split, window"])
     def test_an_early_exit(self, name: str, tmp_path: Path) -> None:
         target = load(name, tmp_path, initial_context_tokens=SMALL)

@@ -129,6 +129,7 @@ class Neighbour:
         self._target.close()
 
 
+@pytest.mark.long
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_head_drafts_like_a_fresh_one_while_another_reply_is_generated(

@@ -111,6 +111,7 @@ def check(slots: Sequence[LanguageModel], alone: LanguageModel, histories: Seque
         np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=SLOTS, max_size=SLOTS))
 def test_slots_equal_separate_contexts(
@@ -128,6 +129,7 @@ def test_slots_equal_separate_contexts_in_many_histories(
     check(slots, alone, histories)
 
 
+@pytest.mark.long
 def test_passes_are_shared(demo_target: Path) -> None:
     # The passes of the tiny model are too short for several threads to meet in them.
     models = load_slots(str(demo_target), "demo", LoadOptions(context_tokens=256, parallel=SLOTS))
@@ -146,6 +148,7 @@ def test_passes_are_shared(demo_target: Path) -> None:
     assert sum(count > 0 for count in others) > len(others) / 2
 
 
+@pytest.mark.long
 def test_a_long_prompt_does_not_stall_the_others(slots: Sequence[LanguageModel]) -> None:
     others: list[int] = []
     stop = threading.Event()

@@ -75,6 +75,7 @@ def use_one_thread(threads: ThreadCount) -> int:
     return 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_replies_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     monkeypatch.setattr(loading, "default_threads", lambda *_: 3)
@@ -91,6 +92,7 @@ def test_replies_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch, t
     assert set(used) == {1, 2, 3}
 
 
+@pytest.mark.long
 def test_logits_have_the_same_bits_with_any_number(demo_target: Path, changing_threads: list[int]) -> None:
     tokens = [int(token) for token in np.random.default_rng(1).integers(100, 400, 320)]
     rows = {}

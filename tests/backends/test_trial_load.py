@@ -70,6 +70,7 @@ def results() -> list[Any]:
     return [tuple(value.values()) for value in saved_facts("trial")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "architecture", "reason"),
     # A message while loading, a failed assertion while running, and a signal. The long tests try more.
@@ -110,12 +111,14 @@ def test_a_crashing_mlx_model_is_reported(children: list[Any], tmp_path: Path) -
     assert len(children) == 1
 
 
+@pytest.mark.long
 def test_a_crashing_draft_model_is_reported(demo_target: Path, tmp_path: Path) -> None:
     draft = crashing(tmp_path)
     with raises(ModelFileError, draft):
         edgespec.load(str(demo_target), str(draft), context=256)
 
 
+@pytest.mark.long
 def test_a_crash_is_remembered(children: list[Any], tmp_path: Path) -> None:
     path = crashing(tmp_path)
     for _ in range(2):
@@ -125,6 +128,7 @@ def test_a_crash_is_remembered(children: list[Any], tmp_path: Path) -> None:
 
 
 # Jamba's layers have attention, recurrent states and experts.
+@pytest.mark.long
 @pytest.mark.parametrize("write", first([write_llama, write_jamba, write_moe, write_mamba], 2))
 def test_good_files_are_tried_once(
     write: Callable[[Path], Path], children: list[Any], tmp_path: Path
@@ -136,6 +140,7 @@ def test_good_files_are_tried_once(
     assert results() == [(True, "", "")]
 
 
+@pytest.mark.long
 def test_target_and_draft_model_are_tried_together(
     children: list[Any], demo_target: Path, demo_draft: Path
 ) -> None:
@@ -174,12 +179,14 @@ def test_trust_skips_the_trial(children: list[Any], tmp_path: Path) -> None:
     assert not children
 
 
+@pytest.mark.long
 def test_refused_files_are_not_recorded(tmp_path: Path) -> None:
     with raises(ModelFileError, "is 0"):
         load(altered(tmp_path, "block_count", 0))
     assert not results()
 
 
+@pytest.mark.long
 def test_a_damaged_result_is_found_again(children: list[Any], tmp_path: Path) -> None:
     model = trial_load.TrialModel("model", write_llama(tmp_path / "model.gguf"), format_of("gguf"), runs=True)
     trial_load.check_loadable([model])
@@ -216,6 +223,7 @@ def test_a_slow_trial_is_given_up(
     assert not results()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="CPU time limits are POSIX only")
 def test_a_trial_that_never_ends_blames_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Damaged vocabularies make llama.cpp's tokenizer loop for ever."""
@@ -261,6 +269,7 @@ def test_models_load_if_no_process_can_be_started(
     assert not results()
 
 
+@pytest.mark.long
 def test_the_trial_imports_nothing_from_the_current_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -273,6 +282,7 @@ def test_the_trial_imports_nothing_from_the_current_folder(
     assert not Path("imported").exists()
 
 
+@pytest.mark.long
 def test_prepared_models_are_tried(children: list[Any], tmp_path: Path) -> None:
     folder = prepare_layerskip(write_llama(tmp_path / "model.gguf", layers=3), 1).folder
     load(folder)
@@ -293,6 +303,7 @@ def command(path: Path) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.long
 def test_the_command_reports_a_crash(tmp_path: Path) -> None:
     with command(crashing(tmp_path)) as process:
         _, errors = process.communicate()
@@ -302,6 +313,7 @@ def test_the_command_reports_a_crash(tmp_path: Path) -> None:
     assert b"--trust" in errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, tmp_path: Path) -> None:
     with command(write_llama(tmp_path / "model.gguf")) as process:
@@ -319,6 +331,7 @@ def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, t
         assert not any(child.is_running() for child in found)
 
 
+@pytest.mark.long
 def test_a_head_that_crashes_llama_cpp_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -87,6 +87,7 @@ def _same(found: list[Rows], expected: list[Rows]) -> bool:
     return np.array_equal(np.array(found), np.array(expected))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 3, _ALL])
 def test_logits_are_the_same_bits_as_with_all_weights_in_memory(
     demo_target: Path, expected: list[Rows], layers: int
@@ -97,6 +98,7 @@ def test_logits_are_the_same_bits_as_with_all_weights_in_memory(
     model.close()
 
 
+@pytest.mark.long
 def test_replies_that_share_passes_share_the_stream(demo_target: Path, expected: list[Rows]) -> None:
     options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, parallel=2)
     first, second = load_slots(str(demo_target), "demo", options)
@@ -199,6 +201,7 @@ def test_weights_are_awaited_after_a_layer_without_feed_forward_weights(
         model.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missed", [1, 5])
 def test_a_pass_that_does_not_wait_for_a_layer_fails(
     demo_target: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, missed: int
@@ -254,6 +257,7 @@ def test_loading_can_be_cancelled(copy: Path) -> None:
         load(str(copy), "demo", options, lambda what, fraction: "keep" not in what)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["truncated", "overwritten"])
 def test_a_file_that_changes_ends_the_reply_but_not_the_process(
     model: LanguageModel, copy: Path, change: str
@@ -270,6 +274,7 @@ def test_a_file_that_changes_ends_the_reply_but_not_the_process(
             _steps(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["deleted", "replaced"])
 def test_a_file_that_was_deleted_or_replaced_stays_readable(
     model: LanguageModel, copy: Path, expected: list[Rows], change: str
@@ -320,6 +325,7 @@ class TestPlanning:
         assert plan.context_tokens > SHORT_CONTEXT_TOKENS
         assert plan.streaming is not None
 
+    @pytest.mark.long
     def test_it_is_refused_if_the_user_wants_that(self, smollm2: Path, short_bytes: int) -> None:
         with pytest.raises(MemoryBudgetError):
             edgespec.load(str(smollm2), "none", memory=short_bytes, context=1024, larger_than_memory="no")
@@ -329,7 +335,7 @@ class TestPlanning:
         with edgespec.load(str(smollm2), "none", memory=short_bytes, context=1024) as runtime:
             assert "read from disk" in runtime.target.notice
             plain, drafted = (
-                runtime.generate(prompt, method=method, max_tokens=40, temperature=0)
+                runtime.generate(prompt, method=method, max_tokens=20, temperature=0)
                 for method in ("none", "suffix")
             )
         assert drafted.stats.drafted_tokens

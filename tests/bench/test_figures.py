@@ -205,6 +205,7 @@ def test_what_is_always_so_much_faster_is_so_much_faster(factor: float, prompts:
     assert found is None if prompts * times == 1 else found == pytest.approx((factor, factor))
 
 
+@pytest.mark.long
 @given(st.lists(repeats, min_size=2, max_size=6), st.integers(0, 5))
 def test_an_interval_lies_between_the_least_and_the_most(ratios: list[list[float]], seed: int) -> None:
     found = interval(ratios, seed)
@@ -215,11 +216,13 @@ def test_an_interval_lies_between_the_least_and_the_most(ratios: list[list[float
     assert interval(ratios, seed) == found
 
 
+@pytest.mark.long
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(repeats, min_size=n, max_size=n), min_size=1)))
 def test_hindsight_is_never_beaten(fixed: list[list[list[float]]]) -> None:
     assert oracle(fixed) >= max(geometric_mean(ratios) for ratios in fixed) * (1 - 1e-9)
 
 
+@pytest.mark.long
 def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     random = np.random.default_rng(1)
     covered = 0

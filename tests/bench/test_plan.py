@@ -29,6 +29,7 @@ def prompts(*categories: str) -> tuple[Prompt, ...]:
 WAYS = method_configs(["auto", "suffix", "ngram", "model"])
 
 
+@pytest.mark.long
 @given(st.integers(1, 5), st.integers(2, 5), st.integers(1, 3), st.integers(1, 3))
 def test_of_two_repeats_one_runs_backwards(count: int, configs: int, temperatures: int, pairs: int) -> None:
     plan = BenchPlan(

@@ -30,6 +30,7 @@ def raced(runtime: edgespec.Runtime, method: str = "auto", **options: object) ->
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["auto", "model", "suffix"])
 def test_both_replies_are_those_of_plain_decoding(

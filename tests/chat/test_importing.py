@@ -207,6 +207,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
 
 
+@pytest.mark.long
 @given(st.sampled_from([CHATGPT, CLAUDE]), st.integers(0, 999), values)
 def test_damage_never_raises_another_error(chat: dict[str, Any], pick: int, value: Any) -> None:
     damaged = json.loads(json.dumps(chat))

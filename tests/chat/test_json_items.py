@@ -19,6 +19,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(st.lists(values), st.sampled_from([None, 2]))
 def test_the_items_are_those_of_the_list(items: list[object], indent: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +94,7 @@ def test_pruning_removes_only_deleted_messages_and_what_follows_them(
     assert pruned.pruned() == pruned
 
 
+@pytest.mark.long
 @given(steps)
 def test_saving_and_loading_changes_nothing(operations: list[tuple[str, int, str]]) -> None:
     tree = grown(operations).pruned().map(lambda text: Message("user", text))

@@ -54,6 +54,7 @@ class TestControlTokens:
         assert tokens.count(START) == 2
         assert tokens.count(STOP) == 1
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "typed",
         [
@@ -226,6 +227,7 @@ def conversation(message_count: int) -> list[Message]:
 
 
 class TestLongChats:
+    @pytest.mark.long
     def test_each_message_is_tokenized_once_and_the_kept_ones_twice(self, vocabulary: Vocabulary) -> None:
         counting = CountingVocabulary(vocabulary)
         builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), cast("Vocabulary", counting))
@@ -240,6 +242,7 @@ class TestLongChats:
         builder.build_fitting([*chat, Message("assistant", "a"), Message("user", "b")], 1024, "slide")
         assert counting.characters < 10_000
 
+    @pytest.mark.long
     @pytest.mark.parametrize("context_tokens", [256, 1024])
     def test_a_growing_chat_reuses_its_prompts(self, vocabulary: Vocabulary, context_tokens: int) -> None:
         builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), vocabulary)

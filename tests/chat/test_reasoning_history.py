@@ -11,6 +11,7 @@ from tests.reasoning_templates import DEEPSEEK_R1, GLM_4_7, GPT_OSS, LING_3, MAG
 TALK = (Message("user", "Q1"), Message("assistant", "ANSWER", "REASONING"), Message("user", "Q2"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", [QWEN_3, DEEPSEEK_R1, GLM_4_7, MAGISTRAL, GPT_OSS])
 def test_templates_that_leave_earlier_reasoning_out(source: str) -> None:
     prompt = ChatTemplate(source, "<s>", "</s>").render(TALK)

@@ -59,6 +59,7 @@ class TestCharacters:
     def test_invalid_utf8_becomes_a_replacement_character(self) -> None:
         assert said([b"\xff", b"a", b"\xc3", b"b"])[0] == "\ufffda\ufffdb"
 
+    @pytest.mark.long
     @given(st.text(max_size=40), st.data())
     def test_stop_string_is_found_however_tokens_split_it(self, whole: str, data: st.DataObject) -> None:
         encoded = whole.encode("utf-8", "replace")
@@ -231,6 +232,7 @@ def test_tool_calls_are_not_searched(text: str, expected: str, size: int) -> Non
     assert cut(text, ["END"], syntax=TOOLS, size=size)[0] == expected
 
 
+@pytest.mark.long
 def test_the_result_does_not_depend_on_the_tokens() -> None:
     draw = random.Random(5)
     for _ in range(300):

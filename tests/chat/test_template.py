@@ -170,6 +170,7 @@ HOSTILE = {
 
 
 class TestLimits:
+    @pytest.mark.long
     @pytest.mark.parametrize("source", first(HOSTILE.values(), 5), ids=HOSTILE)
     def test_hostile_templates_raise_soon_and_do_not_end_the_chat(self, source: str) -> None:
         template = ChatTemplate(source, "<s>", "</s>")
@@ -197,6 +198,7 @@ class TestLimits:
             render(source, USER)
         assert "edgespec generate --raw" in caught.value.next_step
 
+    @pytest.mark.long
     def test_only_some_messages_may_be_hostile(self) -> None:
         template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}" + TEXT, "", "")
         assert template.render([USER]) == "Hello"
@@ -248,6 +250,7 @@ class TestProcess:
         chat = [Message("user" if i % 2 == 0 else "assistant", "several words " * 15) for i in range(5001)]
         assert len(render(CHATML, *chat)) > 5001 * 200
 
+    @pytest.mark.long
     def test_a_prompt_of_many_megabytes_stays_within_the_limits(self) -> None:
         text = "é word" * 2_000_000 + "\U0001f600"
         assert render("{{ messages[0].content | trim }}", Message("user", text)) == text
@@ -288,6 +291,7 @@ class TestProcess:
         with pytest.raises(ClosedError):
             template.render([Message("user", "x" * 9_999_999)])
 
+    @pytest.mark.long
     def test_garbage_collection_ends_it(self) -> None:
         template = ChatTemplate(TEXT, "", "")
         template.compile()
@@ -326,6 +330,7 @@ class TestProcess:
         with raises(TemplateError, code="process_not_started"):
             render("x", USER)
 
+    @pytest.mark.long
     @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
     @pytest.mark.parametrize("source", ["x", ENDLESS])
     def test_it_ends_with_its_parent(self, source: str) -> None:

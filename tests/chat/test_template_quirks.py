@@ -95,6 +95,7 @@ FORMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("body", FORMS.values(), ids=FORMS)
 def test_every_text_has_the_form_that_the_template_reads(render: Render, body: str) -> None:
     talk = [SYSTEM, USER, ANSWER, MORE]
@@ -102,6 +103,7 @@ def test_every_text_has_the_form_that_the_template_reads(render: Render, body: s
     assert render(loop(body), [USER]) == "[user]Hello"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "prompt"),
     [

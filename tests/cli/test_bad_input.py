@@ -43,6 +43,7 @@ def test_an_empty_prompt(run: Run, prompt: str) -> None:
     assert one_line_error(run("generate", "-", input=prompt), 2).startswith("the prompt is empty")
 
 
+@pytest.mark.long
 def test_a_context_larger_than_memory(run: Run) -> None:
     result = run("generate", "--memory", "1GiB", "--context", "9999999", "hello")
     one_line_error(result, 1, "9,999,999", "--context", code="model_does_not_fit")
@@ -79,6 +80,7 @@ def test_files_that_are_no_prompts(run: Run, tmp_path: Path, data: bytes, quoted
     one_line_error(result, 2, file, quoted, code=code)
 
 
+@pytest.mark.long
 def test_files_that_are_no_model(run: Run, tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("this is not a model")
     (tmp_path / "archive.gguf").write_bytes(b"PK\3\4 and more")
@@ -99,6 +101,7 @@ def test_files_that_are_no_model(run: Run, tmp_path: Path) -> None:
             one_line_error(result, 1, quoted, code=code)
 
 
+@pytest.mark.long
 def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     with edgespec.load("demo-draft", "none", threads=1) as runtime:
         pieces = (runtime.vocabulary.raw_piece(token) for token in range(4000, runtime.vocabulary.size))

@@ -166,6 +166,7 @@ def test_who_guessed_nothing_is_named(run: Run, quick: tuple[str, ...]) -> None:
     assert result.stdout.splitlines()[-1].startswith("No method drafted any tokens")
 
 
+@pytest.mark.long
 def test_a_method_that_drafted_nothing_is_not_called_the_fastest(
     run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_method_that_drafted_nothing_is_not_called_the_fastest(
     assert "The fastest method is suffix: speed-up 2.00x" in result.stdout
 
 
+@pytest.mark.long
 def test_without_replies_no_memory_is_reported(
     run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_without_replies_no_memory_is_reported(
     assert "Peak memory" not in result.stdout
 
 
+@pytest.mark.long
 def test_the_number_of_replies_is_printed_first(run: Run, quick: tuple[str, ...]) -> None:
     result = run(*quick, "--methods", "ngram,suffix", "--temperatures", "0", "--max-seconds", "90", "--json")
     assert json_of(result)["planned_replies"] == 12
@@ -206,6 +209,7 @@ def test_the_number_of_replies_is_printed_first(run: Run, quick: tuple[str, ...]
     )
 
 
+@pytest.mark.long
 def test_time_that_is_over_is_no_failure(run: Run, quick: tuple[str, ...]) -> None:
     result = run(*quick, "--methods", "ngram", "--repeats", "2000", "--max-seconds", "1")
     assert result.exit_code == 0
@@ -226,6 +230,7 @@ def test_a_failure_half_way_is_told_after_what_was_measured(
     assert result.stderr.splitlines()[-1] == "error: the device is gone; plug it in"
 
 
+@pytest.mark.long
 def test_replies_that_differ_are_told(
     run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

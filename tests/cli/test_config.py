@@ -72,6 +72,7 @@ def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "seed" in done.stderr
 
 
+@pytest.mark.long
 def test_set_changes_a_value_and_keeps_comments(run: Run, file: Path) -> None:
     file.write_text('# Mine.\ntarget = "8b-q4"  # large\n')
     assert run("config", "set", "target", "demo-draft").exit_code == 0
@@ -177,6 +178,7 @@ def test_a_write_that_fails_leaves_the_file(run: Run, file: Path, monkeypatch: p
     assert file.read_text() == "seed = 1\n"
 
 
+@pytest.mark.long
 def test_concurrent_changes_are_all_kept(start: Start, file: Path) -> None:
     code = (
         "import sys\nfrom edgespec.options.settings_file import settings_path\n"

@@ -49,6 +49,7 @@ def test_asks_for_confirmation_in_a_terminal_if_no_kind_is_named(
     assert suffixes_in(own_data) == {".json"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "left"),
     [
@@ -71,6 +72,7 @@ def kinds_of_facts() -> set[str]:
         return {kind for (kind,) in database.execute("SELECT kind FROM facts")}
 
 
+@pytest.mark.long
 def test_measurements_are_deleted_but_not_facts_about_files(run: Run) -> None:
     with edgespec.load("demo", context=256, threads=1, method="auto") as runtime:
         runtime.generate("How do I list files?", max_tokens=8)

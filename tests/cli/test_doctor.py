@@ -23,6 +23,7 @@ from edgespec.model.formats.mlx_files import mlx_installed
 from tests.cli.conftest import Run, json_of
 
 
+@pytest.mark.long
 def test_json_names_the_facts_and_the_checks(run: Run) -> None:
     report = json_of(run("doctor", "--json"))
     machine = report["machine"]

@@ -23,6 +23,7 @@ NO_LOCALE = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 TEXT = "日本語 🙂 größe ż"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "env", first([NO_LOCALE, {"PYTHONIOENCODING": "cp1252"}, {"PYTHONIOENCODING": "latin-1"}], 2)
 )
@@ -36,6 +37,7 @@ def test_a_pipe_gets_utf8_in_every_locale(start: Start, env: dict[str, str], tmp
     assert (process.returncode, out.decode()) == (0, f"{TEXT}\n"), err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "name"),
     covering(
@@ -65,6 +67,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(
     assert place in one_line_error(run(*words), 2)
 
 
+@pytest.mark.long
 def test_a_byte_order_mark_before_a_command_is_skipped(start: Start, tmp_path: Path) -> None:
     process = start(
         *("chat", "--target", "demo", "--draft", "none", "--threads", "1", "-n", "2"),

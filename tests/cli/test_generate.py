@@ -71,6 +71,7 @@ def test_json_holds_the_contract(plain: dict[str, Any]) -> None:
     assert 0 < len(reply["tokens"]) <= 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "requested", "effective"),
     [
@@ -107,6 +108,7 @@ def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
     assert said == [said[0]] * 4
 
 
+@pytest.mark.long
 def test_the_context_grows_unless_all_of_it_is_taken_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_the_context_grows_unless_all_of_it_is_taken_at_once(
     assert grown["stats"]["growth_seconds"] > 0.0 == whole["stats"]["growth_seconds"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("args", [["-"], []])
 def test_the_prompt_may_come_from_stdin(run: Run, plain: dict[str, Any], args: list[str]) -> None:
     assert answer(run, *args, input=QUESTION + "\n")["tokens"] == plain["tokens"]
@@ -141,6 +144,7 @@ def test_unicode_goes_in_and_out(run: Run) -> None:
     assert reply["stats"]["prompt_tokens"] > 3
 
 
+@pytest.mark.long
 def test_a_system_prompt_is_part_of_the_prompt(run: Run, plain: dict[str, Any]) -> None:
     instructed = answer(run, "--system", "Be brief.", QUESTION)
     assert instructed["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
@@ -150,6 +154,7 @@ def test_raw_leaves_the_template_out(run: Run, plain: dict[str, Any]) -> None:
     assert answer(run, "--raw", QUESTION)["stats"]["prompt_tokens"] < plain["stats"]["prompt_tokens"]
 
 
+@pytest.mark.long
 def test_a_model_without_a_chat_template_says_that_it_only_continues_the_prompt(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +171,7 @@ def test_stop_texts_end_the_reply(run: Run, plain: dict[str, Any]) -> None:
     assert stopped["finish_reason"] == "stop"
 
 
+@pytest.mark.long
 def test_a_schema_file_constrains_the_answer(run: Run, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}', "utf-8")
@@ -175,6 +181,7 @@ def test_a_schema_file_constrains_the_answer(run: Run, tmp_path: Path) -> None:
     assert 0 < reply["stats"]["accepted_tokens"] == reply["stats"]["drafted_tokens"]
 
 
+@pytest.mark.long
 def test_a_regex_a_grammar_and_choices_constrain_the_answer(run: Run, tmp_path: Path) -> None:
     grammar = tmp_path / "grammar.lark"
     grammar.write_text('start: "a" /[0-9]{2}/', "utf-8")
@@ -214,6 +221,7 @@ def test_options_that_are_refused(
     one_line_error(run("generate", *args, QUESTION), 2, quoted, code=code)
 
 
+@pytest.mark.long
 def test_logit_bias_forbids_a_token(run: Run) -> None:
     first = answer(run, "--temperature", "0", QUESTION)["tokens"][0]
     assert answer(run, "--temperature", "0", "--logit-bias", f"{first}=-inf", QUESTION)["tokens"][0] != first
@@ -224,6 +232,7 @@ def test_a_tree_of_drafts_changes_nothing(run: Run, plain: dict[str, Any]) -> No
     assert tree["tokens"] == plain["tokens"]
 
 
+@pytest.mark.long
 def test_a_path_with_spaces_and_a_draft_that_is_the_target(
     run: Run, plain: dict[str, Any], tmp_path: Any
 ) -> None:
@@ -265,6 +274,7 @@ def test_the_error_names_the_head_that_fits(run: Run) -> None:
     one_line_error(result, 1, "--head demo-mlx-head", code="head_mismatch")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head", ["demo-head", "demo-mlx-head"])
 def test_the_head_is_shown_and_reported(
     run: Run, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, head: str
@@ -277,6 +287,7 @@ def test_the_head_is_shown_and_reported(
     assert re.search(rf"head: {head} -> \S+\.gguf\b", notes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -312,6 +323,7 @@ def test_no_colour_when_it_is_not_wanted(run: Run, monkeypatch: pytest.MonkeyPat
     assert "\x1b[2m" not in result.stderr
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_is_no_error(start: Start) -> None:
     options = ("--draft", "none", "--context", "4000", "--logit-bias", "1=-inf", "-n", "3000")
     process = start("generate", "--threads", "1", *options, "hi")

@@ -29,17 +29,20 @@ def reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("reasoning")
 class TestReasoning:
+    @pytest.mark.long
     def test_a_pipe_gets_the_answer_only(self, run: Run) -> None:
         result = run("generate", "--seed", "7", "-n", "40", QUESTION)
         assert result.stdout.startswith("Use")
         assert result.stderr == ""
 
+    @pytest.mark.long
     def test_json_has_both(self, run: Run) -> None:
         reply = json_of(run("generate", "--json", "--seed", "7", "-n", "40", QUESTION))
         assert reply["reasoning"] == "The user wants `ls`."
         assert reply["answer"].startswith("Use")
         assert reply["text"] == THOUGHT.removesuffix("Use") + reply["answer"]
 
+    @pytest.mark.long
     def test_a_terminal_shows_the_reasoning_dimmed(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
         result = run("generate", "--seed", "7", "-n", "40", QUESTION)

@@ -69,7 +69,7 @@ def test_show_names_the_drafts_by_their_tokens(run: Run, newcomer: Path) -> None
     assert all(draft["shared_tokens"] == 1.0 for draft in drafts.values())
     assert shown["auto_draft"]["draft"] == "someone/guesser:latest"
     text = run("models", "show", "helper:11m").stdout
-    assert re.search(r"--draft auto +someone/guesser:latest: it has the same tokens", text)
+    assert re.search(r"chosen draft model +someone/guesser:latest; it has the same tokens", text)
 
 
 def test_several_models_of_one_name_are_refused_in_one_line(run: Run, newcomer: Path) -> None:
@@ -147,6 +147,7 @@ class TestNamesOfOnesOwn:
         one_line_error(result, 1, "automatically", code="configuration_invalid")
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
+    @pytest.mark.long
     def test_concurrent_changes_are_all_kept(self, start: Start, file: Path) -> None:
         code = (
             "import sys\nfrom edgespec.cli.models import write_name\n"
@@ -172,6 +173,7 @@ class TestRemove:
         run("models", "remove", f"hf:maker/One-GGUF:{TARGET.name}", "--yes")
         assert json_of(run("models", "show", f"hf:maker/One-GGUF:{TARGET.name}", "--json"))["on_this_machine"]
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("reference", "line"),
         [

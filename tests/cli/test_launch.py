@@ -103,6 +103,7 @@ def test_configurations_name_the_server_and_its_model(run: Run, name: str, conne
         assert "secret key" in values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["claude-code", "codex", "continue", "opencode"])
 def test_agents_know_the_context_length(run: Run, name: str, connection: list[str]) -> None:
     """Otherwise, they would shorten the conversation too late, or not at all."""

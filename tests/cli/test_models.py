@@ -36,6 +36,7 @@ def test_the_list_begins_with_what_is_embedded(run: Run) -> None:
     assert llama["licence"]
 
 
+@pytest.mark.long
 def test_the_list_in_a_pipe_is_a_line_for_each_model(run: Run) -> None:
     result = run("models", "list")
     count = len(json_of(run("models", "list", "--json"))["models"])
@@ -44,6 +45,7 @@ def test_the_list_in_a_pipe_is_a_line_for_each_model(run: Run) -> None:
     assert "8b-q4, llama3.1:8b" in result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("columns", "heads"),
     [
@@ -76,6 +78,7 @@ def test_a_model_in_the_shared_cache_is_here(run: Run, tmp_path: Path) -> None:
     assert shown["model"]["parameters"] == 2_384_832
 
 
+@pytest.mark.long
 def test_own_aliases_are_listed_and_shown(run: Run, own_home: Path) -> None:
     folder = own_home / ".config" / "edgespec"
     folder.mkdir(parents=True)
@@ -187,6 +190,7 @@ def test_a_script_notices_that_a_model_is_broken(run: Run, tmp_path: Path) -> No
         assert "download it again" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")
 def test_show_an_mlx_model_that_is_here(start: Start, tmp_path: Path) -> None:
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -208,6 +212,7 @@ def test_show_does_not_advise_to_download_a_version_that_does_not_exist(run: Run
     assert "use demo" in line or "did you mean demo" in line
 
 
+@pytest.mark.long
 def test_the_list_shows_the_sizes_of_downloaded_files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes() -> dict[str, str]:
         lines = run("models", "list").stdout.splitlines()

@@ -34,6 +34,7 @@ def chats(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first(["0.8", "0"]))
 def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature: str) -> None:
     process = start(
@@ -54,6 +55,7 @@ def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature:
     assert len(list((tmp_path / "data").rglob("chats/*.json"))) == 1
 
 
+@pytest.mark.long
 def test_an_unsaved_chat_is_reported_once_and_at_the_end(start: Start, tmp_path: Path) -> None:
     (tmp_path / "chats").write_text("")  # a file in place of the folder
     process = start(
@@ -68,6 +70,7 @@ def test_an_unsaved_chat_is_reported_once_and_at_the_end(start: Start, tmp_path:
     assert f"the chat {QUESTION!r} was not saved: cannot save the chat to" in last
 
 
+@pytest.mark.long
 def test_on_a_terminal_it_suggests_models_of_the_users_own(start: Start, tmp_path: Path) -> None:
     controller, terminal = os.openpty()
     process = start(
@@ -84,6 +87,7 @@ def test_on_a_terminal_it_suggests_models_of_the_users_own(start: Start, tmp_pat
     assert b"qwen3.5-2b (" in said
 
 
+@pytest.mark.long
 def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     lines = [
         "/set temperature 0",
@@ -128,6 +132,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     assert "--resume" in err
 
 
+@pytest.mark.long
 def test_several_lines_are_one_message(start: Start, tmp_path: Path) -> None:
     code = SLOW.replace('"word " * 1000', '"yes"')
     process = start(str(tmp_path), code=code, stdin=subprocess.PIPE)
@@ -136,6 +141,7 @@ def test_several_lines_are_one_message(start: Start, tmp_path: Path) -> None:
     assert chats(tmp_path)[0]["messages"][0]["content"] == "two\n\nlines"  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_the_reply_and_twice_quits(start: Start, tmp_path: Path) -> None:
     process = start(str(tmp_path), code=SLOW, stdin=subprocess.PIPE)
     assert process.stdin is not None
@@ -163,6 +169,7 @@ def test_ctrl_c_stops_the_reply_and_twice_quits(start: Start, tmp_path: Path) ->
     assert len(saved["messages"]) == 4  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "writing"), covering([signal.SIGTERM, signal.SIGHUP], [False, True]))
 def test_a_signal_ends_the_chat_and_keeps_the_reply(
     start: Start, tmp_path: Path, number: signal.Signals, writing: bool

@@ -54,6 +54,7 @@ def test_the_prefix_cache_is_reported_beside_the_total(run: Run) -> None:
     assert run("plan", "--prefix-cache-memory", "lots").exit_code == 2
 
 
+@pytest.mark.long
 def test_headroom_and_reserve_are_options(run: Run) -> None:
     def planned(*options: str) -> dict[str, int]:
         said = json.loads(run("plan", *options, "--json").stdout)
@@ -79,6 +80,7 @@ def test_how_drafts_are_made_is_part_of_it(run: Run, tmp_path: Path) -> None:
     one_line_error(run("plan", "--adapter", str(tmp_path)), 1, ".gguf", code="adapter_unusable")
 
 
+@pytest.mark.long
 def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     done = run("plan", "--memory", "20MiB", "--json")
     assert done.exit_code == 0
@@ -107,6 +109,7 @@ def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:
     assert (usual["kv_type"], exact["kv_type"]) == ("f16", "bf16/f16")
 
 
+@pytest.mark.long
 def test_the_picture(run: Run) -> None:
     done = run("plan", "--memory", "400MiB")
     assert done.exit_code == 0
@@ -129,6 +132,7 @@ def test_the_picture(run: Run) -> None:
     assert ">999%" in run("plan", "--memory", "1MiB").stdout
 
 
+@pytest.mark.long
 def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
     asked = ("plan", "--context", "24576", "--draft-window", "700")
     assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}

@@ -29,6 +29,7 @@ def model(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model.gguf", layers=3)
 
 
+@pytest.mark.long
 def test_layerskip_as_json(run: Run, model: Path, tmp_path: Path) -> None:
     result = run(
         "prepare", "layerskip", str(model), "--exit", "1", "--to", str(tmp_path / "halves"), "--json"
@@ -107,6 +108,7 @@ def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp
     assert f"use the model that they were made from: {halves}" in result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
 @pytest.mark.parametrize("command", ["layerskip", "lowbit"])
 def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path, command: str) -> None:
@@ -166,6 +168,7 @@ def test_a_low_bit_copy_on_a_disk_that_becomes_full(
     assert [path.name for path in small_disk.glob("*/*")] == ["journal.json"]
 
 
+@pytest.mark.long
 def test_a_full_disk_of_the_store_is_not_confused_with_the_disk_of_the_result(
     run: Run, model: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def write(text: str, name: str = "reviewer") -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_preset_overrides_the_settings_and_the_command_line_overrides_the_preset(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

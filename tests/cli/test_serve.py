@@ -7,10 +7,12 @@ import signal
 import socket
 
 import httpx
+import pytest
 
 from tests.cli.conftest import Run, Start, one_line_error
 
 
+@pytest.mark.long
 def test_serving_and_stopping(start: Start) -> None:
     process = start("serve", "--port", "0", "--json", "--temperature", "0")
     assert process.stdout
@@ -25,6 +27,7 @@ def test_serving_and_stopping(start: Start) -> None:
     assert process.wait(120) == 0
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     process = start("serve", "--port", "0", "--json")
     assert process.stdout
@@ -52,6 +55,7 @@ def _accepts_connections(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.long
 def test_the_addresses_are_shown(start: Start) -> None:
     process = start("serve", "--port", "0")
     assert process.stdout

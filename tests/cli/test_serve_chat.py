@@ -201,6 +201,7 @@ async def test_a_chat_that_ends_closes_its_connection(address: str, server: Serv
         assert await tab.end() == aiohttp.WSCloseCode.OK
 
 
+@pytest.mark.long
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_chats_end_with_the_server(tmp_path: Path, number: signal.Signals) -> None:
@@ -235,6 +236,7 @@ def test_a_port_in_use_is_one_line(run: Run, start: Start) -> None:
     assert "--port" in error
 
 
+@pytest.mark.long
 def test_the_key_of_the_environment_is_used(start: Start) -> None:
     process = start("serve", "--chat", "--port", "0", "--json", env={"EDGESPEC_API_KEY": "a key/with ?"})
     assert process.stdout is not None

@@ -46,6 +46,7 @@ def json_of_failed(run: Run, *words: str) -> dict[str, Any]:
 # Strength
 
 
+@pytest.mark.long
 def test_the_command_line_wins_then_the_environment_then_the_file(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
 # What is wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "place", "quoted"),
     [

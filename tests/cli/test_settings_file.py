@@ -119,6 +119,7 @@ FILES = st.builds(
 )
 
 
+@pytest.mark.long
 @given(
     table=FILES,
     remarks=st.lists(st.sampled_from(["a = 1", "[tune]", "it's", '"']), min_size=1, max_size=3),

@@ -68,18 +68,21 @@ def test_help_and_version_are_light(start: Start) -> None:
     assert not modules_after(start, _RUN_EACH, *lines) & HEAVY
 
 
+@pytest.mark.long
 def test_generating_needs_no_screen(start: Start) -> None:
     loaded = modules_after(start, _RUN, "generate", "--threads", "1", "-n", "1", "hi")
     assert "llama_cpp" in loaded
     assert not loaded & {"textual", "rich", "mlx", "mlx_lm", "transformers"}
 
 
+@pytest.mark.long
 def test_an_adapter_is_refused_before_anything_is_loaded(start: Start, tmp_path: Path) -> None:
     code = _RUN.replace("assert not ending.code, ending.code", "assert ending.code == 1")
     loaded = modules_after(start, code, "generate", "--adapter", str(tmp_path), "hi")
     assert not loaded & {"llama_cpp", "mlx", "mlx_lm"}
 
 
+@pytest.mark.long
 def test_an_mlx_model_needs_no_llama_cpp(start: Start) -> None:
     loaded = modules_after(start, _RUN, "generate", "--target", "demo-mlx-draft", "-n", "1", "hi")
     assert "mlx" in loaded
@@ -111,6 +114,7 @@ def test_help_imports_little_beside_click(start: Start) -> None:
     assert len(imported_after(start, _RUN, "--help") - of_click) < 140
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_a_reader_that_has_left_before_it_speaks(start: Start, option: str) -> None:
     process = start(option, code=_RUN.replace("import sys\n", "import sys, time; time.sleep(0.2)\n", 1))

@@ -56,6 +56,7 @@ def test_the_text_on_stdin_comes_before_the_prompt(
     assert prompts == [prompt]
 
 
+@pytest.mark.long
 def test_the_reply_is_that_of_the_joined_prompt(run: Run) -> None:
     options = ("generate", "--json", "--seed", "7", "-n", "8")
     piped = json_of(run(*options, "What does it do?", input="tar\n"))
@@ -71,6 +72,7 @@ def test_endless_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     one_line_error(run("generate", "hi", input="y\n" * 10_000), 2, "9.8 KiB", code="input_too_large")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["--json", "--raw"])
 def test_a_text_that_cannot_fit_is_refused_by_its_size(run: Run, option: str) -> None:
     began = time.process_time()
@@ -79,6 +81,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_size(run: Run, option: str) ->
     assert time.process_time() - began < 10
 
 
+@pytest.mark.long
 def test_a_file(start: Start, run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("tar")
     options = ("generate", "What does it do?", "-n", "1", "--json")
@@ -88,6 +91,7 @@ def test_a_file(start: Start, run: Run, tmp_path: Path) -> None:
     assert tokens > json_of(run(*options, input=""))["stats"]["prompt_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", first(["pipe", "socket"]))
 def test_an_open_pipe_that_nobody_writes_to_is_ignored(start: Start, kind: str) -> None:
     if kind == "pipe":
@@ -107,6 +111,7 @@ def test_an_open_pipe_that_nobody_writes_to_is_ignored(start: Start, kind: str) 
     assert b"to wait for the pipe, add - after the prompt" in errors
 
 
+@pytest.mark.long
 def test_a_slow_pipe_is_waited_for(start: Start) -> None:
     code = _SHORT_WAIT.replace("0.1, 0.3", "0.1, 60.0")
     process = start("generate", "hi", "-n", "2", code=code, stdin=subprocess.PIPE)
@@ -117,6 +122,7 @@ def test_a_slow_pipe_is_waited_for(start: Start) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", first(["/dev/zero", "/dev/null"]))
 def test_devices_are_not_read(start: Start, device: str) -> None:
     with Path(device).open("rb") as file:

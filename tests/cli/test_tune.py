@@ -144,6 +144,7 @@ def test_its_own_replies_are_not_looked_up(run: Run) -> None:
     one_line_error(run("tune", "--remember"), 2, "--remember", code="option_conflict")
 
 
+@pytest.mark.long
 def test_the_demo_is_measured_and_the_curve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     with edgespec.load("demo", context=256, threads=1, method="model") as runtime:

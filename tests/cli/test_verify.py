@@ -30,6 +30,7 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.long
 def test_json(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--json"))
     assert (report["target"], report["draft"], report["acceptance"]) == ("demo", "demo-draft", "invariant")
@@ -61,6 +62,7 @@ def test_the_number_of_replies_is_printed_first(
     assert f"4 methods (model, suffix, ngram, model+suffix){',' if replies == 20 else ';'} {rest}" in plan
 
 
+@pytest.mark.long
 def test_to_the_last_bit(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--methods", "model", "--exact", "--json"))
     method = report["methods"]["model"]
@@ -68,6 +70,7 @@ def test_to_the_last_bit(run: Run, prompts: str) -> None:
     assert method["drafted_tokens"] > 0
 
 
+@pytest.mark.long
 def test_table(run: Run, prompts: str) -> None:
     result = run("verify", *QUICK, "--prompts", prompts, "--methods", "ngram,model")
     assert result.exit_code == 0
@@ -86,12 +89,14 @@ def test_table(run: Run, prompts: str) -> None:
         assert drafted >= accepted
 
 
+@pytest.mark.long
 def test_the_head_is_checked_and_named(run: Run, prompts: str) -> None:
     lines = run("verify", *QUICK, "--prompts", prompts, "--head", "demo-head").stdout.splitlines()
     assert lines[0] == "model demo, head demo-head, invariant acceptance"
     assert [line.split()[0] for line in lines[3:-2]] == ["eagle", "suffix", "ngram"]
 
 
+@pytest.mark.long
 def test_methods_guess_whether_or_not_it_pays(
     run: Run, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +108,7 @@ def test_methods_guess_whether_or_not_it_pays(
     assert "lookahead runs" in methods["lookahead"]["note"]
 
 
+@pytest.mark.long
 def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     """A reply of one token leaves no room for a guess; `none` is not expected to guess."""
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
@@ -116,6 +122,7 @@ def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     assert report["methods"]["model"]["identical"] == 2
 
 
+@pytest.mark.long
 def test_replies_at_once(run: Run, prompts: str) -> None:
     args = ("verify", *QUICK, "--prompts", prompts, "--methods", "none,suffix", "--parallel", "2")
     report = json_of(run(*args, "--json"))
@@ -149,6 +156,7 @@ class TestTwinsInRepliesAtOnce:
             *("--prompts", str(prompts), "--json"),
         )
 
+    @pytest.mark.long
     def test_twins_that_swap_are_rounding(self, run: Run, tmp_path: Path) -> None:
         result = self.verify(run, tmp_path)
         assert result.exit_code == 0, result.output
@@ -161,6 +169,7 @@ class TestTwinsInRepliesAtOnce:
             assert each["reason"] is None
             assert each["leak"] == 0
 
+    @pytest.mark.long
     def test_twins_do_not_hide_cells_of_another_reply(
         self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -203,6 +212,7 @@ def test_replies_at_once_are_refused_before_a_model_is_loaded(
     one_line_error(result, 2, "--parallel", code=code)
 
 
+@pytest.mark.long
 def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--draft", "none", "--json"))
     assert report["methods"].keys() == {"suffix", "ngram"}
@@ -262,6 +272,7 @@ def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.Mo
     assert (result.exit_code, verified.asked["idle_seconds"]) == (1, 0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("p_value", "status"), [(0.0002, 1), (0.4, 0), (None, 0)])
 def test_a_small_p_value_fails(
     run: Run, monkeypatch: pytest.MonkeyPatch, p_value: float | None, status: int

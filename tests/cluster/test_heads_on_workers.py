@@ -68,6 +68,7 @@ def write_block(folder: Path) -> Path:
     return write_dflash(folder / "head.gguf", layers=(0, 1, 3), block=6, mask=7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write_target", "make_head", "method"),
     [
@@ -124,6 +125,7 @@ def test_verify_finds_no_violation(workers: tuple[Worker, Worker], tmp_path: Pat
     assert report["methods"]["eagle"]["faults"] == 0
 
 
+@pytest.mark.long
 def test_a_lost_worker_is_an_error(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker()
     options: LoadArguments = {

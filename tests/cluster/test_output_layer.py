@@ -121,6 +121,7 @@ def test_the_faster_machine_is_chosen(here: float, there: float, gigabits: float
     assert _saves_time(output, speed_here, speed_there, gigabits * _GIGABIT) is expected
 
 
+@pytest.mark.long
 def test_replies_are_the_same_on_both_machines(
     fast: str, untied: Path, demo_draft: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def buffers(lines: list[str], kind: str) -> dict[str, float]:
     return sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speed", [SLOW, FAST], ids=["on the worker", "here"])
 def test_each_machine_uses_the_planned_memory(
     speed: MachineSpeed, fast: str, demo_target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -188,6 +190,7 @@ def has_output(target: Path | str, workers: str, **options: Any) -> list[bool]:
     return [share.has_output for share in preview.plan.machines]
 
 
+@pytest.mark.long
 def test_without_room_on_the_worker_it_stays_here(
     fast: str, untied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -200,6 +203,7 @@ def test_without_room_on_the_worker_it_stays_here(
     assert has_output(untied, f"{only}={enough - 1024}KiB") == [True, False]
 
 
+@pytest.mark.long
 def test_shared_weights_heads_and_unmeasured_machines_keep_it_here(
     fast: str,
     untied: Path,

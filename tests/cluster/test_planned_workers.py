@@ -26,6 +26,7 @@ from tests.raising import raises
 FAST = MachineSpeed({"Q8_0": TypeSpeed(CostCurve((1,), (1e-10,)), 1e-10)}, 1e-5)
 
 
+@pytest.mark.long
 def test_the_plan_is_that_of_the_loaded_model(workers: tuple[Worker, Worker]) -> None:
     spread = f"{workers[0].address}=200MiB,local=100MiB,{workers[1].address}=300MiB"
     planned = edgespec.plan("demo", None, workers=spread, context=1024).plan
@@ -73,6 +74,7 @@ def test_layers_that_do_not_fit_and_a_busy_worker_are_errors(
         edgespec.plan("demo", None, workers=workers[0].address)
 
 
+@pytest.mark.long
 def test_the_connection_is_measured(
     workers: tuple[Worker, Worker], delayed: Callable[[int, float], int]
 ) -> None:
@@ -144,6 +146,7 @@ def test_faster_workers_are_faster(monkeypatch: pytest.MonkeyPatch, workers: tup
     assert spread.faster_alone in {worker.address for worker in workers}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "damaged",
     [

@@ -52,6 +52,7 @@ def test_one_worker_gives_the_same_tokens(
     assert tokens(workers[0].address, "model") == [local_tokens]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "kv_type"),
     [
@@ -107,6 +108,7 @@ def test_layers_that_cannot_be_separated_are_refused(
         edgespec.load(str(folder), None, workers=workers[0].address)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [

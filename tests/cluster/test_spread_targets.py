@@ -105,6 +105,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(program, arguments)
 
 
+@pytest.mark.long
 def test_the_chat_replies(workers: tuple[Worker, Worker]) -> None:
     """The chat keeps earlier chats on disk by default, which targets on workers do not support."""
     command = [sys.executable, "-m", "edgespec", "chat", "--workers", workers[0].address, "--context", "1024"]
@@ -152,6 +153,7 @@ def lose(worker: Worker, how: str) -> None:
         worker.rpc_server.suspend()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", first(["killed worker", "frozen RPC server", "killed RPC server", "frozen worker"], 2)
 )
@@ -196,6 +198,7 @@ def test_a_connection_that_fails_does_not_block_later_models(
     assert tokens(workers[0].address) == local_tokens
 
 
+@pytest.mark.long
 def test_the_command_line_prints_one_error_and_the_text_so_far(
     start_worker: Callable[..., Worker], delayed: Callable[[int, float], int]
 ) -> None:
@@ -221,6 +224,7 @@ def test_the_command_line_prints_one_error_and_the_text_so_far(
     assert f"the worker 127.0.0.1:{port} ended" in errors.decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_drafts_through_a_slow_link_keep_the_tokens(
     temperature: float, workers: tuple[Worker, Worker], delayed: Callable[[int, float], int]
@@ -237,6 +241,7 @@ def test_drafts_through_a_slow_link_keep_the_tokens(
     assert 0 < fixed.stats.drafted_tokens <= 3 * fixed.stats.target_passes
 
 
+@pytest.mark.long
 def test_padding_ends_with_the_context(workers: tuple[Worker, Worker]) -> None:
     replies = []
     with edgespec.load("demo", workers=workers[0].address, context=256, method="model") as runtime:
@@ -251,6 +256,7 @@ def test_padding_ends_with_the_context(workers: tuple[Worker, Worker]) -> None:
     assert replies[1].stats.drafted_tokens
 
 
+@pytest.mark.long
 def test_max_loss_is_supported(workers: tuple[Worker, Worker]) -> None:
     with edgespec.load("demo", workers=workers[0].address, context=1024, max_loss=0.1) as runtime:
         reply = runtime.generate(PROMPT, max_tokens=24, method="model", temperature=0.0)

@@ -161,6 +161,7 @@ def wait_for_each_other(site: Site) -> None:
         earlier.unlink()
 
 
+@pytest.mark.long
 def test_several_workers_start_together(site: Site) -> None:
     wait_for_each_other(site)
     both = SshAddress("ssh://mac", 200 << 20), SshAddress("ssh://mac2")
@@ -171,6 +172,7 @@ def test_several_workers_start_together(site: Site) -> None:
     site.wait_for_the_end()
 
 
+@pytest.mark.long
 def test_several_workers_are_checked_together(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh, "_START_SECONDS", 20.0)
     wait_for_each_other(site)
@@ -184,6 +186,7 @@ def test_several_workers_are_checked_together(site: Site, monkeypatch: pytest.Mo
     site.wait_for_the_end()
 
 
+@pytest.mark.long
 def test_the_commands_start_and_end_the_worker(site: Site) -> None:
     report = json.loads(run("doctor", "--workers", "ssh://mac=1MiB", "--json").stdout)["workers"][0]
     assert report["address"] == "ssh://mac"
@@ -195,6 +198,7 @@ def test_the_commands_start_and_end_the_worker(site: Site) -> None:
     site.wait_for_the_end()
 
 
+@pytest.mark.long
 def test_a_lost_connection_is_an_error_and_the_next_load_connects_again(site: Site) -> None:
     with edgespec.load("demo", "none", workers="ssh://mac", method="none", context=1024) as runtime:
         stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=400)
@@ -210,6 +214,7 @@ def test_a_lost_connection_is_an_error_and_the_next_load_connects_again(site: Si
     site.wait_for_the_end()
 
 
+@pytest.mark.long
 def test_a_frozen_connection_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.cluster.link.SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(ssh, "_END_SECONDS", 0.5)
@@ -308,6 +313,7 @@ def test_connecting_can_be_cancelled(site: Site) -> None:
 
 
 # `models list` checks workers as `doctor` does.
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", first([("generate", "hello"), ("doctor",), ("models", "list")], 2))
 def test_ctrl_c_while_connecting(arguments: tuple[str, ...], site: Site) -> None:
     site.install("exec cat >/dev/null")

@@ -49,6 +49,7 @@ def local_tokens() -> list[list[int]]:
     return tokens(None, "none")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "kv_type"),
     [
@@ -136,6 +137,7 @@ def test_two_workers_give_the_same_tokens_and_the_plan_is_that_of_the_loaded_mod
         assert share.cache_bytes == whole.cache_bytes // 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "losses",
     [
@@ -211,6 +213,7 @@ def test_models_that_cannot_be_divided_are_refused(
         edgespec.load(str(folder), None, workers=both(workers), split_mode="tensor")
 
 
+@pytest.mark.long
 def test_the_target_holds_only_a_few_weights_while_it_sends_them(
     workers: tuple[Worker, Worker], tmp_path: Path
 ) -> None:
@@ -332,6 +335,7 @@ def test_a_process_that_cannot_reach_its_neighbour_ends() -> None:
         check_neighbour(["127.0.0.1:1", "127.0.0.1:2"], 1)
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folders(
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def shown(count: int) -> list[Path]:
     return paths
 
 
+@pytest.mark.long
 def test_a_damaged_weight_is_sent_again(
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

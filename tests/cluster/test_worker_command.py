@@ -30,6 +30,7 @@ from tests.cluster.test_spread_targets import run
 from tests.raising import raises
 
 
+@pytest.mark.long
 def test_the_line_that_a_worker_prints(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker("--memory", "8MiB")
     assert worker.facts["memory_bytes"] == 8 * 2**20
@@ -40,6 +41,7 @@ def test_the_line_that_a_worker_prints(start_worker: Callable[..., Worker]) -> N
     assert not status.busy
 
 
+@pytest.mark.long
 def test_a_worker_says_that_it_cannot_offer_all_memory() -> None:
     terminal, its_end = os.openpty()
     command = [sys.executable, "-m", "edgespec", "worker", "--listen", "127.0.0.1:0", "--memory", "9TiB"]
@@ -53,6 +55,7 @@ def test_a_worker_says_that_it_cannot_offer_all_memory() -> None:
         process.stdin.close()
 
 
+@pytest.mark.long
 def test_a_worker_ends_with_its_input_and_with_ctrl_c(start_worker: Callable[..., Worker]) -> None:
     first, second = start_worker(), start_worker()
     servers = first.rpc_server, second.rpc_server

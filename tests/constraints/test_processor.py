@@ -98,6 +98,7 @@ class TestMasks:
 
 
 class TestDraftsAndRollback:
+    @pytest.mark.long
     @settings(max_examples=60)
     @given(st.sampled_from(CONSTRAINTS), st.data())
     def test_pop_restores_the_state(self, constraint: Constraint, data: st.DataObject) -> None:
@@ -120,6 +121,7 @@ class TestDraftsAndRollback:
                 assert allowed(constrained) == allowed(fresh)
                 assert constrained.forced_tokens(8) == fresh.forced_tokens(8)
 
+    @pytest.mark.long
     @settings(max_examples=40)
     @given(st.sampled_from(CONSTRAINTS), st.integers(1, 4), st.data())
     def test_each_node_of_a_tree_has_the_mask_of_a_new_matcher(
@@ -319,6 +321,7 @@ class TestRefused:
         with raises(CapabilityError, "ends"):
             ConstraintCompiler(vocabulary, vocabulary.size).check(CONSTRAINTS[1])
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "constraint",
         [

@@ -41,6 +41,7 @@ def terminals(count: int) -> Constraint:
     return Constraint("grammar", "\n".join(["start: R0", *lines, f'R{count}: "x"']))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [rules, references, terminals])
 def test_deep_nesting_is_refused(make: Callable[[int], Constraint]) -> None:
     COMPILER.check(make(60))
@@ -79,6 +80,7 @@ def test_the_process_ends_with_the_trial() -> None:
     assert not child.is_running()
 
 
+@pytest.mark.long
 def test_a_dead_process_is_replaced() -> None:
     trial = ConstraintTrial()
     assert isinstance(trial.run("regex", "a"), int)
@@ -124,6 +126,7 @@ def test_a_kept_constraint_does_not_wait_for_others(monkeypatch: pytest.MonkeyPa
             thread.join()
 
 
+@pytest.mark.long
 def test_large_constraints_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.constraints.compiler._MAX_KEPT_BYTES", 5 << 20)
     compiler = ConstraintCompiler(VOCABULARY, VOCABULARY.size)

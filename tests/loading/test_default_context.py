@@ -78,6 +78,7 @@ def test_a_context_reserved_in_full_has_the_default_length(target: Path) -> None
     assert context_of(target, context=1 << 16) == 1 << 16
 
 
+@pytest.mark.long
 def test_a_longer_context_takes_nothing_from_the_rest_of_the_plan(target: Path) -> None:
     default, whole = plan_for(target, first=None), plan_for(target)
     max_bytes, min_bytes = (each.plan.total_bytes for each in (whole, default))
@@ -127,6 +128,7 @@ def test_the_draft_limits_the_context_unless_it_has_a_window(target: Path, tmp_p
     assert context_of(target, draft, draft_window=512) == LONG
 
 
+@pytest.mark.long
 def test_load_uses_the_context_that_plan_shows(target: Path) -> None:
     for memory in ("2GiB", "256MiB"):
         preview = edgespec.plan(str(target), "none", memory=memory)
@@ -139,6 +141,7 @@ def test_load_uses_the_context_that_plan_shows(target: Path) -> None:
         assert runtime.target.context_tokens == runtime.context_tokens == DEFAULT
 
 
+@pytest.mark.long
 def test_mlx_contexts_have_no_initial_size(tmp_path: Path) -> None:
     pytest.importorskip("mlx.core")
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint

@@ -35,6 +35,7 @@ def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: 
 
 
 class TestAsked:
+    @pytest.mark.long
     def test_lookup_drafters_are_always_created(self) -> None:
         with edgespec.load("demo", context=512) as runtime:
             assert runtime.drafters == ("model", "suffix", "ngram")
@@ -78,17 +79,20 @@ class TestAsked:
         with raises(OptionError, "2 drafters", "layerskip", option="method"):
             edgespec.load("demo", method="layerskip+lowbit")
 
+    @pytest.mark.long
     def test_lookahead_reports_its_statistics(self) -> None:
         with edgespec.load("demo", "none", context=512, method="lookahead") as runtime:
             (reply,) = same_as_plain(runtime, ["lookahead"], draft_length=8)
         assert "lookahead" in reply.method.note
 
+    @pytest.mark.long
     def test_adaptive_trees(self) -> None:
         with edgespec.load("demo", context=512, draft_branches="auto") as runtime:
             same_as_plain(runtime, ["model", "auto"], draft_length=8)
 
 
 class TestPrepared:
+    @pytest.mark.long
     def test_early_exit(self, demo_target: Path) -> None:
         prepared = prepare_layerskip(demo_target, 4)
         with edgespec.load("demo", "none", context=512, method="layerskip") as runtime:
@@ -113,6 +117,7 @@ class TestPrepared:
         with edgespec.load("demo", "none", context=512, method="ngram") as runtime:
             same_as_plain(runtime, ["ngram"])
 
+    @pytest.mark.long
     def test_lowbit(self, demo_target: Path) -> None:
         prepared = prepare_lowbit(demo_target, "Q4_0")
         with edgespec.load("demo", "none", context=512, method="lowbit", draft_window=64) as runtime:
@@ -138,6 +143,7 @@ class TestPrepared:
                 assert alone.tokens == plain.tokens
                 assert alone.stats.accepted_tokens
 
+    @pytest.mark.long
     def test_a_copy_of_another_model_is_rejected(self, demo_target: Path, tmp_path: Path) -> None:
         model = tmp_path / "model.gguf"
         data = demo_target.read_bytes()
@@ -151,6 +157,7 @@ class TestPrepared:
 class TestMlx:
     SHORT = 12  # tokens: MLX is slow on a CPU
 
+    @pytest.mark.long
     def test_every_self_draft(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx-draft", "none", context=256, method="lowbit") as runtime:
@@ -189,6 +196,7 @@ class TestMlx:
         ) as runtime:
             same_as_plain(runtime, ["model", "lowbit+model"], max_tokens=self.SHORT)
 
+    @pytest.mark.long
     def test_learn_rejects_a_draft_with_another_vocabulary(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -200,6 +208,7 @@ class TestMlx:
         with raises(OptionError, "demo-mlx-draft", code="option_not_supported", option="learn"):
             edgespec.load("demo-mlx-draft", draft, **QUICKLY, learn=True)
 
+    @pytest.mark.long
     def test_learn_rejects_a_draft_with_a_window(self) -> None:
         pytest.importorskip("mlx.core")
         with raises(OptionError, code="option_not_supported", option="learn"):
@@ -211,6 +220,7 @@ class TestMlx:
         with raises(OptionError, "a recurrent", code="option_not_supported", option="learn"):
             edgespec.load(model, model, **QUICKLY, learn=True)
 
+    @pytest.mark.long
     def test_learn_with_an_mlx_draft(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=256, learn=True) as runtime:
@@ -218,6 +228,7 @@ class TestMlx:
 
 
 class TestTexts:
+    @pytest.mark.long
     def test_suffix_drafts_from_a_corpus(self, tmp_path: Path) -> None:
         with edgespec.load("demo", "none", context=512) as runtime:
             said = runtime.generate(PROMPT, temperature=0.0, max_tokens=60)
@@ -228,6 +239,7 @@ class TestTexts:
         assert found.stats.target_passes < without.stats.target_passes
         assert "tokens of files" in found.method.note
 
+    @pytest.mark.long
     def test_a_missing_corpus_is_rejected(self, tmp_path: Path) -> None:
         with raises(OptionError, "missing", code="file_not_read", option="corpus"):
             edgespec.load("demo", "none", corpus=str(tmp_path / "missing"))
@@ -252,11 +264,13 @@ class TestOptions:
         with pytest.raises(OptionError):
             edgespec.load("demo", **options)
 
+    @pytest.mark.long
     def test_draft_window(self) -> None:
         with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
             assert "reads only the first 2 and the last 24 tokens of a longer text" in runtime.target.notice
             same_as_plain(runtime, ["model"], max_tokens=60)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("window", [24, None])
     def test_the_draft_context_is_only_as_large_as_its_window(self, window: int | None) -> None:
         """A KV cache for the whole context would not fit, so it must not be allocated at any time."""

@@ -163,6 +163,7 @@ class TestEarlyExit:
 
 
 class TestLoading:
+    @pytest.mark.long
     @pytest.mark.parametrize("branches", [(), (2, 2)])
     def test_a_found_head_changes_no_reply(self, target: Path, head: Path, branches: tuple[int, ...]) -> None:
         with (
@@ -185,6 +186,7 @@ class TestLoading:
         with edgespec.load(str(target), "none", method="eagle", head=published, **OPTIONS) as runtime:
             assert runtime.generate("the file", max_tokens=8).method.effective == "eagle"
 
+    @pytest.mark.long
     def test_a_head_that_fails_to_load_is_reported_and_left_out(self, target: Path, head: Path) -> None:
         reader = gguf.GGUFReader(head, "r+")
         next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight").data[:] = np.nan

@@ -104,6 +104,7 @@ def test_a_mixed_pair_has_the_same_tokens_and_acceptance(
         assert acceptance_rate(got) >= 0.9 * usual > 0.1
 
 
+@pytest.mark.long
 @WITH_ALL_SHAPES
 def test_speculative_sampling_runs_and_is_greedy_at_temperature_0(
     pair: Runtime, plain: dict[float, list[Reply]]
@@ -117,6 +118,7 @@ def test_speculative_sampling_runs_and_is_greedy_at_temperature_0(
     assert acceptance_rate(drawn) > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", list(PAIRS.values()), ids=list(PAIRS), indirect=True, scope="module")
 def test_a_draft_with_another_vocabulary_is_used_and_reported(names: tuple[str, str], tmp_path: Path) -> None:
     target, draft = names
@@ -135,6 +137,7 @@ def test_a_draft_with_another_vocabulary_is_used_and_reported(names: tuple[str, 
 class TestOptions:
     """Options of one backend do not reach a model of the other."""
 
+    @pytest.mark.long
     def test_options_of_llama_cpp_with_an_mlx_draft(self) -> None:
         """The MLX backend raises an error if it gets any of these options."""
         options: dict[str, Any] = {
@@ -149,6 +152,7 @@ class TestOptions:
                 "What does tar do?", method="model", max_tokens=8, seed=1
             ).stats.drafted_tokens
 
+    @pytest.mark.long
     @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
     def test_a_quantised_cache_applies_to_both(self, kv_type: str) -> None:
         with edgespec.load(
@@ -158,6 +162,7 @@ class TestOptions:
                 "What does tar do?", method="model", max_tokens=4, seed=1
             ).stats.drafted_tokens
 
+    @pytest.mark.long
     def test_options_of_llama_cpp_do_not_reach_the_mlx_model(self) -> None:
         with edgespec.load(
             "demo-mlx-draft", "demo-draft", context=CONTEXT, exactness="off", threads=1
@@ -168,6 +173,7 @@ class TestOptions:
         with raises(OptionError, code="option_without_effect", option="threads"):
             edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=CONTEXT, threads=1)
 
+    @pytest.mark.long
     def test_both_models_share_one_memory_budget(self) -> None:
         with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, exactness="off") as runtime:
             assert runtime.draft is not None

@@ -66,6 +66,7 @@ def test_the_draft_is_dropped_before_the_chat_fails() -> None:
     assert "no draft model" in planned.notice
 
 
+@pytest.mark.long
 def test_a_draft_that_the_user_named_is_not_dropped() -> None:
     fixed = PlanRequest(frozenset({"context", "kv_type", "draft"}))
     planned = _planned(_total(draft=None), fixed=fixed)
@@ -95,6 +96,7 @@ class TestCopies:
         yield
         shutil.rmtree(prepared.folder)
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("copied")
     def test_auto_uses_a_copy_that_fits(self) -> None:
         assert "low-bit copy" in _roles(_planned(1 << 40, draft=None))
@@ -109,6 +111,7 @@ class TestCopies:
         named = _planned(without, DraftingOptions.of(method="lowbit"), draft=None, fixed=fixed)
         assert not named.plan.fits
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("copied")
     def test_a_copy_does_not_replace_a_dropped_draft(self) -> None:
         fixed = PlanRequest(frozenset({"context", "kv_type"}))
@@ -117,6 +120,7 @@ class TestCopies:
         assert planned.pair.draft is None
         assert not planned.drafting.has_room_for_copy
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("copied")
     def test_a_copy_is_estimated_without_the_adapter(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -135,6 +139,7 @@ class TestCopies:
         assert adapters == {"demo": (adapter,), "demo at low bits": ()}
 
 
+@pytest.mark.long
 def test_the_draft_kv_cache_is_quantised_first() -> None:
     options = {"context": 4096, "draft_window": 0, "threads": 1, "prefix_cache": "none", "method": "model"}
     prompt = {"prompt": "How do I list files?", "max_tokens": 16, "seed": 3}
@@ -215,6 +220,7 @@ class TestInstalledModels:
         assert "on this machine" not in none.advice
 
 
+@pytest.mark.long
 def test_loading_follows_the_plan() -> None:
     with edgespec.load("demo", "none", context=4096, kv_type="q8_0", threads=1) as runtime:
         assert runtime.plan is not None
@@ -245,6 +251,7 @@ def test_plan_in_the_python_api(tmp_path: Path) -> None:
         edgespec.plan(str(tmp_path / "none.gguf"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="address spaces are limited there")
 @pytest.mark.parametrize("memory", [None, "8GiB"])
 def test_plan_and_load_agree_under_an_address_limit(memory: str | None) -> None:
@@ -261,6 +268,7 @@ def test_plan_and_load_agree_under_an_address_limit(memory: str | None) -> None:
     assert "ulimit -v" in budget
 
 
+@pytest.mark.long
 def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> None:
     pytest.importorskip("mlx.core")
     path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")

@@ -158,11 +158,12 @@ class TestRealModel:
 
     FEW: ClassVar[dict[str, Any]] = {
         "methods": ("suffix", "ngram"),
-        "prompts": PROMPTS[:2],
+        "prompts": PROMPTS[:1],
         "temperatures": (0.8,),
         "max_tokens": 32,
     }
 
+    @pytest.mark.long
     def test_a_rejected_cell_that_is_kept(self, real: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         keep_a_rejected_cell(monkeypatch, real)
         report = prove(real, **self.FEW)

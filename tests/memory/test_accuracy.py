@@ -98,6 +98,7 @@ def _check(path: Path, **options: object) -> None:
     assert _near(facts.kv_bytes, cache_bytes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
 @pytest.mark.parametrize("context_tokens", [512, 40_000])
 def test_planned_sizes_match_llama_cpp_for_each_architecture(
@@ -106,6 +107,7 @@ def test_planned_sizes_match_llama_cpp_for_each_architecture(
     _check(write(tmp_path / "tiny.gguf"), context_tokens=context_tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q8_0/f16", "q4_0"])
 @pytest.mark.parametrize("context_tokens", first([2048, 131_072]))
 def test_planned_sizes_match_llama_cpp_for_each_kv_type(kv_type: str, context_tokens: int) -> None:
@@ -167,6 +169,7 @@ def test_vocabulary_estimate_includes_merges() -> None:
     assert 250 * size < planned < 320 * size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("quantisation", "flash_attention"),
     [("Q8_0", "auto"), ("Q4_0", "off"), pytest.param("Q8_0", "off", marks=pytest.mark.long)],
@@ -234,6 +237,7 @@ def _limited(context_tokens: int, kv_type: str = "auto") -> list[Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is not kept elsewhere")
 class TestHardLimit:
+    @pytest.mark.long
     @pytest.mark.parametrize("left", first(["20", "35"]))
     def test_too_little_memory_to_plan_is_an_error(self, left: str) -> None:
         program = [sys.executable, "-c", _LIMITED, str(resolve("demo").path), "1024", "auto", left]
@@ -243,6 +247,7 @@ class TestHardLimit:
         assert name == "MemoryBudgetError"
         assert "ulimit -v" in what
 
+    @pytest.mark.long
     def test_a_plan_that_fits_runs_under_the_limit(self) -> None:
         plan, generated, context = _limited(65_536)
         assert "address space" in plan["budget_from"]
@@ -251,6 +256,7 @@ class TestHardLimit:
         assert generated == 4
         assert context == plan["context"] == 65_536
 
+    @pytest.mark.long
     def test_a_plan_that_does_not_fit_is_rejected_before_loading(self) -> None:
         kind, what, next_step = _limited(65_536, "f16")
         assert kind == "MemoryBudgetError"

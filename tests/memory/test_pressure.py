@@ -80,6 +80,7 @@ def idle_once(runtime: Runtime) -> None:
 
 
 class TestIdleShrinking:
+    @pytest.mark.long
     @pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.long), "demo-draft"])
     def test_the_context_shrinks_when_idle_and_grows_again(self, draft: str | None, plain: Runtime) -> None:
         method = "model" if draft else "suffix"
@@ -109,6 +110,7 @@ class TestIdleShrinking:
                 if prompt == [*SHORT, 9, 8]:
                     assert "memory was low" not in reply.method.note
 
+    @pytest.mark.long
     def test_a_shrunk_recurrent_model_gives_the_same_replies(self, tmp_path: Path) -> None:
         path = str(write_jamba(tmp_path / "target.gguf"))
         options: dict[str, Any] = {"draft": None, "context": 512, "method": "suffix"}

@@ -37,6 +37,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("kind", "sizes", "small_images"),

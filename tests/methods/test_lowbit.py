@@ -38,6 +38,7 @@ def low_bit(target: LanguageModel, copy: Path, how: str) -> Drafter:
     return CombinedDrafter([drafter, NgramDrafter()]) if "ngram" in how else drafter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", first(["chain", "tree", "window 16", "window 64", "with ngram"], 3))
 @pytest.mark.parametrize("temperatures", [(0.0, 0.8), pytest.param((1.2,), marks=pytest.mark.long)], ids=str)
 def test_replies_are_identical(
@@ -59,6 +60,7 @@ def test_replies_are_identical(
     drafter.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_type", first(["q8_0", "q8_0/f16"]))
 def test_replies_are_identical_with_a_quantised_cache(
     demo_target: Path, low_bit_copy: Path, kv_type: str
@@ -74,6 +76,7 @@ def test_replies_are_identical_with_a_quantised_cache(
     target.close()
 
 
+@pytest.mark.long
 def test_switched_and_regenerated_chats(target: LanguageModel, low_bit_copy: Path) -> None:
     drafter = low_bit(target, low_bit_copy, "window 24")
     runtime = with_drafter(target, drafter)
@@ -85,6 +88,7 @@ def test_switched_and_regenerated_chats(target: LanguageModel, low_bit_copy: Pat
     drafter.close()
 
 
+@pytest.mark.long
 def test_a_shared_cache_drafts_as_well_as_an_own_one(target: LanguageModel, low_bit_copy: Path) -> None:
     own = llamacpp.load(str(low_bit_copy), "copy", LoadOptions(context_tokens=768))
     size = target.facts.vocab_size

@@ -96,6 +96,7 @@ class TestTrees:
         if rule.can_branch:
             assert guess.score == pytest.approx(best_score([text], text, depth, rule))
 
+    @pytest.mark.long
     @settings(max_examples=100)
     @given(st.lists(texts, max_size=4), texts, rules, st.integers(1, 8))
     def test_no_match_length_scores_higher_in_other_sources(
@@ -107,6 +108,7 @@ class TestTrees:
             if rule.can_branch:
                 assert guess.score == pytest.approx(best_score(documents, text, depth, rule))
 
+    @pytest.mark.long
     @settings(max_examples=150)
     @given(texts, rules, st.integers(1, 8))
     def test_drafts_match_an_exhaustive_search(self, text: Text, rule: SuffixConfig, depth: int) -> None:
@@ -177,6 +179,7 @@ class TestMerging:
         first, other = self.guess({(1,): 0.6}), self.guess({(3,): 0.5})
         assert paths_of(merge_drafts([first, other], SuffixConfig(can_branch=False))) == {(1,): 0.6}
 
+    @pytest.mark.long
     @settings(max_examples=100)
     @given(st.lists(texts, max_size=3), st.lists(texts, max_size=3), texts, rules, st.integers(1, 8))
     def test_merged_trees_hold_only_paths_that_occurred(

@@ -51,6 +51,7 @@ def tokens_per_pass(reply: Reply) -> float:
     return reply.stats.tokens_per_target_pass or 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", [COPY, EDIT], ids=["copy", "edit"])
 def test_copies_and_edits_emit_several_tokens_per_pass(target: LanguageModel, prompt: str) -> None:
     runtime, _ = drafting(target)
@@ -60,6 +61,7 @@ def test_copies_and_edits_emit_several_tokens_per_pass(target: LanguageModel, pr
     assert tokens_per_pass(got) > 2.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 1.2]))
 @pytest.mark.parametrize("prompt", [COPY, EDIT, HOWTO], ids=["copy", "edit", "howto"])
 def test_sampled_replies_are_identical(target: LanguageModel, prompt: str, temperature: float) -> None:
@@ -86,6 +88,7 @@ def test_a_saved_reply_is_drafted_from(target: LanguageModel) -> None:
     assert tokens_per_pass(after) > 2 * tokens_per_pass(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
 def test_a_corpus_is_drafted_from(target: LanguageModel, tmp_path: Path) -> None:
     runtime, _ = drafting(target)

@@ -41,6 +41,7 @@ class Kept:
 
 
 class TestSeveralChats:
+    @pytest.mark.long
     @settings(max_examples=100)
     @given(st.lists(st.tuples(st.integers(0, 2), st.lists(letters, min_size=1, max_size=6)), max_size=8))
     def test_alternating_chats_draft_like_single_chats(self, turns: list[tuple[int, Text]]) -> None:
@@ -146,6 +147,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("branching", [True, False], ids=["trees", "a target without trees"])
 @pytest.mark.parametrize("temperature", first([0.8, 0.0, 1.2]))
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())

@@ -61,6 +61,7 @@ def law_of(
     return chance.outcomes(experiment), widest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize(
     "rule", [WIDE, SuffixConfig(length_factor=4.0, can_branch=False)], ids=["tree", "chain"]

@@ -55,6 +55,7 @@ def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: 
 
 
 class TestOwnSequence:
+    @pytest.mark.long
     @settings(max_examples=150)
     @given(texts)
     def test_finds_all_repeated_suffixes(self, text: Text) -> None:
@@ -63,6 +64,7 @@ class TestOwnSequence:
         found = [length for length, _ in automaton.suffixes(*automaton.longest_repeated_suffix())]
         assert sorted(found) == sorted(expected_matches([text], text))
 
+    @pytest.mark.long
     @settings(max_examples=100)
     @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
     def test_appending_in_steps_keeps_the_end_of_a_long_sequence(
@@ -97,6 +99,7 @@ class TestOwnSequence:
         assert len(text) >= min(most, len(second))
         check_matches(automaton, text, *automaton.longest_repeated_suffix())
 
+    @pytest.mark.long
     @pytest.mark.parametrize("period", [1, 2, 3, 7])
     def test_counts_in_a_loop(self, period: int) -> None:
         text = [9, *(list(range(period)) * (1200 // period))]
@@ -152,6 +155,7 @@ class TestOwnSequence:
 
 
 class TestMatcher:
+    @pytest.mark.long
     @settings(max_examples=150)
     @given(st.lists(texts, max_size=4), texts, st.lists(texts, max_size=4))
     def test_follows_the_suffixes_of_another_sequence(
@@ -196,6 +200,7 @@ def test_memory_is_bounded() -> None:
     assert automaton.tokens.tolist() == list(range(4500, 5000))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("letters", first([2, 1 << 20, 5, 300], 2))
 def test_size_bytes_is_close_to_the_real_size(letters: int) -> None:
     text = (np.random.default_rng(1).integers(0, letters, 10_000) + 1000).tolist()

@@ -121,6 +121,7 @@ class TestShape:
         assert tree.block_verifiable
         assert tree.drafted > 1
 
+    @pytest.mark.long
     @settings(max_examples=100)
     @given(
         st.integers(1, 20),
@@ -181,6 +182,7 @@ class TestDraftCosts:
 
 
 class TestSameTokens:
+    @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("curve", [assumed_cost, flat])
     def test_growth_emits_the_tokens_of_plain_decoding(self, temperature: float, curve: CostFunction) -> None:
@@ -224,6 +226,7 @@ class TestSameTokens:
 class TestExactDistributions:
     """In rejection mode what is drafted must not depend on the luck of its own draw."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("curve", [assumed_cost, flat])
     @pytest.mark.parametrize("seed", first(range(4)))
@@ -239,6 +242,7 @@ class TestExactDistributions:
         assert_law(one_round(rule, target, propose), target, ROOT, 3)
         assert any(len(shape) > 2 for shape in shapes)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("learnt", [0, 1, None])
     @pytest.mark.parametrize("seed", first(range(2)))
     def test_after_learning(self, learnt: int | None, seed: int) -> None:
@@ -250,6 +254,7 @@ class TestExactDistributions:
 
         assert_law(one_round(RULES[1].values[0], target, proposal(make, 2)), target, ROOT, 3)  # type: ignore[arg-type]
 
+    @pytest.mark.long
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (4, 9), (9, 2)])
     @pytest.mark.parametrize("seed", first(range(2)))
     def test_pruned_to_the_pass_limits(self, limits: tuple[int, int], seed: int) -> None:

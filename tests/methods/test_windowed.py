@@ -247,6 +247,7 @@ def test_the_inner_context_may_exceed_the_window() -> None:
 
 
 class TestInARuntime:
+    @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("branches", [(), (2, 2)])
     def test_replies_are_identical_and_drafted_to_the_end(
@@ -269,6 +270,7 @@ def llama(path: Path, context: int, **options: Any) -> LanguageModel:
     return llamacpp.load(str(path), path.stem, LoadOptions(context_tokens=context, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None:
     """Prompt and reply exceed the window; replies are identical and memory stays constant."""

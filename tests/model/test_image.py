@@ -137,6 +137,7 @@ def huge_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(10_000, 10_000), (30_000, 30_000)])
 def test_a_huge_image_is_refused_before_it_is_decoded(size: tuple[int, int]) -> None:
     with raises(AttachmentError, "a.png", code="attachment_too_large"):

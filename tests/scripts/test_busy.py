@@ -12,6 +12,7 @@ from scripts import bench_busy
 from tests.backends.tiny_models import write_llama
 
 
+@pytest.mark.long
 def test_every_combination_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -263,6 +263,7 @@ def test_the_report_of_doctor_is_summarised() -> None:
     assert "generated 16 tokens" in figures["demo"]
 
 
+@pytest.mark.long
 def test_steps_run_on_the_cpu_one_by_one(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "tiny.gguf", layers=4)
     options = ("--cpu", "--quick", "--results", str(tmp_path), "--target", str(target))

@@ -11,6 +11,7 @@ from tests.backends.tiny_models import write_llama
 from tests.scripts.running import run_script
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "prompts"), [(["--every", "12"], 2), (["--long", "300"], 1)])
 def test_every_setting_is_measured_with_and_without_drafting(
     options: list[str], prompts: int, tmp_path: Path

@@ -27,6 +27,7 @@ def campaign_of(folder: Path, *subjects: Subject, seed: int = 0, limits: Limits 
     return Campaign(folder, subjects, seed, limits, report=lambda _: None, minimise_seconds=2.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("bug", "kind", "signature", "count"),
     [
@@ -63,6 +64,7 @@ def test_an_input_that_needs_too_much_memory_is_stopped(tmp_path: Path) -> None:
     assert results.hang == 0
 
 
+@pytest.mark.long
 def test_a_campaign_resumes_and_drops_findings_that_are_fixed(tmp_path: Path) -> None:
     whole = campaign_of(tmp_path / "whole", planted("traceback"))
     whole.run(20, 60.0)
@@ -81,6 +83,7 @@ def test_a_campaign_resumes_and_drops_findings_that_are_fixed(tmp_path: Path) ->
     assert (results.accepted, results.traceback, results.findings) == (20, 0, {})
 
 
+@pytest.mark.long
 def test_inputs_depend_on_nothing_but_the_seed_and_the_number() -> None:
     script = """if True:
         import hashlib
@@ -107,6 +110,7 @@ def test_minimising_removes_files_and_bytes_that_do_not_matter() -> None:
     assert minimise(files, fails, 0.0) == files
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inputs", [250, pytest.param(1500, marks=pytest.mark.long)])
 def test_a_share_of_the_inputs_is_handled_without_findings(tmp_path: Path, inputs: int) -> None:
     slow = ("gguf-plan", "gguf-load", "mlx-load", "template")

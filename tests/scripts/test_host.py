@@ -13,6 +13,7 @@ from scripts import bench_host
 OPTIONS = ["--vocabularies", "20000", "--passes", "16", "--repeats", "1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["llamacpp", "mlx"])
 def test_each_time_is_measured(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -29,6 +30,7 @@ def test_each_time_is_measured(
     assert "row, accepted" in printed
 
 
+@pytest.mark.long
 def test_two_checkouts_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

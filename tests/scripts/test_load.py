@@ -42,6 +42,7 @@ def test_ratios_compare_with_plain_decoding_of_the_same_list_and_concurrency() -
     assert row == ["auto", "2.00", "2.667", "33%", "3.00", "0/1"]
 
 
+@pytest.mark.long
 def test_concurrent_replies_equal_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def measured_reply(
 speeds_of_prompts = st.lists(st.tuples(st.floats(0.1, 100.0), st.floats(0.1, 100.0)), min_size=2, max_size=8)
 
 
+@pytest.mark.long
 @given(speeds_of_prompts, st.floats(0.1, 10.0))
 def test_ratios_are_paired_by_prompt_and_lie_within_their_interval(
     pairs: list[tuple[float, float]], faster: float

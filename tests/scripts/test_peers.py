@@ -218,6 +218,7 @@ class Echo:
         yield lambda prompt, options: Run((os.getpid(), *prompt), options.max_tokens, 1.0, 2.0, 0, 1)
 
 
+@pytest.mark.long
 def test_idle_programs_are_suspended() -> None:
     pool = Pool({each: partial(Worker, Echo()) for each in (EDGESPEC, SERVER)}, needed_bytes=0)
     try:
@@ -234,6 +235,7 @@ def test_idle_programs_are_suspended() -> None:
     assert not any(each.is_running() for each in processes)
 
 
+@pytest.mark.long
 def test_a_program_is_stopped_if_memory_is_short() -> None:
     pool = Pool({each: partial(Worker, Echo()) for each in (EDGESPEC, SERVER)}, needed_bytes=1 << 60)
     try:
@@ -246,6 +248,7 @@ def test_a_program_is_stopped_if_memory_is_short() -> None:
         pool.close()
 
 
+@pytest.mark.long
 def test_the_error_of_a_failed_load_is_raised() -> None:
     pool = Pool({EDGESPEC: partial(Worker, Echo(fails=True))}, needed_bytes=0)
     with pytest.raises(EdgespecError, match="the model is broken; use another model"):

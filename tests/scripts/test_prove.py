@@ -43,6 +43,7 @@ def run(path: Path, tokens: int, configuration: Configuration = SMALL) -> Shards
     return found
 
 
+@pytest.mark.long
 def test_finished_shards_are_not_run_again(tmp_path: Path) -> None:
     path = tmp_path / "shards.jsonl"
     first = run(path, 200)
@@ -63,6 +64,7 @@ def test_finished_shards_are_not_run_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_method_with_a_grammar_gets_prompts_with_a_schema(tmp_path: Path) -> None:
     configuration = Configuration("llama.cpp", "demo model Q8_0", "demo", "none", ("grammar",), prompts=1)
     (line,) = run(tmp_path / "shards.jsonl", 1, configuration).lines
@@ -83,6 +85,7 @@ def replace_verify(monkeypatch: pytest.MonkeyPatch, verdict: str, *, exact: bool
     monkeypatch.setattr(shards, "verify", verify)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("verdict", "exact"), [("fault", False), ("rounding", True)])
 def test_a_wrong_reply_ends_the_run_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str, exact: bool
@@ -152,7 +155,7 @@ def test_the_summary_counts_temperatures_shapes_and_prompts() -> None:
 
 
 def test_prompts_have_all_kinds_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.proving.prompts._LONG_SHARE", 0.3)
+    monkeypatch.setattr("scripts.proving.prompts._LONG_SHARE", 1.0)
     drawn = [draw_prompts(f"seed {block}", len(KINDS), Bytes(), 3000) for block in range(40)]
     assert drawn[3] == draw_prompts("seed 3", len(KINDS), Bytes(), 3000)
     assert len({json.dumps([str(prompt.messages) for prompt in prompts]) for prompts in drawn}) == 40

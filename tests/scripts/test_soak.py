@@ -42,6 +42,7 @@ def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
     assert not report(soak, printed.append)
 
 
+@pytest.mark.long
 def test_a_hang_is_reported_and_the_soak_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soaking, "_ANSWER_SECONDS", 0.0)
     soak = Soak(tmp_path)

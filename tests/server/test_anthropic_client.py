@@ -72,6 +72,7 @@ def text_of(message: anthropic.types.Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_replies_equal_plain_decoding(
     client: anthropic.Anthropic, plain: Runtime, temperature: float
@@ -83,6 +84,7 @@ def test_replies_equal_plain_decoding(
     assert reply.stop_reason == ("max_tokens" if expected.finish_reason == "length" else "end_turn")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_replies(target: str) -> None:
     import anthropic
@@ -153,6 +155,7 @@ def test_stop_sequences(client: anthropic.Anthropic) -> None:
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", word)
 
 
+@pytest.mark.long
 def test_a_full_context_ends_the_reply(client: anthropic.Anthropic, endless: dict[str, Any]) -> None:
     # The question fills most of the context.
     question = {"role": "user", "content": f"{QUESTION} " * 90}
@@ -161,6 +164,7 @@ def test_a_full_context_ends_the_reply(client: anthropic.Anthropic, endless: dic
     assert reply.stop_reason == "model_context_window_exceeded"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "system",
     [
@@ -221,6 +225,7 @@ def test_reasoning_becomes_a_block(client: anthropic.Anthropic, plain: Runtime) 
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "list_files"}])
 def test_required_tool_calls(client: anthropic.Anthropic, choice: Any) -> None:
     options: Any = {"max_tokens": 120, "tools": [WEB_SEARCH, *TOOLS]}
@@ -241,6 +246,7 @@ def test_required_tool_calls(client: anthropic.Anthropic, choice: Any) -> None:
     assert {block.type for block in final.content} == {"text"}
 
 
+@pytest.mark.long
 def test_tool_results_reach_the_model(client: anthropic.Anthropic, plain: Runtime) -> None:
     arguments = {"folder": "home", "hidden": True}
     function = {"name": "list_files", "arguments": json.dumps(arguments)}
@@ -266,6 +272,7 @@ def test_tool_results_reach_the_model(client: anthropic.Anthropic, plain: Runtim
     assert text_of(reply) == expected.answer
 
 
+@pytest.mark.long
 def test_the_clients_tool_runner(client: anthropic.Anthropic) -> None:
     """The runner asks the server to keep the conversation, and sends it again if the server has not."""
     import anthropic
@@ -293,6 +300,7 @@ def test_the_clients_tool_runner(client: anthropic.Anthropic) -> None:
     assert sizes == sorted(set(sizes))
 
 
+@pytest.mark.long
 def test_a_call_between_texts(client: anthropic.Anthropic) -> None:
     reply = ask(client, messages=[QUOTING], tools=TOOLS, max_tokens=200, extra_body=DRAFTED)
     before, call, after = (block.to_dict() for block in reply.content)
@@ -316,6 +324,7 @@ def test_a_call_that_the_reply_ended_within_is_left_out(client: anthropic.Anthro
     assert (reply.content, reply.stop_reason) == ([], "max_tokens")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_json_schemas(client: anthropic.Anthropic, plain: Runtime, temperature: float) -> None:
     output: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -361,6 +370,7 @@ def test_models(client: anthropic.Anthropic) -> None:
     assert client.models.retrieve("demo") == demo
 
 
+@pytest.mark.long
 def test_api_keys() -> None:
     import anthropic
 

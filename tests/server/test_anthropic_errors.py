@@ -29,6 +29,7 @@ def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -222,6 +222,7 @@ def test_constraints_in_ollamas_options_count() -> None:
     assert options_of(OllamaChatRequest.model_validate(body))["schema"] == SCHEMA
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/api/chat", "/api/generate"]
 )

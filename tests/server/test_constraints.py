@@ -31,6 +31,7 @@ class Command(BaseModel):
     safe: bool
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_json_schemas(client: openai.OpenAI, temperature: float) -> None:
     wanted: Any = {
@@ -62,6 +63,7 @@ def test_the_clients_parse_helper(client: openai.OpenAI) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Command)
 
 
+@pytest.mark.long
 def test_any_json_object(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model="demo", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=300
@@ -132,6 +134,7 @@ def test_logprobs_of_completions(client: openai.OpenAI) -> None:
         assert choice.text[offset:].startswith(token)
 
 
+@pytest.mark.long
 def test_hostile_schemas_do_not_stop_the_server(http: httpx.Client) -> None:
     nested: Any = {"type": "string"}
     for _ in range(200):
@@ -143,6 +146,7 @@ def test_hostile_schemas_do_not_stop_the_server(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.long
 def test_constraints_that_crash_llguidance_do_not_stop_the_server(http: httpx.Client) -> None:
     definitions = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)}
     schema = {"$defs": {**definitions, "d3000": {"type": "null"}}, "$ref": "#/$defs/d0"}
@@ -233,6 +237,7 @@ def test_replies_end_with_schemas_that_do_not_forbid_properties(http: httpx.Clie
         assert re.search(r'\{\\?"n\\?": -?\d+, \\?"kind\\?": \\?"[ab]\\?"\}', reply.text), (path, reply.text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [

@@ -104,15 +104,18 @@ APIS = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"]
 
 @pytest.mark.parametrize("api", APIS)
 class TestReasoningThatThePromptOpens:
+    @pytest.mark.long
     def test_an_answer_is_continued_as_an_answer(self, reasoner: httpx.Client, api: str) -> None:
         reply = ask(reasoner, api, {"content": "Use `ls"}, choice=["Use `ls -l`"])
         assert (reply["answer"], reply.get("reasoning", "")) == (" -l`", "")
 
+    @pytest.mark.long
     def test_reasoning_is_continued_as_reasoning(self, reasoner: httpx.Client, api: str) -> None:
         reply = ask(reasoner, api, {"reasoning": "The user wants files by size."})
         assert (reply.get("answer", ""), reply["reasoning"] != "") == ("", True)
         assert reply["prompt"] > ask(reasoner, api, {"reasoning": "The"})["prompt"]
 
+    @pytest.mark.long
     def test_an_answer_after_reasoning_keeps_both(self, reasoner: httpx.Client, api: str) -> None:
         last = {"content": "Use `ls", "reasoning": "The user wants files by size."}
         reply = ask(reasoner, api, last, choice=["Use `ls -l`"])
@@ -132,6 +135,7 @@ class TestReasoningThatThePromptOpens:
             assert refused["status"] == 400
             assert "'now'" in refused["error"]
 
+    @pytest.mark.long
     def test_stop_strings_do_not_end_the_reasoning(self, reasoner: httpx.Client, api: str) -> None:
         stop = {"/v1/messages": "stop_sequences"}.get(api, "stop")
         last = {"reasoning": "The user"}
@@ -141,6 +145,7 @@ class TestReasoningThatThePromptOpens:
         assert ask(reasoner, api, last, **{stop: letters})["reasoning"] == reasoning
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("api", APIS)
 def test_a_reply_cut_within_a_character_is_continued(reasoner: httpx.Client, api: str) -> None:
     text = "🙂日 ok"

@@ -39,6 +39,7 @@ def streamed(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(line[6:])["choices"][0] for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 def test_with_openais_client(client: openai.OpenAI, plain: Runtime, max_tokens: int) -> None:
     tokens = plain.vocabulary.tokenize(EMOJI, special=True, start=True)
@@ -127,6 +128,7 @@ def test_what_evaluation_programs_compute(http: httpx.Client, plain: Runtime) ->
     assert likelihoods[0] > likelihoods[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_tokens", [0, 4])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 def test_streams(http: httpx.Client, max_tokens: int, logprobs: int | None) -> None:
@@ -178,6 +180,7 @@ def slow_server() -> Iterator[HttpServer]:
         yield server
 
 
+@pytest.mark.long
 def test_a_client_that_disconnects_ends_the_work(slow_server: HttpServer) -> None:
     body = {"prompt": [11] * 16000, "echo": True, "logprobs": 20, "max_tokens": 0, "stream": False}
     with httpx.Client(base_url=slow_server.url, timeout=120) as http:

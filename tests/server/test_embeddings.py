@@ -116,6 +116,7 @@ def test_invalid_requests_are_explained(
     assert quoted in error["message"]
 
 
+@pytest.mark.long
 def test_models_without_embeddings(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "ranker.gguf", pooling=gguf.PoolingType.RANK)
     with running(target=str(path), load_options={"context": 256}) as server:
@@ -124,6 +125,7 @@ def test_models_without_embeddings(tmp_path: Path) -> None:
     assert reply.json()["error"]["code"] == "embeddings_not_supported"
 
 
+@pytest.mark.long
 def test_vectors_and_replies_at_the_same_time(client: openai.OpenAI, expected: list[Any]) -> None:
     texts: list[str] = []
 
@@ -142,6 +144,7 @@ def test_vectors_and_replies_at_the_same_time(client: openai.OpenAI, expected: l
     assert len(set(texts)) == 1
 
 
+@pytest.mark.long
 def test_a_disconnect_ends_the_work(server: HttpServer, http: httpx.Client) -> None:
     body = {"input": ["word " * 1000] * 1500}
     with pytest.raises(httpx.ReadTimeout):

@@ -37,6 +37,7 @@ APIS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("tool", [NESTED, FLAT, ANTHROPIC])
 def test_tools_of_other_apis(http: httpx.Client, api: str, tool: dict[str, Any]) -> None:
@@ -70,6 +71,7 @@ def test_mistrals_clients_get_whole_calls(http: httpx.Client, agent: str) -> Non
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("api", APIS)
 def test_a_schema_for_the_answer_does_not_prevent_a_required_call(http: httpx.Client, api: str) -> None:
     """Instructor's mode RESPONSES_TOOLS sends both."""
@@ -286,6 +288,7 @@ def test_an_image_that_is_the_whole_result_becomes_a_note_and_is_listed(http: ht
     assert "messages.0.images.0" in reply.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "part",
     [
@@ -382,6 +385,7 @@ def test_reasoning_can_be_a_part(part: dict[str, Any], reasoning: str) -> None:
         chat_messages(user.messages)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
 def test_developers_and_parts(http: httpx.Client, path: str) -> None:
     def text(role: str, content: Any) -> str:

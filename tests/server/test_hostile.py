@@ -55,6 +55,7 @@ def received(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.long
 def test_slow_headers_are_cut_off(victim: HttpServer) -> None:
     for start in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
         with connect(victim) as client:
@@ -70,6 +71,7 @@ def test_slow_headers_of_a_second_request_are_cut_off(victim: HttpServer) -> Non
         assert received(client) in (b"", b'{"status": "ok", "loaded": ["demo"]}')
 
 
+@pytest.mark.long
 def test_a_request_sent_before_the_last_reply_is_not_cut_off(victim: HttpServer) -> None:
     body = {"prompt": "To list files", "max_tokens": 400, "method": "none", "logit_bias": {"0": -100}}
     with connect(victim) as client:
@@ -81,6 +83,7 @@ def test_a_request_sent_before_the_last_reply_is_not_cut_off(victim: HttpServer)
 LONG = {"prompt": "To list files", "method": "none", "regex": "[a-z]{390}", "max_tokens": 400}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_closes_its_side_after_the_request_gets_its_reply(
     victim: HttpServer, stream: bool
@@ -97,6 +100,7 @@ def test_a_client_that_closes_its_side_after_the_request_gets_its_reply(
         assert client.recv(1) == b""
 
 
+@pytest.mark.long
 def test_all_requests_before_the_client_closes_its_side_are_answered(victim: HttpServer) -> None:
     with connect(victim) as client:
         health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -105,6 +109,7 @@ def test_all_requests_before_the_client_closes_its_side_are_answered(victim: Htt
         assert received(client).count(b"HTTP/1.1 200") == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 def test_the_reply_to_a_client_that_has_gone_ends(victim: HttpServer, version: bytes) -> None:
     data = request(json.dumps({**LONG, "n": 16}).encode(), path=b"/v1/completions")
@@ -188,6 +193,7 @@ def test_damaged_bodies_are_refused(victim: HttpServer, body: bytes) -> None:
     assert len(reply.content) < 2000
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_does_not_stop_others(
     victim: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ REQUESTS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("path", "body", "at"), REQUESTS)
 def test_replies_equal_those_of_the_python_api(
     vision: httpx.Client, expected: dict[int, str], path: str, body: dict[str, Any], at: int

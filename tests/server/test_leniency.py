@@ -119,6 +119,7 @@ def test_values_reach_the_reply(http: httpx.Client, path: str) -> None:
     assert texts[0], replies
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "more"),
     [
@@ -297,6 +298,7 @@ def test_the_usage_can_be_in_every_event(http: httpx.Client) -> None:
 # Replies whose text has an unusual effect in a stream.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ALL)
 def test_line_separators_do_not_split_events(http: httpx.Client, path: str) -> None:
     text = "one\u2028two\u2029three\x85four\x0bfive\x1esix"
@@ -332,6 +334,7 @@ def test_the_limit_has_many_names(http: httpx.Client, path: str, name: str) -> N
     assert re.search(r'"(completion_tokens|output_tokens|eval_count)": 2\b', reply.text), reply.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, ANTHROPIC, OLLAMA, GENERATE])
 def test_the_system_prompt_has_many_names(http: httpx.Client, path: str) -> None:
     counts = [
@@ -448,6 +451,7 @@ def test_bodies_that_are_refused(data: bytes, headers: dict[str, str], status: i
     assert message in refused.value.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ALL)
 def test_every_api_reads_bodies_alike(http: httpx.Client, path: str) -> None:
     text = json.dumps(PROMPTS[path])
@@ -586,6 +590,7 @@ def open_server() -> Iterator[HttpServer]:
         yield server
 
 
+@pytest.mark.long
 def test_web_pages_of_the_internet_may_use_the_private_network(open_server: HttpServer) -> None:
     for origin in ("chrome-extension://abc", "https://chat.example.com"):
         asked = {

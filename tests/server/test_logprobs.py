@@ -26,6 +26,7 @@ def joined(tokens: list[dict[str, Any]]) -> str:
     return bytes(byte for token in tokens for byte in token["bytes"]).decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_bytes_of_the_tokens_are_the_text(http: httpx.Client, text: str) -> None:
     constrained = {"choice": [text], "max_tokens": 60}
@@ -44,6 +45,7 @@ def test_the_bytes_of_the_tokens_are_the_text(http: httpx.Client, text: str) -> 
     assert joined(http.post("/api/chat", json=body).json()["logprobs"]) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("start", "length"), [(0, 3), (5, 1), (5, 7), (9, 2), (12, 20), (0, 0)])
 def test_the_tokens_of_a_stop_string_are_left_out(http: httpx.Client, start: int, length: int) -> None:
     text = chat(http, max_tokens=20)["message"]["content"]
@@ -91,6 +93,7 @@ def test_completions_leave_the_tokens_of_a_stop_string_out(
     assert logprobs["text_offset"] == [len("".join(tokens[:at])) for at in range(len(tokens))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", TEXTS)
 def test_offsets_of_completions(http: httpx.Client, text: str) -> None:
     body = {"prompt": QUESTION, "choice": [text], "logprobs": 2, "max_tokens": 60}

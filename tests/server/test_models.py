@@ -61,6 +61,7 @@ async def use(pool: ModelPool, name: str | None) -> None:
         assert await asyncio.to_thread(lambda: model.queue.stream("Hello", max_tokens=2).wait().tokens)
 
 
+@pytest.mark.long
 def test_models_that_fit_stay_loaded() -> None:
     @pool_test()
     async def test(pool: ModelPool) -> None:
@@ -70,6 +71,7 @@ def test_models_that_fit_stay_loaded() -> None:
         assert names(pool) == ["demo", "demo-draft"]
 
 
+@pytest.mark.long
 def test_options_of_gguf_models_do_not_apply_to_mlx_models(tiny_mlx: str) -> None:
     @pool_test(load_options={"threads": 1, "flash_attention": "off", "gpu_layers": 0, "kv_type": "q8_0/f16"})
     async def test(pool: ModelPool) -> None:
@@ -113,6 +115,7 @@ def test_the_log_says_how_much_memory_a_model_uses(
         )
 
 
+@pytest.mark.long
 def test_models_that_do_not_fit_replace_others() -> None:
     @pool_test(load_options={"memory": ROOM_FOR_ONE})
     async def test(pool: ModelPool) -> None:
@@ -123,6 +126,7 @@ def test_models_that_do_not_fit_replace_others() -> None:
         assert names(pool) == ["demo"]
 
 
+@pytest.mark.long
 def test_a_model_in_use_is_unloaded_only_afterwards() -> None:
     @pool_test(load_options={"memory": ROOM_FOR_ONE})
     async def test(pool: ModelPool) -> None:
@@ -197,6 +201,7 @@ def test_closing_ends_waiting_requests() -> None:
             await use(pool, "demo")
 
 
+@pytest.mark.long
 def test_which_models_requests_can_name(
     demo_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

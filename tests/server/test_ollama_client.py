@@ -52,6 +52,7 @@ def test_the_settings_that_the_makers_recommend_are_shown(client: ollama.Client,
     assert not client.show("demo").parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_chats_equal_plain_decoding(client: ollama.Client, plain: Runtime, temperature: float) -> None:
     expected = plain.reply(MESSAGES, max_tokens=48, temperature=temperature, seed=7)
@@ -67,6 +68,7 @@ def test_chats_equal_plain_decoding(client: ollama.Client, plain: Runtime, tempe
     assert last.done_reason == expected.finish_reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_chats(target: str) -> None:
     model: dict[str, Any] = {"context": 512}
@@ -145,6 +147,7 @@ def test_options_outside_of_the_field_for_them_count(http: httpx.Client, plain: 
     assert call["function"]["name"] == TOOLS[0]["function"]["name"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_format_makes_the_answer_json(client: ollama.Client, stream: bool) -> None:
     options = {"num_predict": 200}

@@ -21,6 +21,7 @@ def text_of(chunks: openai.Stream[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_replies_equal_plain_decoding(client: openai.OpenAI, plain: Runtime, temperature: float) -> None:
     expected = plain.reply(MESSAGES, max_tokens=48, temperature=temperature, seed=7)
@@ -102,6 +103,7 @@ def test_usage_has_its_own_event_if_asked_for(client: openai.OpenAI) -> None:
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["auto", "model"])
 def test_the_loss_limit_of_a_request(client: openai.OpenAI, plain: Runtime, method: str) -> None:
     expected = plain.reply(MESSAGES, max_tokens=24, temperature=0.0).answer
@@ -147,6 +149,7 @@ def test_replies_and_models_say_whether_replies_are_identical(client: openai.Ope
     assert client.models.retrieve("demo").exactness == exactness  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("path", "where"), [
     ("v1/completions", ("choices", 0, "edgespec")), ("api/generate", ("edgespec",))
 ])  # fmt: skip
@@ -161,6 +164,7 @@ def test_replies_that_can_differ_say_so(path: str, where: tuple[Any, ...]) -> No
         assert "rounding" in found["exactness"]["reason"]
 
 
+@pytest.mark.long
 def test_several_choices(client: openai.OpenAI, plain: Runtime) -> None:
     expected = [plain.reply(MESSAGES, max_tokens=16, temperature=1.0, seed=seed).answer for seed in (3, 4, 5)]
     options: Any = {"max_tokens": 16, "temperature": 1.0, "seed": 3, "n": 3}
@@ -323,6 +327,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("nothing")
 
 
+@pytest.mark.long
 def test_concurrent_requests_get_their_own_replies(client: openai.OpenAI, plain: Runtime) -> None:
     questions = [f"{QUESTION} Answer {number}." for number in range(6)]
     expected = [
@@ -367,6 +372,7 @@ def test_a_waiting_request_is_cancelled(
         assert next(line for line in lines if line)
 
 
+@pytest.mark.long
 def test_full_queue(endless: dict[str, Any]) -> None:
     with running(max_waiting=1) as server, httpx.Client(base_url=server.url) as client:
         body = {"messages": MESSAGES, "n": 2, "stream": True, **endless}

@@ -54,6 +54,7 @@ def contents(response: Any) -> list[dict[str, Any]]:
     return [{name: item[name] for name in item if name not in ("id", "call_id")} for item in items]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_replies_equal_plain_decoding(client: openai.OpenAI, plain: Runtime, temperature: float) -> None:
     expected = plain.reply(MESSAGES, max_tokens=48, temperature=temperature, seed=7)
@@ -66,6 +67,7 @@ def test_replies_equal_plain_decoding(client: openai.OpenAI, plain: Runtime, tem
     assert response.timings["predicted_n"] == len(expected.tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_replies(target: str) -> None:
     with edgespec.load(target, "none", method="none", context=512) as runtime:
@@ -139,6 +141,7 @@ def test_a_request_as_codex_sends_it(http: httpx.Client) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_clients_stream_helper(client: openai.OpenAI, plain: Runtime) -> None:
     expected = plain.reply(MESSAGES, regex="[a-z]{8}", temperature=0.0).answer
     options: Any = {"model": "demo", "input": QUESTION, "extra_body": {"regex": "[a-z]{8}"}}
@@ -169,6 +172,7 @@ def test_instructions_and_items(client: openai.OpenAI, plain: Runtime) -> None:
     assert response.usage.input_tokens == expected.stats.prompt_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_can_refer_to_items_of_earlier_responses(client: openai.OpenAI, stream: bool) -> None:
     """As the AI SDK sends the second turn of a conversation."""
@@ -218,6 +222,7 @@ def test_reasoning_becomes_an_item(client: openai.OpenAI, plain: Runtime) -> Non
     assert ask(client, input=again, max_output_tokens=4).usage.output_tokens == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "list_files"}])
 def test_required_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     options: Any = {"max_output_tokens": 120, "tools": [{"type": "web_search"}, *TOOLS]}
@@ -232,6 +237,7 @@ def test_required_tool_calls(client: openai.OpenAI, choice: Any) -> None:
     assert [item.type for item in final.output] == ["message"]
 
 
+@pytest.mark.long
 def test_tool_results_reach_the_model(client: openai.OpenAI, plain: Runtime) -> None:
     function = {"name": "list_files", "arguments": '{"folder": "home", "hidden": true}'}
     calls = [{"id": call_id, "function": function} for call_id in ("a", "b")]
@@ -269,6 +275,7 @@ def test_a_call_that_the_reply_ended_within_is_incomplete(client: openai.OpenAI)
         json.loads(call.arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_json_schemas(client: openai.OpenAI, plain: Runtime, temperature: float) -> None:
     text = {"format": {"type": "json_schema", "name": "command", "schema": SCHEMA, "strict": True}}

@@ -68,6 +68,7 @@ def test_web_pages_are_rejected(http: httpx.Client, origin: str) -> None:
     assert preflight.status_code == 403
 
 
+@pytest.mark.long
 def test_allowed_origins() -> None:
     with client_of(allowed_origins=("https://good.example",)) as client:
         good = client.post("/v1/chat/completions", json=BODY, headers={"Origin": "https://good.example"})
@@ -78,6 +79,7 @@ def test_allowed_origins() -> None:
         assert "access-control-allow-origin" not in bad.headers
 
 
+@pytest.mark.long
 def test_api_key() -> None:
     with client_of(api_key="s3cret-ä") as client:
         for path in PATHS:

@@ -48,6 +48,7 @@ def check_arguments(text: str) -> None:
     assert isinstance(arguments["hidden"], bool)
 
 
+@pytest.mark.long
 def test_a_required_call(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(messages=MESSAGES, tool_choice="required", **OPTIONS)
     choice = reply.choices[0]
@@ -108,6 +109,7 @@ def visible_text(api: str, response: httpx.Response) -> str:
     return "".join(texts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("api", "path"),
@@ -136,6 +138,7 @@ def test_a_reply_cut_within_a_marker_shows_no_part_of_it(
 SINGLE = {"type": "auto", "disable_parallel_tool_use": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "prompt", "single"),

@@ -61,6 +61,7 @@ def parts_of(chunks: openai.Stream[Any]) -> tuple[str, str, str, str]:
     return content, name, arguments, reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["call", "answer"])
 @pytest.mark.parametrize("tools", [TOOLS, STRICT], ids=["lenient", "strict"])
 def test_a_call_or_an_answer(
@@ -108,6 +109,7 @@ def test_the_choice_of_tools(client: openai.OpenAI, plain: Runtime) -> None:
         assert called.finish_reason == "tool_calls"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["call", "answer"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ENDPOINTS)
@@ -152,6 +154,7 @@ def test_every_api(
         jsonschema.validate(json.loads(content), SCHEMA)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("constraint", "answers"),
     [

@@ -18,6 +18,7 @@ from tests.saved_facts import saved_facts
 HEADS = {"demo": "demo-head", "demo-mlx": "demo-mlx-head"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [16, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", HEADS)
 def test_the_head_of_a_demo_model_drafts_well_and_changes_no_reply(target: str, every: int) -> None:
@@ -43,6 +44,7 @@ def test_the_head_of_a_demo_model_is_listed_but_must_be_named(target: str) -> No
     assert not option.problem
 
 
+@pytest.mark.long
 def test_the_statistics_of_each_head_are_saved_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
     return np.concatenate([halves[:, :, 0], halves[:, :, 1]], axis=1).reshape(rows.shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "folder"), PAIRS)
 def test_weights_equal_the_gguf_weights(file: str, folder: str) -> None:
     reader = gguf.GGUFReader(models_folder() / file)
@@ -82,6 +83,7 @@ def test_weights_equal_the_gguf_weights(file: str, folder: str) -> None:
     assert {name.rpartition(".")[0] for name in ours} == modules
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "folder"), PAIRS)
 def test_configuration_tokens_and_template_agree(file: str, folder: str) -> None:
     fields = gguf.GGUFReader(models_folder() / file).fields

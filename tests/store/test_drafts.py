@@ -108,6 +108,7 @@ def test_auto_takes_the_draft_and_gives_the_reason(lmstudio: Path) -> None:
     assert chosen("maker/Large-GGUF") == choice
 
 
+@pytest.mark.long
 def test_the_runtime_reports_the_draft_and_replies_are_unchanged(lmstudio: Path) -> None:
     with edgespec.load("maker/Large-GGUF", context=256, threads=1) as runtime:
         assert runtime.draft is not None
@@ -306,6 +307,7 @@ class TestFailingDrafts:
         path.write_bytes(b"GGUF".ljust(size, b"\0"))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("damage", ["add_tensor", "rename_pre_tokenizer", "delete_after_the_scan"])
     def test_the_target_runs_without_it(self, lmstudio: Path, damage: str) -> None:
         small = lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
@@ -357,6 +359,7 @@ class TestFailingDrafts:
             assert f"maker/Small-GGUF is not used: {error.what}" in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
 
+    @pytest.mark.long
     @pytest.mark.skipif(find_spec("mlx") is None, reason="needs MLX")
     @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json", "model.safetensors"])
     def test_an_mlx_draft_that_fails(self, own_home: Path, file: str) -> None:
@@ -373,6 +376,7 @@ class TestFailingDrafts:
             assert "maker/Small-MLX is not used: " in runtime.target.notice
             assert runtime.generate("Hi", max_tokens=4).tokens
 
+    @pytest.mark.long
     def test_a_draft_that_the_user_paired_is_still_an_error(self, lmstudio: Path, names: Path) -> None:
         names.write_text('[pairs]\n"maker/large-gguf" = "maker/Small-GGUF"\n')
         self.add_tensor(lmstudio / "maker/Small-GGUF/small-Q8_0.gguf")
@@ -433,6 +437,7 @@ def test_damaged_counts_are_not_used(pair: tuple[LocalModel, LocalModel], damage
     assert measured_acceptance_rate(*pair) == 0.25
 
 
+@pytest.mark.long
 def test_auto_uses_measured_acceptance_rates(own_home: Path) -> None:
     folder = own_home / ".lmstudio" / "models" / "maker"
     for name, file in (("Large", "target"), ("Small", "draft")):

@@ -379,6 +379,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.sampled_from(SETTINGS), VALUES))
 def test_any_configuration_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, config: dict[str, object]

@@ -321,6 +321,7 @@ def test_a_catalogue_name_uses_the_model_of_another_program(lmstudio: Path) -> N
     assert found.entry.name == "llama-3.2-1b"
 
 
+@pytest.mark.long
 def test_prepared_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "ours"))
     model = write_llama(tmp_path / "tiny.gguf", layers=3)

@@ -78,6 +78,7 @@ def test_an_ollama_manifest_folder_that_links_elsewhere(ollama: OllamaStore) -> 
     assert references() == ["tiny:latest"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["pipe", "socket", "/dev/zero", "loop", "unreadable"])
 @pytest.mark.parametrize("name", ["model-Q8_0.gguf", "config.json", "snapshots", "refs", "folder"])
 def test_special_files_do_not_hang(cache: Path, kind: str, name: str) -> None:

@@ -39,6 +39,7 @@ def reopened(path: Path) -> Facts:
     return Facts(path)
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(facts=st.dictionaries(st.text(st.characters()), _JSON, max_size=4), kind=st.sampled_from("ab"))
 def test_round_trip(facts: dict[str, Any], kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -126,6 +127,7 @@ def test_a_damaged_file_is_replaced(path: Path, damage: Any) -> None:
     assert reopened(path).get("speed", "one") == 2
 
 
+@pytest.mark.long
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_damage_never_changes_a_fact(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:

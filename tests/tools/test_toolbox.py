@@ -183,6 +183,7 @@ def test_a_server_that_sends_too_much_between_calls_is_cut_off(boxes: list[Toolb
     assert box.servers["bad"].problem == "the server sent more than 8 MiB at once"
 
 
+@pytest.mark.long
 def test_ten_thousand_tools(boxes: list[Toolbox]) -> None:
     box = started(boxes, hostile("many"))
     assert (len(box.tools), box.servers["bad"].left_out) == (100, 9_900)
@@ -232,6 +233,7 @@ def test_long_results_are_limited() -> None:
     assert text.startswith("x" * 1000 + "\n[This result has 3,000 characters. The last 2,000 are left out")
 
 
+@pytest.mark.long
 def test_the_chat_does_not_import_the_sdk_before_its_first_use() -> None:
     code = "import sys, edgespec.tui.app; sys.exit(bool({'mcp', 'httpx2', 'anyio'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,6 +19,7 @@ def high_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.backends.mlx.head_trainer._MATRIX_RATE", 0.3)
 
 
+@pytest.mark.long
 def test_the_weights_of_the_best_evaluation_are_kept(train: Train, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     assert whole.best in whole.curve
@@ -39,6 +40,7 @@ def test_the_weights_of_the_best_evaluation_are_kept(train: Train, tmp_path: Pat
     assert not (parts / "training").exists()
 
 
+@pytest.mark.long
 def test_a_training_stopped_in_an_evaluation_repeats_only_the_evaluation(
     train: Train, tmp_path: Path
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_training_killed_between_publishing_and_saving_its_best_weights(
     assert same_head(tmp_path / "killed", whole)
 
 
+@pytest.mark.long
 def test_missing_best_weights_are_reported(train: Train, tmp_path: Path) -> None:
     with pytest.raises(CancelledError):
         train(tmp_path, Stops(3))

@@ -200,6 +200,7 @@ def test_the_published_model_has_the_form_of_the_original(
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("settings", "temperature"), covering([{}, {"draft_branches": 3}], [0.0, 0.8]))
 def test_replies_are_those_of_plain_decoding(
     target: TrainingTarget,

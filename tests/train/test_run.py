@@ -128,6 +128,7 @@ def test_a_head_that_borrows_the_targets_output_matrix_is_compared(
     assert earlier.tokens_per_pass == pytest.approx(finished.figures.tokens_per_pass, abs=0.02)
 
 
+@pytest.mark.long
 def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
     first, second = Stops(1), Stops(1)
     for progress in (first, second):
@@ -199,6 +200,7 @@ def test_the_published_layout(finished: TrainingResult, tmp_path: Path) -> None:
     assert (tmp_path / "head.gguf").stat().st_size
 
 
+@pytest.mark.long
 def test_an_unfinished_training_is_not_mixed_with_another(train: Train, tmp_path: Path) -> None:
     stopped(train, tmp_path, 0)
     with raises(OptionError, "--tokens", code="output_exists"):
@@ -213,6 +215,7 @@ def test_other_files_are_not_deleted(train: Train, tmp_path: Path) -> None:
     assert (tmp_path / "training" / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["settings.json", "progress.json", "state-*.safetensors", "conversations-*.npz"]
 )

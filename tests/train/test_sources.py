@@ -60,11 +60,13 @@ def test_the_target_writes_its_own_questions(tmp_path: Path, monkeypatch: pytest
     assert other[0].tokens.tolist() != written[0].tokens.tolist()
 
 
+@pytest.mark.long
 def test_given_prompts_are_answered_first(target: TrainingTarget) -> None:
     writer = ConversationWriter(target.teacher, target.template, PROMPTS[:3])
     assert [each.kind for each in writer.write(0, always)] == ["code", "talk", "code"]
 
 
+@pytest.mark.long
 def test_long_prompts_are_left_out(target: TrainingTarget) -> None:
     long = TrainingPrompt((Message("user", "list " * 900),), "talk")
     writer = ConversationWriter(target.teacher, target.template, [long, PROMPTS[0]])

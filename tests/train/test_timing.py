@@ -39,6 +39,7 @@ def estimate(target: TrainingTarget, until: int | None = None) -> float:
     return measure_speed(target.teacher, student, start, progress).remaining_seconds(10_000, 0, 0)
 
 
+@pytest.mark.long
 def test_fast_machines_try_larger_steps(
     target: TrainingTarget, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +48,7 @@ def test_fast_machines_try_larger_steps(
     assert sizes == [1, 8, 32]
 
 
+@pytest.mark.long
 def test_slow_machines_run_one_small_step(
     target: TrainingTarget, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
     archive.check_saved()
 
 
+@pytest.mark.long
 async def test_a_chat_that_is_too_long_takes_no_further_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text))
 
 
+@pytest.mark.long
 async def test_a_coloured_reply_that_was_continued_in_another_run_is_shown_whole(
     demo: Load, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ async def test_a_coloured_reply_that_was_continued_in_another_run_is_shown_whole
         assert words(whole) in words(d.transcript())
 
 
+@pytest.mark.long
 async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY, system="Be brief.") as d:
         await d.say(ASK)
@@ -83,6 +85,7 @@ async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load
         assert len(json.loads(path.read_text())["messages"]) == 6
 
 
+@pytest.mark.long
 async def test_the_same_seed_regenerates_the_same_reply(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={"seed": 7, "temperature": 0.8}) as d:
         await d.say(ASK)
@@ -115,6 +118,7 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
         assert d.chat.prompt.text == ""
 
 
+@pytest.mark.long
 async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, size=(120, 40), settings=STEADY) as d:
         await d.press("f3")
@@ -151,6 +155,7 @@ async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None
         assert "guessed correctly" not in d.transcript()
 
 
+@pytest.mark.long
 async def test_colours_can_be_on_while_a_reply_is_written(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         await d.press("ctrl+t")
@@ -204,6 +209,7 @@ async def test_long_chat_drops_old_messages_and_shows_it(demo: Load, tmp_path: P
         assert len([w for w in column[:line] if isinstance(w, UserMessage | ReplyMessage)]) == 6
 
 
+@pytest.mark.long
 async def test_message_too_long_for_the_context_stays_in_the_input(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         long = "word " * 5000

@@ -61,6 +61,7 @@ async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> Non
         assert not any(chat.pinned for chat in ChatStore(tmp_path / "chats").list())
 
 
+@pytest.mark.long
 async def test_a_fork_with_a_long_title_is_told_apart(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("How do I find the largest files below a folder?")
@@ -120,6 +121,7 @@ async def test_a_pin_that_cannot_be_saved_is_not_reported(tmp_path: Path) -> Non
         assert "Pinned" not in "\n".join(d.screen_text())
 
 
+@pytest.mark.long
 async def test_the_search_command_filters_the_list(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(text="Use ls."), Script(text="Use find.")])
     async with driving(loading(runtime), tmp_path) as d:

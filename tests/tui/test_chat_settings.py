@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from textual.widgets import Input, TextArea
 
 from edgespec.store.installed import RecommendedSetting
@@ -62,6 +63,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         assert "stopped: the reply reached its maximum length" in d.transcript()
 
 
+@pytest.mark.long
 async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         d.chat.current_chat.settings["method"] = "telepathy"  # as an older chat may have it
@@ -84,6 +86,7 @@ async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: P
         assert len(d.chat.current_chat.entries) == 2
 
 
+@pytest.mark.long
 async def test_help_theme_and_preferences(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path) as d:
         await d.write("?")
@@ -98,6 +101,7 @@ async def test_help_theme_and_preferences(demo: Load, tmp_path: Path) -> None:
         assert d.chat.query_one("#details").display
 
 
+@pytest.mark.long
 async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path) as d:
         await d.say("/set parameter temp 0.5")
@@ -139,6 +143,7 @@ async def test_a_saved_schema_is_checked() -> None:
     assert accepted({"schema": "{"})[0] == {}
 
 
+@pytest.mark.long
 async def test_show_names_the_source_of_recommended_settings(tmp_path: Path) -> None:
     recommended = {"temperature": RecommendedSetting(0.6, "Ollama")}
     runtime = ScriptedRuntime(recommended_sampling=recommended)

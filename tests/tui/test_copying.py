@@ -37,6 +37,7 @@ async def test_the_key_copies_one_block_after_the_other(tmp_path: Path) -> None:
         assert d.app.clipboard == "indented"
 
 
+@pytest.mark.long
 async def test_the_command_copies_a_block_by_its_number(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime(scripts=[Script(text=THREE)])), tmp_path) as d:
         await d.say("hello")

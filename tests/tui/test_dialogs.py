@@ -20,6 +20,7 @@ async def test_ctrl_c_closes_a_dialog(tmp_path: Path, key: str) -> None:
         assert d.app.is_running
 
 
+@pytest.mark.long
 async def test_a_command_refused_again_shows_a_notice(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
 

@@ -41,6 +41,7 @@ def _script(folder: Path, code: str) -> str:
     return f"'{path}'"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_suspend")
 async def test_a_prompt_is_written_in_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDITOR", "false")
@@ -57,6 +58,7 @@ async def test_a_prompt_is_written_in_the_editor(tmp_path: Path, monkeypatch: py
         assert d.chat.prompt.text == "some text and more é!"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_suspend")
 @pytest.mark.parametrize(
     ("code", "message"),
@@ -79,6 +81,7 @@ async def test_an_editor_that_fails_changes_nothing(
         assert d.chat.prompt.text == "some text"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_suspend")
 @pytest.mark.parametrize(
     ("editor", "message"),
@@ -146,6 +149,7 @@ async def test_the_editor_needs_a_folder_for_temporary_files(
         assert d.chat.prompt.text == "some text"
 
 
+@pytest.mark.long
 def test_a_real_terminal_goes_on_after_an_editor_that_cannot_be_run(tmp_path: Path) -> None:
     (tmp_path / "editor").write_bytes(b"\x7fELF no program")
     (tmp_path / "editor").chmod(0o700)

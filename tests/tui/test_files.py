@@ -132,6 +132,7 @@ class TestPathSearch:
         assert search.find("/missing/") == []
 
 
+@pytest.mark.long
 async def test_the_list_of_paths_in_a_terminal_of_a_few_columns(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.write("@s")
@@ -143,6 +144,7 @@ async def test_the_list_of_paths_in_a_terminal_of_a_few_columns(tmp_path: Path, 
         await d.sees("src/main.py")
 
 
+@pytest.mark.long
 async def test_a_completed_path_is_sent_as_a_file(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.write("explain @mainp")
@@ -220,6 +222,7 @@ async def test_the_path_after_a_command_is_completed(tmp_path: Path, demo: Load)
             d.chat.prompt.clear()
 
 
+@pytest.mark.long
 async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         d.chat.prompt.replace_text("@src/**/*.py compare")
@@ -264,6 +267,7 @@ async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) ->
         assert not d.chat.current_chat.entries
 
 
+@pytest.mark.long
 async def test_an_image_is_sent_with_a_message_and_saved_with_the_chat(tmp_path: Path) -> None:
     files = write_vision_model(tmp_path / "models", "llava")
     Path("picture.png").write_bytes(png_bytes(picture()))
@@ -292,6 +296,7 @@ async def test_files_that_do_not_fit_together_are_refused_with_both_sizes(tmp_pa
         await d.said("tokens, but the context holds only 1,024")
 
 
+@pytest.mark.long
 async def test_files_are_found_after_the_working_folder_was_deleted(
     tmp_path: Path, demo: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +312,7 @@ async def test_files_are_found_after_the_working_folder_was_deleted(
         assert d.chat.current_chat.messages[0].files[0].text == "colour"
 
 
+@pytest.mark.long
 async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.send("ask @alice about @src/mian.py")
@@ -337,6 +343,7 @@ async def test_a_file_that_changes_before_it_is_sent(tmp_path: Path, demo: Load)
         await d.said("No file matches @notes.txt, so this was sent as text.")
 
 
+@pytest.mark.long
 async def test_a_slow_disk_does_not_block_typing(
     tmp_path: Path, demo: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

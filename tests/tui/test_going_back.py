@@ -22,6 +22,7 @@ async def two_chats(folder: Path) -> list[str]:
         return [path.stem for path in sorted(d.saved(), key=lambda path: -path.stat().st_mtime_ns)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wanted", "shown"), [("last", "About pears"), ("apples", "About apples"), ("ID", "About apples")]
 )
@@ -36,6 +37,7 @@ async def test_resume_opens_the_chosen_chat(wanted: str, shown: str, tmp_path: P
         assert len(d.chat.current_chat.entries) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wanted", "says"), [("last", "There are no saved chats yet"), ("plums", "no saved chat 'plums'")]
 )
@@ -52,6 +54,7 @@ async def test_memory_command_shows_the_reused_tokens(tmp_path: Path) -> None:
         assert "3 prompts" in d.transcript()
 
 
+@pytest.mark.long
 async def test_resumed_chat_reuses_its_cache_until_it_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ async def test_f1_opens_the_help_at_the_part_for_what_has_the_focus(tmp_path: Pa
         assert isinstance(d.app.screen, ModelsScreen)
 
 
+@pytest.mark.long
 async def test_the_mark_of_a_stopped_reply_survives_forks_and_restarts(tmp_path: Path) -> None:
     scripts = [Script(LONG, pause_seconds=0.02), Script("The end.")]
     async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as d:
@@ -104,6 +105,7 @@ async def test_a_reply_that_a_kill_interrupted_has_the_mark(tmp_path: Path) -> N
         await d.settled()
 
 
+@pytest.mark.long
 async def test_old_notes_leave_the_transcript(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("hello")

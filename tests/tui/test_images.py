@@ -164,6 +164,7 @@ async def test_a_terminal_with_few_colours_shows_name_and_size(
         assert "▀" not in "\n".join(d.screen_text())
 
 
+@pytest.mark.long
 async def test_a_terminal_of_a_few_columns(tmp_path: Path, vision: Load) -> None:
     save_quarters("photo.png")
     async with driving(vision, tmp_path, settings=SHORT) as d:
@@ -197,6 +198,7 @@ async def test_a_large_image_does_not_block_typing(
         assert d.chat.transcript.query_one(UserMessage).size.height == height, "nothing moves"
 
 
+@pytest.mark.long
 async def test_a_damaged_image_in_a_saved_chat(tmp_path: Path, vision: Load) -> None:
     """The rest of the chat opens, and the model is told that the image is damaged."""
     save_quarters("photo.png")

@@ -58,6 +58,7 @@ async def test_paging_upwards_skips_no_message(tmp_path: Path) -> None:
         assert seen == set(range(80))
 
 
+@pytest.mark.long
 async def test_a_fast_reply_is_drawn_in_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = 0
     write = ReplyMessage.write
@@ -90,6 +91,7 @@ async def test_the_screen_keeps_up_and_stays_at_the_end(tmp_path: Path) -> None:
         assert d.chat.transcript.scroll_y == d.chat.transcript.max_scroll_y
 
 
+@pytest.mark.long
 async def test_dropped_messages_are_counted_in_the_status(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="Two.", dropped=1)])
     async with driving(loading(runtime), tmp_path) as d:

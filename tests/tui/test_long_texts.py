@@ -38,6 +38,7 @@ async def paste(d: Driver, text: str) -> None:
     await until(d.pilot, lambda: d.chat.prompt.text != before, "the pasted text")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "most_characters"),
     [
@@ -71,6 +72,7 @@ def test_plain_texts_and_chunks_are_limited() -> None:
     assert limited_chunks(chunks[:3]) == chunks[:3]
 
 
+@pytest.mark.long
 async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +95,7 @@ async def test_a_saved_reply_of_megabytes_is_shown_in_part_and_copied_whole(
     assert json.loads(path.read_text("utf-8"))["messages"][1]["content"] == text
 
 
+@pytest.mark.long
 async def test_a_growing_reply_is_drawn_up_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ async def test_a_growing_reply_is_drawn_up_to_the_limit(
         assert driver.transcript().count("an item") < 60
 
 
+@pytest.mark.long
 async def test_long_reasoning_is_shown_in_part(tmp_path: Path) -> None:
     thought = Message("assistant", "Yes.", "word " * 100_000, ("<think>", "</think>"))
     save(tmp_path, Message("user", "Think."), thought)
@@ -131,6 +135,7 @@ async def test_messages_that_take_long_to_draw_wait_for_a_click(
         assert len(driver.chat.transcript.query(ReplyMessage)) == 2
 
 
+@pytest.mark.long
 async def test_a_long_paste_is_one_line_and_is_sent_whole(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:
@@ -161,6 +166,7 @@ async def test_a_long_line_is_folded_and_a_short_text_is_not(tmp_path: Path) -> 
         assert d.chat.prompt.whole_text == "word " * 300
 
 
+@pytest.mark.long
 async def test_a_label_is_deleted_as_a_whole_and_undo_restores_it(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:
@@ -179,6 +185,7 @@ async def test_a_label_is_deleted_as_a_whole_and_undo_restores_it(tmp_path: Path
         assert runtime.asked[0][1] == f"a{LINES}x"
 
 
+@pytest.mark.long
 async def test_two_pasted_texts_have_two_labels(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import edgespec
 from edgespec import Runtime
 from edgespec.errors import CancelledError
@@ -19,6 +21,7 @@ __all__ = ["delayed", "start_worker"]
 QUESTION = "How do I list files by size, and how do I count the lines of each?"
 
 
+@pytest.mark.long
 async def test_the_next_message_loads_the_model_again(
     start_worker: Callable[..., Worker], delayed: Callable[[int, float], int], tmp_path: Path
 ) -> None:

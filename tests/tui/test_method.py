@@ -36,6 +36,7 @@ LIMITS = (0.02, 2.0)
 WHY = "2% plus the time of 2 tokens"
 
 
+@pytest.mark.long
 async def test_no_acceptance_is_shown_while_the_speed_up_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +50,7 @@ async def test_no_acceptance_is_shown_while_the_speed_up_is_off(
         assert status.facts.acceptance_rate is None
 
 
+@pytest.mark.long
 async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
     gate = threading.Event()
     runtime = ScriptedRuntime(scripts=[Script(text="word " * 40, gate=gate)])
@@ -65,6 +67,7 @@ async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
         assert not status.facts.writing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(40, 20), (80, 24), (100, 30)], ids=str)
 async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
     tmp_path: Path, size: tuple[int, int]
@@ -171,6 +174,7 @@ def test_the_chat_says_whether_replies_are_identical(
     assert ("--exactness off" in why) == (exactness.bits and exactness != BITS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exactness", [BITS, ROUNDING, Exactness("off", False, "can differ by rounding")])
 async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
     exactness: Exactness, tmp_path: Path
@@ -183,6 +187,7 @@ async def test_a_switch_to_a_model_whose_replies_can_differ_says_so(
         assert ("--exact" in d.transcript()) == (exactness == ROUNDING)
 
 
+@pytest.mark.long
 async def test_the_details_follow_the_settings_of_the_chat(tmp_path: Path) -> None:
     target = replace(facts("demo"), exactness=BITS)
     async with driving(loading(ScriptedRuntime(target=target)), tmp_path, size=(120, 40)) as d:

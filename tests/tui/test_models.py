@@ -99,6 +99,7 @@ async def test_the_list_filters_and_switches_with_the_keyboard(tmp_path: Path) -
         assert d.chat.runtime.target.name == "demo-mlx"
 
 
+@pytest.mark.long
 async def test_a_chat_opened_from_the_list_loads_its_own_models(tmp_path: Path) -> None:
     store, now = ChatStore(tmp_path / "chats"), datetime.now(UTC)
     messages = MessageTree.linear([Message("user", "Hello"), Message("assistant", "Hi")])
@@ -117,6 +118,7 @@ async def test_a_chat_opened_from_the_list_loads_its_own_models(tmp_path: Path) 
         await d.said("This chat used gone, and now uses demo-draft.")
 
 
+@pytest.mark.long
 async def test_a_part_of_a_name_opens_the_list_of_matching_models(tmp_path: Path) -> None:
     async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
         await d.send("/model mlx")
@@ -127,6 +129,7 @@ async def test_a_part_of_a_name_opens_the_list_of_matching_models(tmp_path: Path
         await d.said("This chat now uses demo-mlx.")
 
 
+@pytest.mark.long
 async def test_models_that_do_not_fit_are_not_downloaded(tmp_path: Path) -> None:
     async with driving(load_here("demo"), tmp_path, size=(100, 40)) as d:
         await open_list(d)
@@ -198,6 +201,7 @@ def test_the_remaining_time_counts_only_what_this_download_has_loaded() -> None:
     assert Download("x", fraction=0.1, _start=(monotonic() - 60, 0.0)).time_left == ", 9 min left"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -255,6 +259,7 @@ async def test_running_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
         await d.sees("cannot be measured during a reply")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)], ids=lambda s: f"{s[0]}x{s[1]}")
 async def test_the_list_on_the_screen(
     tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -269,6 +274,7 @@ async def test_the_list_on_the_screen(
         await check_screen(d, "models")
 
 
+@pytest.mark.long
 async def test_a_model_opened_by_path_is_listed_and_has_the_cursor(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "my own model.gguf")
     async with driving(load_here(str(path)), tmp_path, load_other=load_here) as d:

@@ -77,6 +77,7 @@ def test_the_start_of_a_continued_reply_has_no_colour() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("while_written", [False, True])
 async def test_colours_keep_the_markdown(tmp_path: Path, while_written: bool) -> None:
     runtime = ScriptedRuntime(scripts=[Script(MARKDOWN)])
@@ -105,6 +106,7 @@ def text_colours(d: Driver) -> set[ColorTriplet | None]:
     return {style.color.triplet for style in styles if style.color}
 
 
+@pytest.mark.long
 async def test_colours_end_with_the_chat(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("one")

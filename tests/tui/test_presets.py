@@ -81,6 +81,7 @@ async def test_an_existing_preset_is_replaced_only_after_confirmation(tmp_path: 
         assert read_preset("mine").settings == {"target": "demo", "seed": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "problem"),
     [

@@ -14,6 +14,7 @@ from tests.tui.driving import driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 
+@pytest.mark.long
 async def test_new_lines_and_sending(tmp_path: Path) -> None:
     runtime = ScriptedRuntime()
     async with driving(loading(runtime), tmp_path) as d:
@@ -59,6 +60,7 @@ async def test_history_at_the_first_and_last_line(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "unsent"
 
 
+@pytest.mark.long
 async def test_a_paste_that_is_too_long_is_refused(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("before")
@@ -90,6 +92,7 @@ async def test_tab_completes_a_command(tmp_path: Path) -> None:
         assert d.app.theme == "edgespec-light"
 
 
+@pytest.mark.long
 async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/rename per")
@@ -100,6 +103,7 @@ async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> N
         assert not d.chat.prompt.has_focus
 
 
+@pytest.mark.long
 async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/")
@@ -114,7 +118,7 @@ async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
         await d.sees("/set [name value]")
         # Another name of a command also leads to it.
         d.chat.prompt.replace_text("/sav")
-        await d.sees("/rename [title] · rename this chat, which is saved automatically")
+        await d.sees("/rename [title] · give this chat another title")
         d.chat.prompt.clear()
         await d.write("/sav")
         await d.press("tab")
@@ -130,6 +134,7 @@ async def test_letters_typed_elsewhere_go_to_the_input(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "hi"
 
 
+@pytest.mark.long
 async def test_options_and_system_prompt_go_with_every_turn(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(text="Yes.")])
     async with driving(loading(runtime), tmp_path, system="Be kind.", settings={"temperature": 0.3}) as d:
@@ -153,6 +158,7 @@ async def test_control_d_on_the_empty_input_quits(tmp_path: Path) -> None:
         await until(d.pilot, lambda: not d.app.is_running, "the app to end")
 
 
+@pytest.mark.long
 async def test_prompts_of_earlier_runs_are_offered(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first\nof two lines")

@@ -43,6 +43,7 @@ async def test_the_chat_goes_on_with_the_changed_options(tmp_path: Path) -> None
         assert len(d.chat.current_chat.messages) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [

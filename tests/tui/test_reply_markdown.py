@@ -131,6 +131,7 @@ def copied(reply: ReplyMarkdown) -> str:
     return selected[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [300, 80, 41])
 async def test_copied_text_does_not_depend_on_the_width(width: int) -> None:
     async with showing(TEXT, width) as (reply, _):
@@ -145,6 +146,7 @@ async def test_every_row_fills_the_width(width: int) -> None:
         assert {reply.render_line(y).cell_length for y in range(reply.size.height)} == {reply.size.width}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [3, 4, 7])
 async def test_text_is_drawn_at_every_width(width: int) -> None:
     async with showing(TEXT, width) as (reply, _):
@@ -172,6 +174,7 @@ async def test_the_table_is_drawn_with_lines_and_wrapped_in_a_narrow_terminal() 
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7, 50])
 async def test_a_growing_text_is_drawn_like_the_whole_text(step: int) -> None:
     async with showing(TEXT) as (whole, _):
@@ -236,6 +239,7 @@ async def test_html_is_shown_as_text() -> None:
         assert copied(reply) == "Use <name> and <b>bold</b>."
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 7])
 async def test_a_growing_text_leaves_no_outdated_rows(step: int) -> None:
     async with showing("", 41) as (reply, pilot):
@@ -261,6 +265,7 @@ async def test_only_the_rows_that_change_are_drawn_again(monkeypatch: pytest.Mon
         assert drawn == [reply.size.height - 1]
 
 
+@pytest.mark.long
 async def test_a_new_line_is_laid_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts: list[Size] = []
     reflow = Compositor.reflow

@@ -42,6 +42,7 @@ async def act(d: Driver, *keys: str) -> None:
     await d.settled()
 
 
+@pytest.mark.long
 async def test_rerunning_and_editing_keep_the_earlier_versions(tmp_path: Path) -> None:
     async with driving(loading(replies("One.", "Two.", "Three.", "Four.")), tmp_path) as d:
         await d.say("first")
@@ -93,6 +94,7 @@ def test_every_key_for_the_selected_message_has_an_action() -> None:
     assert {each.action for each in MESSAGE_KEYS} == selection.ACTIONS.keys()
 
 
+@pytest.mark.long
 async def test_letters_are_typed_unless_a_message_is_selected(tmp_path: Path) -> None:
     async with driving(loading(replies("One.")), tmp_path) as d:
         await d.say("first")
@@ -185,6 +187,7 @@ async def test_a_reply_before_other_messages_is_continued_as_a_new_version(tmp_p
         assert conversation(d) == ["first", "One.", "second", "Two."]
 
 
+@pytest.mark.long
 async def test_keys_during_a_reply_stop_it_first(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="word " * 2000, pause_seconds=0.005)])
     async with driving(loading(runtime), tmp_path) as d:
@@ -198,6 +201,7 @@ async def test_keys_during_a_reply_stop_it_first(tmp_path: Path) -> None:
         assert conversation(d)[:3] == ["first", "One.", "second"]
 
 
+@pytest.mark.long
 async def test_the_selection_reaches_every_message_of_a_long_chat(tmp_path: Path) -> None:
     messages = [Message("user" if n % 2 == 0 else "assistant", f"message {n}") for n in range(130)]
     store = ChatStore(tmp_path / "chats")
@@ -239,6 +243,7 @@ async def test_other_versions_do_not_change_replies(demo: Load, tmp_path: Path, 
         assert conversation(d) == wanted
 
 
+@pytest.mark.long
 async def test_an_edited_message_that_is_deleted_meanwhile_is_sent_as_a_new_one(tmp_path: Path) -> None:
     async with driving(loading(replies("One.", "Two.", "Three.")), tmp_path) as d:
         await d.say("first")
@@ -296,6 +301,7 @@ async def test_the_same_note_is_shown_once(tmp_path: Path) -> None:
         assert d.transcript().index("There are no presets yet.") > d.transcript().index("no message for a")
 
 
+@pytest.mark.long
 async def test_typing_replaces_a_refused_command(tmp_path: Path) -> None:
     async with driving(loading(replies("One.")), tmp_path) as d:
         await d.say("/theme nosuch")

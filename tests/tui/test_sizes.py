@@ -20,6 +20,7 @@ def closes(driver: Driver) -> bool:
     return "Esc closes" in shown or "Esc cancels" in shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "light"), covering([(40, 20), (200, 60), (300, 80)], [False, True]))
 async def test_nothing_is_cut_off(tmp_path: Path, size: tuple[int, int], light: bool) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size, light=light) as d:

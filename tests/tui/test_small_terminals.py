@@ -23,6 +23,7 @@ def visible(d: Driver) -> str:
     return " ".join(" ".join(line.strip("│▌ ") for line in d.screen_text()).split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_show_begins_with_the_model_and_the_speed_up(tmp_path: Path, size: tuple[int, int]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
@@ -39,6 +40,7 @@ async def test_show_begins_with_the_model_and_the_speed_up(tmp_path: Path, size:
         await d.sees("itself" if d.chat.transcript.origin else "-r")
 
 
+@pytest.mark.long
 async def test_changed_settings_come_before_the_defaults(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, settings={"seed": 7}) as d:
         await d.say("/show")
@@ -47,6 +49,7 @@ async def test_changed_settings_come_before_the_defaults(tmp_path: Path) -> None
         assert shown.rstrip().endswith("/models/demo.gguf")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_memory_begins_with_its_first_line(tmp_path: Path, size: tuple[int, int]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
@@ -54,6 +57,7 @@ async def test_memory_begins_with_its_first_line(tmp_path: Path, size: tuple[int
         await until(d.pilot, lambda: "model weights 12.0 MiB" in visible(d), "the first line")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_help_begins_with_the_keys_that_everybody_needs(tmp_path: Path, size: tuple[int, int]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
@@ -73,6 +77,7 @@ async def test_a_panel_that_covers_a_small_screen_does_not_open_at_the_next_star
         assert not d.chat.preferences.details
 
 
+@pytest.mark.long
 async def test_selecting_a_message_closes_a_panel_that_covers_it(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime([Script("The answer.")])), tmp_path, size=(40, 20)) as d:
         await d.say("a question")
@@ -94,6 +99,7 @@ async def test_a_chat_opened_from_a_list_that_covers_the_screen_fills_it(tmp_pat
         await d.sees("a question")
 
 
+@pytest.mark.long
 async def test_the_text_at_the_top_stays_in_place_when_the_width_changes(tmp_path: Path) -> None:
     replies = ["\n\n".join(f"Fact {n}.{fact}: " + "word " * 50 for fact in range(9)) for n in range(4)]
     async with driving(loading(ScriptedRuntime([Script(each) for each in replies])), tmp_path) as d:

@@ -177,6 +177,7 @@ def test_why_fits_a_slower_reply_and_a_short_one() -> None:
     assert "slower" not in told[0]
 
 
+@pytest.mark.long
 async def test_the_legend_names_the_drafters(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=(120, 40)) as d:
         await d.press("f4")
@@ -265,6 +266,7 @@ async def test_a_tick_after_the_end_closes_no_other_screen(tmp_path: Path) -> No
         assert d.app.screen is d.chat
 
 
+@pytest.mark.long
 async def test_a_race_without_a_message_and_one_that_fails(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={"acceptance": "rejection"}) as d:
         await d.say("/race")

@@ -10,6 +10,7 @@ import edgespec
 from edgespec.tui.texts import notices
 
 
+@pytest.mark.long
 def test_the_first_screen_suggests_a_model_that_fits() -> None:
     with edgespec.load("demo", threads=1, memory="1GiB") as runtime:
         assert notices(runtime) == [runtime.target.notice]

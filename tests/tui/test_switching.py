@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import edgespec
 from edgespec.chat.saved_chat import ModelReferences, Setting
 from edgespec.errors import BackendError, CancelledError
@@ -36,6 +38,7 @@ def fresh_reply(name: str, messages: Sequence[edgespec.Message]) -> str:
         return runtime.chat(messages=messages).stream("And by date?", **SAMPLED).wait().text
 
 
+@pytest.mark.long
 async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> None:
     other = str(write_checkpoint(tmp_path / "tiny", "llama"))
     async with driving(load_here("demo"), tmp_path, settings=SAMPLED, load_other=load_here) as d:
@@ -61,6 +64,7 @@ async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> Non
     assert await asyncio.to_thread(fresh_reply, "demo", messages) == regenerated
 
 
+@pytest.mark.long
 async def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF but no model")
@@ -88,6 +92,7 @@ async def test_a_name_that_is_unknown_or_in_use_unloads_nothing(demo: Load, tmp_
         assert d.chat.runtime is runtime
 
 
+@pytest.mark.long
 async def test_the_running_reply_is_stopped_and_the_old_model_unloaded_first(tmp_path: Path) -> None:
     old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
     new = ScriptedRuntime(target=facts("demo-mlx"))
@@ -160,6 +165,7 @@ async def test_quitting_during_a_switch_keeps_the_chat(tmp_path: Path) -> None:
     assert len(json.loads(d.saved()[0].read_text())["messages"]) == 2
 
 
+@pytest.mark.long
 async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> None:
     new = ScriptedRuntime(target=facts("demo-mlx"))
     old = ScriptedRuntime()
@@ -170,6 +176,7 @@ async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> 
         assert d.chat.current_chat.settings == {"seed": 1}
 
 
+@pytest.mark.long
 async def test_a_model_that_can_be_loaded_no_more_ends_the_chat_with_its_error(tmp_path: Path) -> None:
     times_loaded = 0
 

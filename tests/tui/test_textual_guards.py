@@ -88,6 +88,7 @@ async def test_a_slash_in_the_list_of_chats_starts_a_command(tmp_path: Path) -> 
         await d.sees("Chats: sorting")
 
 
+@pytest.mark.long
 async def test_a_slash_in_a_search_is_searched(tmp_path: Path) -> None:
     save(tmp_path, "either/or", "either way")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
@@ -96,6 +97,7 @@ async def test_a_slash_in_a_search_is_searched(tmp_path: Path) -> None:
         assert d.chat.prompt.text == ""
 
 
+@pytest.mark.long
 async def test_a_message_is_typed_at_once_after_a_chat_is_opened(tmp_path: Path) -> None:
     save(tmp_path, "sorting", "searching")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
@@ -112,6 +114,7 @@ async def test_a_deletion_concerns_the_chat_that_was_highlighted(tmp_path: Path)
         await d.sees("Chats: t")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opening", [["f9"], [*"/model", "enter"]], ids=["key", "command"])
 async def test_the_list_of_models_takes_what_is_typed_at_once(tmp_path: Path, opening: list[str]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
@@ -134,6 +137,7 @@ async def test_dialogs_take_what_is_typed_at_once(tmp_path: Path) -> None:
         assert d.chat.current_chat.system == "Be brief."
 
 
+@pytest.mark.long
 async def test_an_edited_message_takes_what_is_typed_at_once(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("How do I list files")
@@ -157,6 +161,7 @@ async def test_the_chat_can_be_closed_while_many_keys_wait(tmp_path: Path) -> No
         d.app.exit()
 
 
+@pytest.mark.long
 async def test_control_characters_in_a_saved_chat_are_not_drawn(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     messages = (Message("user", f"asked{EVIL}"), Message("assistant", f"said{EVIL}\n\n```\ncode{EVIL}\n```"))

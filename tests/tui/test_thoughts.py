@@ -31,6 +31,7 @@ def reply(driver: Driver) -> ReplyMessage:
     return driver.chat.transcript.query(ReplyMessage).last()
 
 
+@pytest.mark.long
 async def test_reasoning_is_folded_above_the_answer(tmp_path: Path) -> None:
     runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.03)])
     async with driving(loading(runtime), tmp_path) as driver:
@@ -49,6 +50,7 @@ async def test_reasoning_is_folded_above_the_answer(tmp_path: Path) -> None:
         await driver.sees("The user wants `ls`. What else?")
 
 
+@pytest.mark.long
 async def test_enter_unfolds_the_reasoning(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
         await driver.say("How do I sort files?")
@@ -57,6 +59,7 @@ async def test_enter_unfolds_the_reasoning(tmp_path: Path) -> None:
         await driver.sees("The user wants `ls`. What else?")
 
 
+@pytest.mark.long
 async def test_while_the_model_thinks_one_line_counts_its_tokens(tmp_path: Path) -> None:
     runtime = ScriptedRuntime([Script(THOUGHT + "word " * 1000, pause_seconds=0.25)])
     async with driving(loading(runtime), tmp_path) as driver:
@@ -118,6 +121,7 @@ async def test_colours_show_where_tokens_came_from(tmp_path: Path) -> None:
         await driver.sees("Use ls -S.")
 
 
+@pytest.mark.long
 async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
         await driver.say("How do I sort files?")
@@ -137,6 +141,7 @@ async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
     assert "reasoning" not in messages[3]
 
 
+@pytest.mark.long
 async def test_the_time_of_the_reasoning_is_saved(tmp_path: Path) -> None:
     runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.05)])
     async with driving(loading(runtime), tmp_path) as driver:
@@ -180,6 +185,7 @@ async def test_a_continued_reply_does_not_claim_a_time(tmp_path: Path) -> None:
         await driver.sees("The user wants `ls`.")
 
 
+@pytest.mark.long
 async def test_f7_without_reasoning_says_so(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime([Script("Use `<think>` tags.")])), tmp_path) as driver:
         await driver.say("How do models think?")
@@ -203,6 +209,7 @@ THINKING_SWITCH = (
 )
 
 
+@pytest.mark.long
 async def test_the_folded_line_tells_the_length_of_the_reasoning(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
         await driver.say("How do I sort files?")
@@ -212,6 +219,7 @@ async def test_the_folded_line_tells_the_length_of_the_reasoning(tmp_path: Path)
         await driver.sees("Thoughts · 6 words")
 
 
+@pytest.mark.long
 async def test_think_switches_the_reasoning_of_a_model_that_has_a_switch(tmp_path: Path) -> None:
     template = ChatTemplate(THINKING_SWITCH, "", "")
     runtime = ScriptedRuntime(template=template)
@@ -239,6 +247,7 @@ async def test_think_says_that_the_demo_has_no_switch(demo: Load, tmp_path: Path
         assert driver.chat.current_chat.settings == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["{{ raise_exception('never') }}", "{% if %}"])
 async def test_think_with_a_broken_template(tmp_path: Path, source: str) -> None:
     template = ChatTemplate(source, "", "")

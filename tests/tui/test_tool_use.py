@@ -258,6 +258,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
         await finished(d)
 
 
+@pytest.mark.long
 async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list[str]) -> None:
     configure("bad", "hostile_server.py", "long")
     async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
@@ -271,6 +272,7 @@ async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list
         assert len(results(d)[0]) < 1500
 
 
+@pytest.mark.long
 async def test_the_number_of_rounds_is_limited(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +324,7 @@ async def test_the_list_shows_how_a_start_ends(tmp_path: Path, config: Path) -> 
         await d.sees("slow  not running: the program ended with status 4")
 
 
+@pytest.mark.long
 async def test_a_message_sent_too_early_says_that_the_tools_are_missing(tmp_path: Path, config: Path) -> None:
     config.write_text('[slow]\ncommand = "sleep"\nargs = ["60"]\n')
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:

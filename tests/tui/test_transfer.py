@@ -52,6 +52,7 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
         await d.said("/import needs the path of a file")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/chat.md", "a\0b.md", "\ud800.md"])
 async def test_impossible_paths_are_reported(tmp_path: Path, name: str) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:

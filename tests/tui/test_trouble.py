@@ -131,6 +131,7 @@ def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest
     assert caught.value is problem
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "title", "body"),
     [
@@ -171,6 +172,7 @@ async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "second"
 
 
+@pytest.mark.long
 async def test_escape_stops_a_reply_and_keeps_what_was_written(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
         await d.send("go on")
@@ -194,6 +196,7 @@ async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: 
         assert d.chat.prompt.text == "never mind"
 
 
+@pytest.mark.long
 async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[SLOW])
     async with driving(loading(runtime), tmp_path) as d:
@@ -205,6 +208,7 @@ async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
         assert len(d.saved()) == 1
 
 
+@pytest.mark.long
 async def test_quit_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[SLOW])
     async with driving(loading(runtime), tmp_path) as d:
@@ -219,6 +223,7 @@ async def test_quit_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None:
     assert "word word" in path.read_text()
 
 
+@pytest.mark.long
 async def test_quit_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.tui.app._QUIT_SECONDS", 0.3)
     deaf = Script(text="word " * 400, pause_seconds=0.005, ignores_cancel=True)
@@ -246,6 +251,7 @@ async def test_control_c_stops_then_clears_then_quits(tmp_path: Path) -> None:
         await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=5)
 
 
+@pytest.mark.long
 async def test_failed_save_is_shown_and_the_chat_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +270,7 @@ async def test_failed_save_is_shown_and_the_chat_continues(
         assert len(d.saved()) == 1
 
 
+@pytest.mark.long
 async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
     note = "slower than usual, because other programs were using the processor"
     busy = Script(busy_passes=1000)
@@ -278,6 +285,7 @@ async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
         await d.sees("fewer than usual")
 
 
+@pytest.mark.long
 async def test_a_reply_stopped_while_the_processor_is_busy_can_be_continued(tmp_path: Path) -> None:
     busy = Script("word " * 2000, pause_seconds=0.005, busy_passes=5000)
     async with driving(loading(ScriptedRuntime([busy])), tmp_path, size=(100, 30)) as d:
@@ -321,6 +329,7 @@ def _odd_chat(store: ChatStore) -> SavedChat:
     return chat
 
 
+@pytest.mark.long
 async def test_text_the_model_writes_is_never_markup(tmp_path: Path) -> None:
     odd = "Use #include <stdio.h> and [bold]x[/bold] and [/] and $primary."
     runtime = ScriptedRuntime(scripts=[Script(text=odd), Script(text=odd)])

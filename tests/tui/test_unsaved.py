@@ -29,6 +29,7 @@ class TestUnsaved:
 
         monkeypatch.setattr(os, "fsync", fail)
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("full_disk")
     async def test_error_is_shown_once_during_a_reply(self, tmp_path: Path) -> None:
         async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
@@ -54,6 +55,7 @@ class TestUnsaved:
         with raises(ChatFileError, "EDGESPEC_DATA_DIR", code="file_not_written"):
             _ask_and_quit(tmp_path, monkeypatch)
 
+    @pytest.mark.long
     def test_leaving_after_saving_again_is_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -61,6 +63,7 @@ async def test_up_takes_back_the_newest_message(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "two"
 
 
+@pytest.mark.long
 async def test_escape_stops_the_reply_and_the_next_message_is_sent(tmp_path: Path) -> None:
     long = Script("many words " * 1000, pause_seconds=0.02)
     async with driving(loading(ScriptedRuntime(scripts=[long])), tmp_path) as d:
@@ -85,6 +88,7 @@ async def test_a_reply_that_is_stopped_before_its_first_word_returns_all_message
         assert sent(d) == []
 
 
+@pytest.mark.long
 async def test_commands_are_not_delayed(tmp_path: Path) -> None:
     runtime, gate = runtime_with_gate()
     async with driving(loading(runtime), tmp_path) as d:

@@ -112,7 +112,7 @@ class RemoteBlock:
             raise BackendError(f"the worker {self.address}: {answer['error']}", next_step, code=code)
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
-        """Return the block's output in a pass. See `RunBlock`."""
+        """Return the block's output for one forward pass. See `RunBlock`."""
         evaluate(states)
         header = {**array_header(states), "offset": offset, "round_start": round_start}
         answer, data = self.ask(header, array_bytes(states), is_pass=True)

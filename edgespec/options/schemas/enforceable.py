@@ -189,7 +189,7 @@ def _is_whole(value: Any) -> TypeGuard[float]:
 
 
 def _is_exact(number: float) -> bool:
-    """Return whether llguidance reads a number exactly: it must be a float64 with up to 15 digits."""
+    """Return whether llguidance represents a number exactly: as a float64 of up to 15 digits."""
     if isinstance(number, int):
         return abs(number) < _MAX_BOUND and int(float(number)) == number
     return float(f"{number:.15g}") == number

@@ -48,7 +48,7 @@ __all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completi
 
 # The part types that Anthropic's API uses for tool calls and tool results.
 _BLOCKS = ("tool_use", "tool_result")
-# The fields to read from parts of other APIs, keyed by part type.
+# The fields to read from content parts in the formats of other APIs, keyed by part type.
 _READ_FIELDS = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content"),

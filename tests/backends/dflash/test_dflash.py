@@ -135,6 +135,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(files.load, lambda target: head_of(target, files.heads[kind]), rounds, seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write_target", [write_lfm2, write_jamba, write_gemma3])
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
@@ -165,6 +166,7 @@ REPLIES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 @pytest.mark.parametrize(("options", "kind"), covering(REPLIES, ("dflash", "dspark", "dflash 2")))
 def test_no_head_changes_a_reply(
@@ -192,6 +194,7 @@ def test_a_draft_is_no_longer_than_a_block(files: Files, target: LlamaCppModel) 
         head.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash 2"])
 def test_a_head_drafts_up_to_the_last_token_of_the_context(
     files: Files, target: LlamaCppModel, kind: str

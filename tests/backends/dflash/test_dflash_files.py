@@ -35,6 +35,7 @@ from tests.cases import first
 from tests.raising import raises
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -109,6 +110,7 @@ def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
         target.self_draft(Head("dflash", files.target))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_head_with_huge_weights_changes_no_reply(
@@ -126,6 +128,7 @@ def test_random_bytes_in_a_head_give_an_error_or_the_same_reply(
     check_changed_bytes(files.target, "dflash", files.heads["dspark"], changes, 3000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"rank": 8}, {"rank": 8, "block": 16}, {"drafted": 20_000}, {"window": 8}, {"candidates": 4}],
@@ -154,6 +157,7 @@ def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: d
     target.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"block": 2}, {"block": 2, "rank": 8}, {"block": MAX_BLOCK_TOKENS}])
 def test_heads_with_small_and_large_blocks_draft(
     files: Files, tmp_path: Path, options: dict[str, Any]

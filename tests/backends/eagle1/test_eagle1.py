@@ -102,6 +102,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", first(_VARIANTS, 4))
 def test_a_head_gives_the_same_logits_as_on_mlx(
     target: LanguageModel, mlx_target: LanguageModel, tmp_path: Path, variant: str
@@ -163,6 +164,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", first(KINDS, 3))
 def test_no_head_changes_a_reply(folder: Path, kind: str) -> None:
     path, head = str(folder / f"{kind}.gguf"), folder / "head"
@@ -224,6 +226,7 @@ def replies_of(runtime: edgespec.Runtime) -> list[edgespec.Reply]:
     return replies
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exact", first([False, True]))
 def test_a_fitted_head_is_often_right_and_changes_no_reply(
     demo_target: Path, tmp_path: Path, exact: bool

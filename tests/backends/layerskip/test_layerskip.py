@@ -76,6 +76,7 @@ class TestEqualsWholeModel:
         assert mine.chat_template == its.chat_template
         assert mine.file_bytes < its.file_bytes * 1.05
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("kv_type", "flash_attention"), covering(("f16", "q8_0", "q8_0/q4_0"), ("auto", "on"))
     )
@@ -98,6 +99,7 @@ class TestEqualsWholeModel:
             model.close()
         np.testing.assert_array_equal(rows[0], rows[1])
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("offloads", "system", "options", "times"),
         [
@@ -214,6 +216,7 @@ ROUNDS = st.lists(st.tuples(trees, trees, st.integers(0, 11), st.booleans()), mi
 
 
 class TestReusedDrafts:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "examples", [12, pytest.param(100, marks=pytest.mark.long)], ids=["some", "many"]
     )

@@ -39,6 +39,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
 
 
 class TestSameReplies:
+    @pytest.mark.long
     @pytest.mark.parametrize(("exit_layer", "branches"), covering(EXITS, ((), (3, 2))))
     def test_replies_equal_plain_decoding(
         self, plain: Runtime, folders: dict[int, Path], exit_layer: int, branches: tuple[int, ...]
@@ -53,6 +54,7 @@ class TestSameReplies:
                     if method == "layerskip":
                         assert reply.stats.drafted_tokens > 0
 
+    @pytest.mark.long
     def test_replies_with_a_quantised_kv_cache(self, folders: dict[int, Path]) -> None:
         with _drafting(folders[4], kv_type="q8_0") as runtime:
             for prompt in PROMPTS:
@@ -61,6 +63,7 @@ class TestSameReplies:
                     expected = runtime.generate(prompt, method="none", **asked)
                     assert runtime.generate(prompt, method="layerskip", **asked).text == expected.text
 
+    @pytest.mark.long
     def test_replies_in_rejection_mode_at_temperature_0(
         self, plain: Runtime, folders: dict[int, Path]
     ) -> None:

@@ -137,6 +137,7 @@ def test_a_pipe_in_the_folder_does_not_block(folder: Path) -> None:
         load_model(str(folder), "tiny", LoadOptions(), None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_damaged_folders_give_errors_of_one_line(trouble: str, folder: Path) -> None:
     breaking, code, quoted = TROUBLES[trouble]

@@ -118,6 +118,7 @@ def test_drafts_equal_those_of_numpy(
     head.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "layout"), covering(("llama", "llama_sliding", "qwen3_next"), ("z-lab", "DeepSeek"))
 )
@@ -130,6 +131,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(lambda: files.load(kind), lambda target: head_of(target, path), rounds, seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "layout"), covering(("llama", "gemma3", "qwen3_next"), ("z-lab", "DeepSeek"))
 )

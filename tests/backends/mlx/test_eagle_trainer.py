@@ -36,6 +36,7 @@ def batch_of(conversations: int = 4, length: int = 24) -> TrainingBatch:
     return TrainingBatch(tokens, replied)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", first(["llama", "gemma2", "qwen3"]))
 def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     teacher, batch = teacher_of(folder / kind, kind), batch_of(2)
@@ -49,6 +50,7 @@ def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     assert np.bincount(owners).tolist() == [24 - 6 - 3] * 2
 
 
+@pytest.mark.long
 def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the weights stay quantised."""
     checkpoint = write_checkpoint(
@@ -120,6 +122,7 @@ def _one_pass(net: UnrolledEagle, embeddings: mx.array, states: mx.array) -> mx.
     return outputs[0][0, : len(embeddings)]
 
 
+@pytest.mark.long
 def test_the_same_seed_writes_the_same_text(folder: Path) -> None:
     teacher = teacher_of(folder / "writer")
     prompts, temperatures = [[1, 2, 3], [4], [5, 6]], [0.0, 1.0, 1.0]

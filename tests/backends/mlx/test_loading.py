@@ -13,6 +13,7 @@ from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.raising import raises
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_the_smallest_context(tmp_path: Path, kind: str) -> None:
     context = 256

@@ -67,6 +67,7 @@ class TestBest:
                 got == wanted or params.top_p < 1 or close(rows[row], params, seed, 10 + depth, got, wanted)
             )
 
+    @pytest.mark.long
     def test_noise_equals_the_noise_of_the_host(self) -> None:
         flat = mx.zeros((1, 100_000))
         params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

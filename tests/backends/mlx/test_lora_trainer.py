@@ -82,6 +82,7 @@ def logits(model: MlxModel, tokens: list[int]) -> Any:
 
 
 class TestTrainer:
+    @pytest.mark.long
     def test_the_loss_falls(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
         losses = [trainer.train_step(lesson()) for _ in range(30)]
@@ -234,6 +235,7 @@ class TestReplies:
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
             assert drafter.trainer.evaluation == (stats.generated_tokens,) * 3
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("few_steps")
     def test_memory_of_training_is_reported(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo

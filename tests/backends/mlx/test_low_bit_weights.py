@@ -100,6 +100,7 @@ class TestSplit:
 
 
 class TestCopies:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("quantisation", "bits"),
         [(None, 4), (("affine", 6, 32), 3), (("affine", 4, 32), 3), (("affine", 3, 32), 2), (("mxfp8",), 4)],
@@ -140,6 +141,7 @@ def arrays(model: Any) -> list[mx.array]:
     return [leaf for _, leaf in leaves]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantisation", [None, ("affine", 8, 32)])
 def test_an_adapter_still_applies(folder: Path, quantisation: Any) -> None:
     path = write_checkpoint(folder / f"adapted {quantisation}", "llama", quantisation=quantisation)

@@ -42,11 +42,13 @@ def _check(path: Path, **how: object) -> None:
     assert planned.bytes_of("cache") == pytest.approx(facts.max_kv_bytes, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", first(_KINDS, 3))
 def test_every_kind_of_cache(kind: str, tmp_path: Path) -> None:
     _check(write_checkpoint(tmp_path / kind, kind), context_tokens=3000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kv_type", "memory_bytes"),
     [("auto", 1 << 40), ("auto", 3_000_000), ("q8_0", 1 << 40), ("q4_0", 3_000_000)],
@@ -90,6 +92,7 @@ print(run(sys.argv[1], int(sys.argv[2])))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     sys.platform != "linux" or mx.default_device() != mx.cpu, reason="measured on a processor by Linux"
 )

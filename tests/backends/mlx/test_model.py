@@ -34,6 +34,7 @@ def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.floa
 
 
 class TestProbe:
+    @pytest.mark.long
     @pytest.mark.parametrize("kind", KINDS)
     def test_each_kind_of_cache_gets_its_exact_capabilities(self, tmp_path: Path, kind: str) -> None:
         model = mlx.load(str(write_checkpoint(tmp_path, kind)), kind, LoadOptions(context_tokens=64))
@@ -150,6 +151,7 @@ class TestLoading:
         with pytest.raises(OptionError):
             mlx.load(str(folder / "llama"), "llama", LoadOptions(**options))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
     def test_a_quantised_cache_is_smaller_and_exact(
         self, folder: Path, llama: LanguageModel, kv_type: str
@@ -189,6 +191,7 @@ class TestLoading:
         with raises(MemoryBudgetError, "4096"):
             mlx.load(str(folder / "llama"), "llama", options)
 
+    @pytest.mark.long
     def test_cache_bytes_are_predicted(self, folder: Path, llama: LanguageModel) -> None:
         for kind in ("llama", "gemma3", "qwen3_next"):
             path = write_checkpoint(folder / f"sized {kind}", kind)
@@ -218,6 +221,7 @@ class TestLoading:
             row(model, TokenTree.chain(4))
             model.close()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("cycles", [3, pytest.param(7, marks=pytest.mark.long)])
     def test_closing_a_model_frees_its_memory(self, cycles: int) -> None:
         """All MLX arrays are freed, and the process keeps at most fragments."""
@@ -239,6 +243,7 @@ class TestLoading:
         assert max(arrays) < 1024
         assert sizes[-1] - sizes[1] < weights[0]
 
+    @pytest.mark.long
     def test_random_initial_weights_are_not_kept(self) -> None:
         """Each unevaluated random draw holds the draw before it."""
         mx.random.uniform()

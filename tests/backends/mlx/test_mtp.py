@@ -49,6 +49,7 @@ def head_of(target: Any) -> EagleHead:
     return head
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
@@ -74,6 +75,7 @@ def check_replies(folder: Path) -> None:
             assert reply.stats.drafted_tokens
 
 
+@pytest.mark.long
 def test_fused_experts_give_the_same_layer(folder: Path, tmp_path: Path) -> None:
     def parameters(path: Path) -> dict[str, mx.array]:
         from mlx.utils import tree_flatten
@@ -133,6 +135,7 @@ def numbered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return write_numbered_mtp_layer(tmp_path_factory.mktemp("numbered") / "model", request.param)
 
 
+@pytest.mark.long
 def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numbered: Path) -> None:
     from mlx.utils import tree_flatten
 
@@ -154,6 +157,7 @@ def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numb
     target.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hidden_first", [False, True])
 def test_the_order_of_the_inputs_is_found_by_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden_first: bool
@@ -186,15 +190,18 @@ def test_the_order_of_the_inputs_is_found_by_a_trial(
     target.close()
 
 
+@pytest.mark.long
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=6), seed=st.integers(0, 1 << 16))
 def test_a_layer_of_another_family_follows_its_target(numbered: Path, rounds: list[Round], seed: int) -> None:
     check_history(lambda: load(numbered), head_of, rounds, seed)
 
 
+@pytest.mark.long
 def test_a_layer_of_another_family_changes_no_reply(numbered: Path) -> None:
     check_replies(numbered)
 
 
+@pytest.mark.long
 def test_the_memory_of_a_layer_of_another_family_is_planned(numbered: Path) -> None:
     check_plan(numbered)

@@ -36,6 +36,7 @@ def test_drafts_equal_those_of_the_rounded_weights(fp8: Path, dequantised: Path)
     np.testing.assert_array_equal(drafts(fp8), drafts(dequantised))
 
 
+@pytest.mark.long
 def test_drafting_changes_no_reply(fp8: Path) -> None:
     check_replies(fp8)
 

@@ -106,6 +106,7 @@ def qwen35(folder: Path) -> Path:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("quantisation", "stacked"), covering(QUANTISATIONS, (False, True), count=3))
 def test_a_quantised_layer_drafts_like_its_rounded_weights(
     tmp_path: Path, quantisation: tuple[str, int, int], stacked: bool
@@ -117,6 +118,7 @@ def test_a_quantised_layer_drafts_like_its_rounded_weights(
     np.testing.assert_allclose(quantised, drafts(dequantise_mtp(folder, *quantisation)), atol=2e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", first(["mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"])
 )
@@ -187,6 +189,7 @@ def test_equal_modules_draft_like_one(tmp_path: Path) -> None:
     np.testing.assert_allclose(drafts(folder, chained=True), alone, atol=1e-4)
 
 
+@pytest.mark.long
 def test_different_modules_draft_differently_from_the_second_token_on(modules: Path, tmp_path: Path) -> None:
     from shutil import copytree
 
@@ -202,12 +205,14 @@ def test_different_modules_draft_differently_from_the_second_token_on(modules: P
     assert np.abs(chained[1:] - single[1:]).max(axis=1).min() > 1e-3
 
 
+@pytest.mark.long
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=6), seed=st.integers(0, 1 << 16))
 def test_modules_follow_their_target(modules: Path, rounds: list[Round], seed: int) -> None:
     check_history(lambda: load(modules), head_of, rounds, seed, depth=4)
 
 
+@pytest.mark.long
 def test_modules_change_no_reply_and_their_memory_is_planned(modules: Path) -> None:
     check_replies(modules)
     check_plan(modules)

@@ -45,6 +45,7 @@ histories = st.lists(
 class TestRunAhead:
     """Prelaunched steps change no result, whatever call comes instead."""
 
+    @pytest.mark.long
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(histories)
     def test_any_history_is_the_same_with_and_without_run_ahead(
@@ -106,6 +107,7 @@ class TestPipelining:
         draft.close()
         target.close()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("min_confidence", [0.0, 0.3])
     @pytest.mark.parametrize(
         ("temperature", "rule"), [(0.0, Invariant()), (0.8, Invariant()), (0.0, Rejection(RandomDraws(1)))]
@@ -187,6 +189,7 @@ def count_forwards(model: Any) -> list[int]:
 
 
 class TestThreads:
+    @pytest.mark.long
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
     def test_load_use_and_close_in_different_threads(self, tmp_path: Path, dtype: str) -> None:
         """MLX evaluates an array only in the thread that created it, so no array may stay lazy."""

@@ -100,6 +100,7 @@ class TestReplies:
         yield model
         model.close()
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("model", "way"), covering(list(CHECKPOINTS), list(WAYS)), indirect=["model"])
     def test_replies_equal_plain_decoding(self, model: Any, way: str) -> None:
         view = model.self_draft(WAYS[way])
@@ -125,6 +126,7 @@ class TestReplies:
 
 
 class TestArchitectures:
+    @pytest.mark.long
     @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
     def test_each_architecture_drafts_for_itself_or_states_the_reason(
         self, tmp_path: Path, kind: str
@@ -156,6 +158,7 @@ class TestDemo:
         yield model
         model.close()
 
+    @pytest.mark.long
     def test_replies_are_the_same_and_drafts_are_accepted(self, demo: Any) -> None:
         prompt = demo.vocabulary.tokenize("Once upon a time there was", special=False, start=True)
         plain, _ = reply(demo, None, prompt=prompt)
@@ -167,6 +170,7 @@ class TestDemo:
             shares[type(how)] = stats.accepted_tokens / stats.drafted_tokens
         assert min(shares.values()) > 0.2
 
+    @pytest.mark.long
     def test_verification_does_not_rerun_the_lower_layers(self, demo: Any) -> None:
         rows: dict[int, int] = {0: 0, 11: 0}
         for layer in rows:
@@ -234,6 +238,7 @@ class TestHistories:
         for model in models:
             model.close()
 
+    @pytest.mark.long
     @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(0, 1), actions)
     def test_logits_equal_those_of_a_fresh_prefill(

@@ -23,6 +23,7 @@ def in_thread(work: Callable[[], object]) -> None:
     thread.join()
 
 
+@pytest.mark.long
 def test_models_that_are_loaded_again_and_again_leave_no_threads() -> None:
     def load_and_close() -> None:
         with load("demo-mlx-draft", "none", method="none", context=256) as runtime:

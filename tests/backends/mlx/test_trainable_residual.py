@@ -109,6 +109,7 @@ def test_published_heads_draft_what_the_trainer_computes(
     assert np.abs(expected - expected[0]).max() > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "temperature"), covering(KINDS, [0.8, 0.0]))
 def test_replies_are_those_of_plain_decoding(
     teacher: MlxTeacher, model: Path, tmp_path: Path, method: str, temperature: float

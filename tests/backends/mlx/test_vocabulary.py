@@ -124,6 +124,7 @@ def test_the_demo_has_the_same_tokens_on_both_backends(demo: tuple[Vocabulary, V
     assert ours.eos_text == theirs.eos_text == "<|im_end|>"
 
 
+@pytest.mark.long
 @SETTINGS
 @given(TEXTS)
 @example("")
@@ -173,6 +174,7 @@ def test_byte_level_tokens_are_the_same(byte_level: tuple[Vocabulary, Vocabulary
     assert [ours.raw_piece(token) for token in range(ours.size - 5, ours.size)] == [b""] * 5
 
 
+@pytest.mark.long
 @SETTINGS
 @given(st.lists(st.one_of(TEXTS, st.sampled_from(["<|looks|>", "<think>", "<|channel|>", "<|end|>", "日"]))))
 def test_byte_level_tokenizes_the_same(byte_level: tuple[Vocabulary, Vocabulary], parts: list[str]) -> None:
@@ -235,6 +237,7 @@ def test_control_tokens_are_plain_text_by_default(tiny: MlxVocabulary) -> None:
     assert control not in plain
 
 
+@pytest.mark.long
 @SETTINGS
 @given(text=TEXTS)
 def test_plain_text_round_trips(tiny: MlxVocabulary, text: str) -> None:

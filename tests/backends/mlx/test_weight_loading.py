@@ -65,6 +65,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_loads_in_one_thread_and_runs_in_another(kind: str, tmp_path: Path) -> None:
     """The planned size of the caches is that of their arrays."""
@@ -93,6 +94,7 @@ def test_every_architecture_loads_in_one_thread_and_runs_in_another(kind: str, t
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUANTISATIONS)
 def test_quantised_models_compute_in_float32_on_the_cpu(name: str, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", dtype="bfloat16", quantisation=QUANTISATIONS[name])
@@ -215,6 +217,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
 """
 
 
+@pytest.mark.long
 def test_loading_is_silent_offline_and_leaves_the_limits(tmp_path: Path) -> None:
     # A padding token beyond the vocabulary makes transformers warn.
     path = write_checkpoint(tmp_path, "llama", config={"pad_token_id": 10**6})
@@ -238,6 +241,7 @@ except BackendMissingError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["mlx.core", "mlx_lm.utils"])
 def test_without_mlx_the_error_names_the_extra(module: str, llama: Path) -> None:
     ran = subprocess.run(

@@ -27,6 +27,7 @@ from tests.backends.tiny_mtp_models import SHAPES
 from tests.raising import raises
 
 
+@pytest.mark.long
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
@@ -35,6 +36,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(files.load, head_of, rounds, seed, depth=3)
 
 
+@pytest.mark.long
 def test_a_file_with_the_layers_alone_drafts_the_same(files: Files) -> None:
     tokens = list(range(10, 40))
     found = []
@@ -78,6 +80,7 @@ def mixed(path: Path, streams: NDArray[np.float32]) -> NDArray[np.float32]:
     return result
 
 
+@pytest.mark.long
 def test_heads_read_the_states_that_llama_cpp_defines(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
     graph = read_mtp_layers(files.target).graph
@@ -122,6 +125,7 @@ def test_a_rejected_draft_does_not_keep_the_head_from_drafting(
     target.close()
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None)
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_any_history_with_checkpoints_alone(checkpointed: Files, rounds: list[Round], seed: int) -> None:

@@ -27,6 +27,7 @@ def chained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Files(tmp_path_factory.mktemp("chained"), request.param, CHAINS[request.param])
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_several_layers_draft_after_any_history_like_fresh_ones(

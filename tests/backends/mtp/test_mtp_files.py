@@ -55,6 +55,7 @@ def without(path: Path, model: Path, *names: str) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("files", KINDS, indirect=True)
 def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, files: Files) -> None:
     """Many converters remove the layers, but leave their number in the metadata."""
@@ -141,6 +142,7 @@ def test_layers_of_another_model_are_refused(
     assert message in caught.value.what
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", ["block_count", "nextn_predict_layers", "context_length", "vocab_size"])
 @pytest.mark.parametrize("value", [0, 1, 2, 4, 500, (1 << 31) - 1])
 def test_other_numbers_of_layers_and_tokens_are_refused_or_harmless(
@@ -186,12 +188,14 @@ def test_layers_whose_logits_are_not_finite_are_refused(
         head_of(target, damaged(write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target), value))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_useless_layers_change_no_reply(glm: Files, tmp_path: Path, temperature: float) -> None:
     head = damaged(write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target), 1e30)
     check_same_replies(glm.target, "mtp", head, [temperature])
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(BYTE_CHANGES)
 def test_random_bytes_in_a_file_give_an_error_or_the_same_reply(
@@ -220,6 +224,7 @@ def test_another_kind_of_layers_is_one_clear_error(glm: Files, tmp_path: Path) -
         edgespec.load(str(glm.target), "none", head=str(tmp_path / "head.gguf"), context=256)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("files", KINDS, indirect=True)
 def test_the_plan_counts_the_layers_once(files: Files) -> None:
     def planned(method: str, **options: Any) -> dict[str, int]:

@@ -81,6 +81,7 @@ def random_reply(grammar: str, seed: int) -> str:
     return reply.decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_required_call_is_always_parsed_and_valid(name: str) -> None:
     grammar = required_grammar(FORMS[name], TOOLS, no_control_tokens)
@@ -166,6 +167,7 @@ def accepts(grammar: str, reply: str) -> bool:
     return walk.try_consume_tokens(tokens) == len(tokens) and walk.is_accepting()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_or_an_answer(name: str) -> None:
     form, grammar = FORMS[name], answers(name)
@@ -188,6 +190,7 @@ def test_calls_or_an_answer(name: str) -> None:
         assert not accepts(grammar, reply), reply
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not FORMS[name].reasoning_ends])
 def test_calls_and_answers_are_told_apart(name: str) -> None:
     grammar = answers(name)

@@ -69,6 +69,7 @@ def test_a_reply_that_ends_within_the_call_keeps_its_beginning(name: str) -> Non
     assert calls[0].arguments.replace('": "', '":"') == '{"city":"Zürich \\"Nord'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_cut_is_a_prefix(name: str) -> None:
     """A longer reply never changes a reported call, and text is only what no call used."""
@@ -80,6 +81,7 @@ def test_every_cut_is_a_prefix(name: str) -> None:
             assert continued.arguments.startswith(call.arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_reply_cut_anywhere_contains_no_part_of_a_marker_or_call(name: str) -> None:
     """Only the first character of a marker may stay, because it could be text."""
@@ -154,6 +156,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @given(st.sampled_from(sorted(FAMILIES)), st.lists(PIECES, max_size=12), st.data())
 def test_any_division_gives_the_same_result(name: str, pieces: list[str], data: st.DataObject) -> None:
     reply = "".join(pieces)

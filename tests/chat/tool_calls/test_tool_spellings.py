@@ -151,6 +151,7 @@ def test_arguments(given: Any, meant: str) -> None:
 EACH_CALL = "{{% for m in messages %}}{{% for c in m.tool_calls or [] %}}{}{{% endfor %}}{{% endfor %}}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "source",
     [

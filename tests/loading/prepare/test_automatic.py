@@ -40,6 +40,7 @@ def test_a_split_model_is_used_for_its_source(model: Path) -> None:
             assert reply.tokens == plain.tokens
 
 
+@pytest.mark.long
 def test_a_low_bit_copy_is_preferred(model: Path) -> None:
     prepare_layerskip(model, 2)
     prepare_lowbit(model, "Q8_0")
@@ -47,6 +48,7 @@ def test_a_low_bit_copy_is_preferred(model: Path) -> None:
         assert runtime.method.effective == "lowbit+suffix"
 
 
+@pytest.mark.long
 def test_auto_ignores_a_damaged_split_model(model: Path) -> None:
     prepare_layerskip(model, 2)
     prepared = find_prepared("layerskip", model)
@@ -58,6 +60,7 @@ def test_auto_ignores_a_damaged_split_model(model: Path) -> None:
         edgespec.load(str(model), "none", context=256, method="layerskip")
 
 
+@pytest.mark.long
 def test_auto_ignores_a_truncated_copy(model: Path) -> None:
     prepare_layerskip(model, 2)
     copy = lowbit_file(prepare_lowbit(model, "Q8_0"))
@@ -71,6 +74,7 @@ def test_auto_ignores_a_truncated_copy(model: Path) -> None:
                 use(str(model), "none", context=256, method="lowbit")
 
 
+@pytest.mark.long
 def test_a_draft_model_is_preferred(demo_target: Path, tmp_path: Path) -> None:
     whole = tmp_path / "demo.gguf"
     whole.symlink_to(demo_target)

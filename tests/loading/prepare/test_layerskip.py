@@ -46,6 +46,7 @@ def _nothing_there() -> bool:
 
 
 class TestParts:
+    @pytest.mark.long
     def test_every_tensor_is_stored_once(self, three_layers: Path) -> None:
         prepared = prepare_layerskip(three_layers, 2)
         assert {file.name for file in prepared.files} == FILES
@@ -63,6 +64,7 @@ class TestParts:
         for name, data in source.items():
             np.testing.assert_array_equal(found[name], data)
 
+    @pytest.mark.long
     def test_a_multi_part_model_is_prepared(self, tmp_path: Path, demo_target: Path) -> None:
         source = GgufParts([demo_target])
         names = [tmp_path / f"demo-0000{i}-of-00002.gguf" for i in (1, 2)]
@@ -133,11 +135,13 @@ class TestErrors:
             prepare_layerskip(three_layers)
         assert _nothing_there()
 
+    @pytest.mark.long
     def test_a_damaged_model(self, demo: Path) -> None:
         demo.write_bytes(demo.read_bytes()[:1_000_000])
         with raises(ModelFileError, "damaged"):
             prepare_layerskip(demo, 4)
 
+    @pytest.mark.long
     def test_a_full_disk(self, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 2**20))
@@ -207,6 +211,7 @@ DAMAGES = {
 
 
 class TestPreparedModels:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("name", "damage"),
         [
@@ -226,12 +231,14 @@ class TestPreparedModels:
             resolve(str(prepared.folder))
         check_prepared(prepare_layerskip(three_layers, 1), three_layers, full=True)
 
+    @pytest.mark.long
     def test_the_folder_can_be_loaded(self, three_layers: Path, tmp_path: Path) -> None:
         prepared = prepare_layerskip(three_layers, 1, to=tmp_path / "halves")
         found = resolve(str(tmp_path / "halves"))
         assert (found.format, found.path, found.name) == ("layerskip", prepared.folder, "model.gguf")
         assert resolve(str(three_layers)).format == "gguf"
 
+    @pytest.mark.long
     def test_the_split_model_works_without_its_source(self, three_layers: Path) -> None:
         prepared = prepare_layerskip(three_layers, 1)
         three_layers.unlink()
@@ -245,6 +252,7 @@ class TestPreparedModels:
         with pytest.raises(ModelNotFoundError):
             resolve(str(three_layers))
 
+    @pytest.mark.long
     def test_a_changed_source_is_prepared_again(self, three_layers: Path) -> None:
         first = prepare_layerskip(three_layers, 1)
         write_llama(three_layers, layers=3, seed=1)
@@ -255,6 +263,7 @@ class TestPreparedModels:
         assert second.files != first.files
 
 
+@pytest.mark.long
 def test_exits_of_a_trained_model_agree(demo_target: Path) -> None:
     table = measure_exits(demo_target, GgufParts([demo_target]))
     exits = table.exits

@@ -37,6 +37,7 @@ def in_store() -> list[str]:
     return [path.name for path in store_folder().rglob("*.gguf")]
 
 
+@pytest.mark.long
 def test_a_copy_is_made_once_and_is_smaller(source: Path) -> None:
     made = prepare_lowbit(source, "q2_k")
     assert made.settings == {"type": "Q2_K"}
@@ -57,6 +58,7 @@ def test_a_copy_is_made_once_and_is_smaller(source: Path) -> None:
     assert find_lowbit(source) == other
 
 
+@pytest.mark.long
 def test_a_folder_outside_the_store(source: Path, tmp_path: Path) -> None:
     made = prepare_lowbit(source, "Q3_K", to=tmp_path / "mine")
     assert made.folder == tmp_path / "mine"
@@ -91,6 +93,7 @@ def test_unknown_types_and_types_that_are_not_smaller_are_an_error(source: Path,
     assert in_store() == []
 
 
+@pytest.mark.long
 def test_a_copy_that_cannot_save_time_is_not_used_automatically(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_files_that_are_not_models(tmp_path: Path) -> None:
         prepare_lowbit(rubbish, "Q2_K")
 
 
+@pytest.mark.long
 def test_a_damaged_copy_and_a_changed_source_are_errors(source: Path) -> None:
     made = prepare_lowbit(source, "Q4_0")
     with source.open("r+b") as file:
@@ -146,6 +150,7 @@ def test_a_damaged_copy_and_a_changed_source_are_errors(source: Path) -> None:
     check_prepared(prepare_lowbit(source, "Q4_0"), source, full=True)
 
 
+@pytest.mark.long
 def test_too_little_free_space(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(source)._replace(free=5 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)

@@ -55,6 +55,7 @@ def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, byt
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "exit_layer"),
     [(partial(write_llama, layers=5), 2), (partial(write_llama, layers=4), 2), (write_gemma3, 6)],
@@ -73,6 +74,7 @@ def test_the_merged_file_equals_the_original(
     assert not path.exists()
 
 
+@pytest.mark.long
 def test_the_copy_equals_that_of_the_original(source: Path, split_model: PreparedModel) -> None:
     expected = prepare_lowbit(source, "Q2_K")
     bytes_of_it = contents(lowbit_file(expected))
@@ -94,6 +96,7 @@ def test_the_copy_equals_that_of_the_original(source: Path, split_model: Prepare
     model.close()
 
 
+@pytest.mark.long
 def test_the_original_is_used_if_it_exists(source: Path, split_model: PreparedModel) -> None:
     made = prepare_lowbit(split_model.folder)
     assert made.source == source
@@ -110,6 +113,7 @@ def test_the_original_is_used_if_it_exists(source: Path, split_model: PreparedMo
     assert find_lowbit(split_model.folder) == again
 
 
+@pytest.mark.long
 def test_a_copy_of_a_changed_original_is_not_used(source: Path, split_model: PreparedModel) -> None:
     data = source.read_bytes()
     source.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -134,6 +138,7 @@ def test_another_split_model_in_the_same_folder(source: Path, tmp_path: Path) ->
     check_lowbit(prepare_lowbit(folder), folder)
 
 
+@pytest.mark.long
 def test_a_damaged_split_model_is_an_error(source: Path, split_model: PreparedModel) -> None:
     source.unlink()
     os.truncate(split_model.path("upper.gguf"), 1000)
@@ -149,6 +154,7 @@ def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch
         prepare_lowbit(demo, "IQ2_XXS")
 
 
+@pytest.mark.long
 def test_too_little_free_space(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space is needed for the merged file and for the copy."""
     free = shutil.disk_usage(demo)._replace(free=15 << 20)

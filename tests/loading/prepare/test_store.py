@@ -289,6 +289,7 @@ def test_a_capability_error_deletes_the_partial_folder(source: Path) -> None:
     assert not [path for path in store_folder().rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("damage", ["cut", "head", "gone"])
 def test_a_damaged_file_is_an_error_and_built_again(source: Path, damage: str, full: bool) -> None:

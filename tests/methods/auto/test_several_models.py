@@ -52,6 +52,7 @@ def seconds(machine: SimulatedMachine, texts: list[Text], others: tuple[Simulate
     return sum([world.reply(controller, text) for text in texts][len(texts) // 2 :])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("machine", "rates"),
     [
@@ -92,6 +93,7 @@ RATES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     CURVES,

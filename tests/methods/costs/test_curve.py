@@ -84,6 +84,7 @@ def rows(model: LanguageModel) -> Any:
 
 
 class TestMeasureCosts:
+    @pytest.mark.long
     @pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "after a prompt"])
     def test_cache_is_unchanged(self, model: LanguageModel, prompt: list[int]) -> None:
         model.prefill(prompt)
@@ -99,6 +100,7 @@ class TestMeasureCosts:
         measured = measure_costs(table(1, context_tokens=64), widths=(2, 4, 8), repeats=0)
         assert measured.seconds == pytest.approx((0.1, 0.15, 1.2, 0.4))
 
+    @pytest.mark.long
     def test_widths_fit_the_context(self, model: LanguageModel) -> None:
         model.prefill([1] * (model.free_tokens - 5))
         assert measure_costs(model, repeats=1).widths == (1, 2, 3, 4, 5)

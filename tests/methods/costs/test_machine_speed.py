@@ -143,6 +143,7 @@ def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TMPDIR" in caught.value.next_step
 
 
+@pytest.mark.long
 def test_a_result_that_cannot_be_saved_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     form = small_form(monkeypatch)
     file = tmp_path / "file"
@@ -157,6 +158,7 @@ def test_results_are_saved_and_restored() -> None:
     assert saved_machine_speed(form) == SPEED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("busy_cores", [0.0, 2.0])
 def test_a_measurement_on_a_busy_machine_does_not_replace_one_on_a_quiet_machine(
     monkeypatch: pytest.MonkeyPatch, busy_cores: float

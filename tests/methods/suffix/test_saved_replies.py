@@ -104,6 +104,7 @@ def test_a_file_of_another_kind_is_reported_and_rewritten(folder: Path, breaking
     assert healthy.notice == ""
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(st.data())
 def test_damage_loses_only_the_damaged_replies(
@@ -239,6 +240,7 @@ def test_a_file_system_without_locks_is_reported(folder: Path, monkeypatch: pyte
     assert "does not appear to support" in unlocked.notice
 
 
+@pytest.mark.long
 def test_two_concurrent_processes(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from edgespec.methods.suffix.corpus import SavedReplies\n"

@@ -81,6 +81,7 @@ def _spells(parts: list[list[int]]) -> bool:
 class TestInput:
     TEXTS = st.lists(st.lists(st.integers(0, TARGET.size - 1), max_size=40), max_size=12).filter(_spells)
 
+    @pytest.mark.long
     @settings(max_examples=200)
     @given(TEXTS)
     def test_tokens_have_the_bytes_of_the_text(self, parts: list[list[int]]) -> None:
@@ -108,6 +109,7 @@ class TestInput:
         whole = DRAFT.tokenize(text_of(tokens).decode(), special=False, start=False)
         assert reading.tokens == whole
 
+    @pytest.mark.long
     @settings(max_examples=200)
     @given(TEXTS, st.integers(1, 3))
     def test_final_tokens_do_not_change(self, parts: list[list[int]], every: int) -> None:
@@ -182,6 +184,7 @@ class TestDrafts:
             drafter_of(model)
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=12),
@@ -275,6 +278,7 @@ def test_a_failed_prefill_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestInARuntime:
+    @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     def test_replies_are_identical(self, temperature: float) -> None:
         drafter = drafter_of(speaking(DRAFT, 2))
@@ -286,6 +290,7 @@ class TestInARuntime:
                 assert got.tokens == plain.tokens
                 assert got.stats.drafted_tokens > 0
 
+    @pytest.mark.long
     def test_rejection_mode_keeps_the_targets_distribution(self) -> None:
         with with_drafter(speaking(TARGET, 1), drafter_of(speaking(DRAFT, 2))) as pair:
             report = verify(
@@ -301,6 +306,7 @@ class TestInARuntime:
         assert report.faults == 0
         assert (report.methods["model"].smallest_corrected_p_value or 0.0) > 0.001
 
+    @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_with_a_tokenizer_that_begins_with_a_space(self, tmp_path: Path, temperature: float) -> None:
         """A byte-level target with an unrelated SentencePiece draft."""
@@ -325,6 +331,7 @@ class TestInARuntime:
             said = b"".join(target.vocabulary.piece(token) for token in drafter._tokens)
             assert read.endswith(said[-60:])
 
+    @pytest.mark.long
     def test_a_draft_on_mlx(self, tmp_path: Path) -> None:
         """Two byte-level vocabularies; with 270 tokens, most text is spelled out in bytes."""
         pytest.importorskip("mlx.core")

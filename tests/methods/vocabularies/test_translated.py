@@ -221,6 +221,7 @@ class TestLogits:
 
 
 class TestInARuntime:
+    @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("branches", [(), (2, 2)])
     def test_replies_are_identical(self, temperature: float, branches: tuple[int, ...]) -> None:
@@ -237,6 +238,7 @@ class TestInARuntime:
                 passes += got.stats.target_passes
             assert passes < 3 * 80 / 2
 
+    @pytest.mark.long
     def test_rejection_mode_keeps_the_targets_distribution(self) -> None:
         target = speaking(TARGET, 1)
         with runtime(target, translated(conditioned(target, DRAFT, spell=SPELT))) as pair:
@@ -266,6 +268,7 @@ class TestInARuntime:
             assert got.tokens == plain.tokens
             assert (got.stats.acceptance_rate or 0.0) > 0.35
 
+    @pytest.mark.long
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_on_llama_cpp(self, tmp_path: Path, temperature: float) -> None:
         """Two files; one has its tokens in another order, and some other tokens."""

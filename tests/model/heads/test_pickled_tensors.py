@@ -160,6 +160,7 @@ def test_a_wrong_size_in_the_list_of_entries_is_refused(tmp_path: Path, elements
         read_pickled_tensors(rewritten(path, claimed_bytes=4 * elements))["w"].read()
 
 
+@pytest.mark.long
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_give_an_error_or_tensors(tmp_path: Path, data: st.DataObject) -> None:

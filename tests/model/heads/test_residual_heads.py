@@ -154,6 +154,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path: Path) 
         read_residual_heads(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("layout", [MEDUSA, PREFIX], ids=str)
 def test_weights_that_are_not_finite_are_refused(layout: Layout, value: float, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from tests.cases import covering
 from tests.model.heads.published import LAYOUTS, Layout, write_head
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1"), count=3))
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
@@ -42,6 +43,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(lambda: files.load(kind), lambda target: head_of(target, path), rounds, seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "layout"), covering(KINDS, LAYOUTS, count=3))
 def test_no_head_changes_a_reply(files: Files, kind: str, layout: Layout) -> None:
     path, head = files.target(kind), files.head(layout)
@@ -148,6 +150,7 @@ def test_every_variant_is_computed(
     assert np.abs(second_guess(path) - second_guess(files.head())).max() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hidden_first", [False, True])
 def test_the_inputs_of_a_head_are_found_by_a_trial(tmp_path: Path, hidden_first: bool) -> None:
     """A target that repeats every token, and a head that does so unless the state it reads is large."""
@@ -180,6 +183,7 @@ def test_the_inputs_of_a_head_are_found_by_a_trial(tmp_path: Path, hidden_first:
         target.close()
 
 
+@pytest.mark.long
 def test_a_trained_head_whose_inputs_were_swapped_drafts_as_before(tmp_path: Path) -> None:
     """The demo head, and a copy of it that reads hidden states before embeddings, predict the same tokens."""
     path = copytree(models_folder() / "demo-mlx-head", tmp_path / "head")
@@ -202,6 +206,7 @@ def test_a_trained_head_whose_inputs_were_swapped_drafts_as_before(tmp_path: Pat
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-3)
 
 
+@pytest.mark.long
 def test_a_quantised_target_takes_heads(files: Files) -> None:
     for layout in ("SafeAILab", "EAGLE-1"):
         model = files.load("llama", quantisation=("affine", 4, 32))

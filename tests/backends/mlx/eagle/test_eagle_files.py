@@ -94,6 +94,7 @@ def test_an_invalid_rotary_embedding_is_refused(
     assert caught.value.code in ("model_file_damaged", "model_file_not_supported")
 
 
+@pytest.mark.long
 def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path) -> None:
     changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), 1e30, np.float32)}
     head = write_head(
