@@ -31,7 +31,7 @@ _TRIAL_BYTES = 1 << 16
 PARALLEL_READS, READ_BYTES = 4, 2 << 20
 """Number of reads at a time and their size, for the full speed of a disk. On a virtual disk, four reads of
 2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8."""
-# Time limit for a measurement. It was chosen so that nobody notices the wait.
+# Time limit for a measurement. Chosen so that nobody notices the wait.
 _READ_SECONDS = 0.3
 
 

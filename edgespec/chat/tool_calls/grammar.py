@@ -33,7 +33,7 @@ _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "p
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = "(?s:.*)"
 # Maximum number of calls in a reply that contains only calls. A small model that wants to write text after a
-# call may call tools forever instead of ending its reply. The value was chosen, not measured.
+# call may call tools forever instead of ending its reply. Chosen, not measured.
 _MAX_CALLS = 16
 # How gpt-oss writes its reasoning and what comes after it. All other models write their answer directly.
 _ANALYSIS, _ANALYSIS_END = "<|channel|>analysis<|message|>", "<|end|>"

@@ -30,7 +30,7 @@ _NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "strin
 # Above the first number, float64 cannot represent every integer. At and above the second, converting a
 # number to float64 or changing it slightly could overflow.
 _MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
-# Relative distance between a bound and the one that replaces it. The value was chosen, not measured.
+# Relative distance between a bound and the one that replaces it. Chosen, not measured.
 _STEP = 1e-9
 
 
