@@ -79,7 +79,7 @@ class MethodReport:
         requested: The method in the options, such as `auto`.
         effective: The drafters in use, joined by `+`, or `none`.
         reason: The reason for the choice.
-        note: Messages about the drafters, the context and memory, such as errors. Can be empty.
+        note: Messages about the drafters, the context and memory, such as error messages. Can be empty.
         gain: The speed-up over plain decoding, minus 1. For example, 0.6 means 1.6 times as fast. None if not
             measured.
         gain_uncertainty: Standard error of the gain.

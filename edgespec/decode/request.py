@@ -51,7 +51,7 @@ class StreamArguments(ReplyArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReplySettings:
-    """The checked options of one reply. `edgespec.ReplyArguments` describes most fields.
+    """The validated options of one reply. `edgespec.ReplyArguments` describes most fields.
 
     Attributes:
         constraint: The constraint that the answer must satisfy, or None.
@@ -124,7 +124,7 @@ class ReplySettings:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a session generates a reply from.
+    """A session's input for one reply.
 
     Attributes:
         tokens: The prompt.

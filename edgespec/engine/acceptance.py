@@ -1,7 +1,7 @@
 """Acceptance rules, which decide which drafted tokens to accept and which token comes next.
 
-There are two rules, `Invariant` and `Rejection`. With either rule, emitted tokens follow the target
-distribution exactly. A rule also draws random tokens for drafters.
+There are two rules, `Invariant` and `Rejection`. With either, emitted tokens follow the target distribution
+exactly. A rule also samples draft tokens for the drafters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Invariant:
 
 
 class RandomDraws:
-    """Random draws for speculative sampling. No random number is used twice."""
+    """Draws random numbers for speculative sampling, and uses none of them twice."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
