@@ -512,10 +512,10 @@ class Runtime(Replies[ReplyStream]):
         self._sessions.cancel()
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure how long the target takes to verify several tokens at once, and save it for the next load.
+        """Measure the target's verify costs for several numbers of tokens, and save them for the next load.
 
-        Before that, the target is set to the fastest number of CPU threads (see `thread_seconds`). The
-        measurement takes about 12 seconds, or longer for a target that generates few tokens per second.
+        First, this sets the target to the fastest number of CPU threads (see `thread_seconds`). The
+        measurement takes about 12 seconds, or longer for a slow target.
 
         Args:
             progress: Called when the measurement starts. Returning False cancels it.
@@ -571,16 +571,16 @@ class Runtime(Replies[ReplyStream]):
         truncate: bool = False,
         progress: Progress | None = None,
     ) -> list[Embedding]:
-        """Return a vector for each text that represents its meaning, for example to search in documents.
+        """Return the embedding of each text, a vector that represents its meaning, for example for search.
 
-        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
-        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
-        occupies a session, as a reply does.
+        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Other models give
+        the mean over all tokens, which is less useful. Only GGUF models can embed texts. Embedding occupies a
+        session, as a reply does.
 
         Args:
             texts: The texts, each as a string or as token ids.
             truncate: Whether to drop the end of texts that do not fit in the context.
-            progress: Called as the texts are processed. Returning False cancels the work.
+            progress: Called as the texts are processed. Returning False cancels the call.
 
         Raises:
             BusyError: A reply is running.
@@ -653,7 +653,7 @@ class Runtime(Replies[ReplyStream]):
             self._record.save()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, for example for another process."""
+        """Raise an error, because a runtime cannot be pickled or copied."""
         raise CapabilityError(
             "a loaded model cannot be copied, saved or passed to another process",
             "load the model where it is needed, or share it between processes with `edgespec serve`",
