@@ -1,7 +1,7 @@
 """Constants of `--method auto`: when to draft, with which drafter, and how much time a reply can lose.
 
-All of them are chosen, because no measurement of a single one is recorded. `scripts/simulate_policy.py` shows
-their effect together, for several machines and acceptance rates (docs/policy.md). Costs are in *target
+All of them were chosen rather than measured one by one. `scripts/simulate_policy.py` shows their combined
+effect for several machines and acceptance rates (docs/policy.md). Costs are in *target
 steps*, the duration of a single-token target pass, so that they do not depend on the speed of a machine.
 """
 
@@ -91,12 +91,12 @@ REMEASURE_TOKENS = 96
 # While drafting is paused, generate this many tokens before checking whether to resume drafting. Chosen
 # because the check takes noticeable time on small models.
 PAUSED_ROUNDS = 15
-# Seconds between two times that the statistics are saved. Chosen to write the file rarely.
+# Minimum seconds between saves of the statistics. Chosen to write the file rarely.
 SAVE_INTERVAL_SECONDS = 60.0
 # Report the drafters of a reply only if they saved time or drafted at least once per this many tokens. Chosen
-# because rarer drafts are only retries.
+# because rarer drafts are merely retries.
 TOKENS_PER_RETRY = 16
-# Report no speed-up for replies shorter than this number of tokens. Chosen because it varies too much.
+# Report no speed-up for replies of fewer tokens than this, because it varies too much in short replies.
 MIN_COMPARED_TOKENS = 16
 # If a target step takes less time than this and drafting has saved no time, the explanation says that the
 # model is too fast. Chosen because the fixed costs of a draft weigh more, the shorter a target step is. It
@@ -105,8 +105,8 @@ FAST_TARGET_SECONDS = 0.003
 
 # --- Pauses (`backoff.py`) ---
 
-# Drafting pauses if its mean gain falls below this share of a target step. Chosen so that drafts that are
-# neither faster nor slower go on.
+# Drafting pauses if its mean gain falls below this share of a target step. Chosen so that drafting
+# continues if it neither saves nor costs time.
 MIN_GAIN = -0.01
 # Drafting never pauses if an unsuccessful search for a draft takes less than this share of a target step.
 # Chosen because such a search loses less time than `MIN_GAIN`.
@@ -138,7 +138,7 @@ RARE_FACTOR = 8
 # accepted per pass. Chosen because a retry wastes those tokens.
 MAX_TOKENS_AT_RISK = 0.5
 # Number of rounds for which a draft model runs instead of a better one, to measure it. Chosen to limit the
-# time for that.
+# time lost.
 CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
 # this. Chosen because smaller measured gains are often noise.
@@ -166,10 +166,11 @@ PREFILL_ROUNDS = 48
 
 # --- Acceptance before it is measured (`drafter_stats.py`) ---
 
-# Upper limit on the total acceptance probability of a node's children. Chosen because none is certain.
+# Upper limit on the total acceptance probability of a node's children. Below 1, because acceptance is never
+# certain.
 MAX_PROB_SUM = 0.98
 # Acceptance of lookups is counted separately after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a
-# row. In steps of a factor of four.
+# row. Each bound is four times the one before it.
 STREAKS = (1, 4, 16)
 # Assumed acceptance probability of a node's first, second and later children in drafts from lookups, in one
 # row per range of `STREAKS`. Chosen so that each range starts with a higher rate than the one before it.
@@ -206,8 +207,8 @@ WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
 # often delayed for reasons that have nothing to do with drafting, and one such pass must not end drafting for
 # a whole reply.
 LINK_DECAY = 0.97
-# `FIRST_DECAY` replaces `VERIFY_DECAY` in the first `FIRST_PASSES` verify passes. Chosen so that measurements
-# soon replace the assumed ratio.
+# `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. Chosen so that
+# measurements soon replace the assumed ratio.
 FIRST_DECAY, FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by more than this factor. Chosen far
 # above any change of a machine's speed.
@@ -236,7 +237,7 @@ ASSUMED_LEVEL_COST = 0.3
 # includes sampling.
 MAX_LEVEL_PASSES = 1.5
 # Factors that lower the worst-case time to draft a token after each draft and after each target step, to
-# forget outliers. Chosen as in the decay of the worst pass.
+# forget outliers. Chosen like the decay of the worst pass.
 DRAFT_ROUND_DECAY, WORST_DRAFT_STEP_DECAY = 0.97, 0.995
 # Each of the first drafts of a reply may lose at most this share of the time that `--max-loss` allows. Chosen
 # so that drafting can continue if one of them is rejected.

@@ -1,4 +1,4 @@
-"""Constants of measuring: which passes are timed, for how long, and when a measurement counts.
+"""Constants of cost measurements: which passes are timed, for how long, and which results count.
 
 The costs themselves are measured on the machine with the loaded model.
 """
