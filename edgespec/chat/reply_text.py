@@ -201,7 +201,7 @@ class StopSearch:
         return self._answer_end - self._undecided()
 
     def finish(self) -> int:
-        """Search the text that was held back when the reply ended. Returns the same as `feed`."""
+        """End the search: search the text that was held back. Returns the same as `feed`."""
         rest = self._splitter.finish().answer if self._splitter else ""
         end = self._search(rest)
         return self._length if end is None else end
@@ -259,7 +259,7 @@ class CallLimit:
         return self._length - self._splitter.pending
 
     def finish(self) -> int:
-        """Return the length of the reply, now that no more text follows."""
+        """End the search when the reply is complete, and return the length of the reply."""
         return self._length
 
 

@@ -146,7 +146,7 @@ def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: C
     calls, answer = grammar.rule_of(f'{call} ("\\n"? {call}){{0,{_MAX_CALLS - 1}}}'), grammar.rule_of(answer)
     if not form.reasoning_ends:
         return grammar.text(f"{calls} | {answer}")
-    # gpt-oss's reasoning must be part of the grammar, because it starts with the same token as a call.
+    # gpt-oss's reasoning must be part of the grammar, because reasoning and calls start with the same token.
     if (end := control_token(_ANALYSIS_END)) is None:
         reasoning = grammar.rule([_ANALYSIS, TextPart(_ANALYSIS_END), _NEXT_MESSAGE])
     else:

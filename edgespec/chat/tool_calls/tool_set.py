@@ -151,7 +151,7 @@ def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) 
     try:
         return render(tools)
     except TemplateError as error:
-        # A template that has exceeded its time limit once would do so again.
+        # A template that exceeded its time limit would exceed it again.
         if not tools or time.monotonic() - started > _BLAME_SECONDS:
             raise
         with suppress(TemplateError):
