@@ -60,10 +60,10 @@ __all__ = [
     "WIDE_PASSES",
 ]
 
-# --- Choice of passes that keep replies identical (`exact.py`) ---
+# --- Passes that keep replies identical (`exact.py`) ---
 
 # `auto` accepts passes that agree bit for bit if their expected speed is at least this share of the speed of
-# unrestricted passes. Chosen as the price of identical replies (docs/exactness.md).
+# unrestricted passes. Chosen as an acceptable price for identical replies (docs/exactness.md).
 MIN_EXACT_SPEED = 0.97
 # `auto` pads plain decoding to wider passes only if they take at most this much longer. Chosen for the same
 # reason.
@@ -71,17 +71,17 @@ MAX_PADDING_LOSS = 0.03
 # Pass widths whose durations are compared, up to that of the longest draft. Chosen to skip a few of the wide
 # ones.
 COMPARED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, MAX_DRAFT_LENGTH, MAX_DRAFT_LENGTH + 1)
-# Time budget in seconds for measuring them, and the number of additional passes per width. Chosen to keep the
-# first load of a model short.
+# Time budget in seconds for measuring these widths, and the number of additional passes per width. Chosen to
+# keep the first load of a model short.
 COMPARED_SECONDS, COMPARED_REPEATS = 1.5, 7
 # Assumed acceptance rates of drafts from earlier text: the average over all kinds of text, and the rate in
-# repetitive texts. Chosen because nothing has been drafted when the passes are chosen.
+# repetitive texts. Chosen, because no acceptance rate has been measured when the passes are selected.
 TEXT_RATE, REPEATING_RATE = 0.5, 0.9
 # Assumed cost of a head per drafted token, in single-token passes. Chosen because a head has one or a few
-# layers of dozens.
+# layers, and the target has dozens.
 HEAD_COST = 0.05
 # Configurations whose expected speeds differ by less than this share count as equally fast. Of these, the one
-# that is fastest in repetitive texts is chosen. Chosen below the noise of the measurement.
+# that is fastest in repetitive texts is used. Chosen below the noise of the measurement.
 EQUALLY_FAST = 0.02
 
 # --- Trial of exactness (`bit_exactness.py`) ---
@@ -95,10 +95,10 @@ SURELY_TESTED_WIDTH, FAST_STEP_SECONDS = 8, 0.002
 # A pass of m tokens saves no time if it takes as long as this many times m single-token passes. Chosen
 # because such a pass generates at most m tokens.
 MAX_SHARE_OF_SINGLE_PASSES = 1.0
-# Number of tokens in the cache before the tested passes. Chosen from the kernels: llama.cpp has another
-# attention kernel for passes of more than 63 tokens, and splits contexts of more than 256 tokens between
-# threads, and MLX's attention changes its kernel at 1024 tokens. The longest context is tested only if the
-# short one can be repeated, or if reading it takes less than `LONGEST_SECONDS`.
+# Number of tokens in the cache before the tested passes. Chosen to cover the different kernels: llama.cpp
+# uses another attention kernel for passes of more than 63 tokens, and splits contexts of more than 256 tokens
+# between threads, and MLX switches its attention kernel at 1024 tokens. The longest context is tested only if
+# the short one can be repeated, or if reading it takes less than `LONGEST_SECONDS`.
 SHORT_CONTEXT, LONG_CONTEXT, LONGEST_CONTEXT = 72, 264, 1100
 LONGEST_SECONDS = 0.2
 # Number of positions after each context whose logits and KV cells are compared, in most models and in models
@@ -115,11 +115,10 @@ POSITIONS_AGAIN = 18
 LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
 SHORT_TRIAL_WIDTH = 5
 # If a single-token pass takes longer than this, a trial compares only a few widths after the short context,
-# in about 40 passes, at this number of positions. Chosen to limit the wait at the first load, and to contain
-# a wide pass, which takes hardly longer than one token if reading from disk takes most of it.
+# in about 40 passes, at this number of positions. Chosen to limit the wait at the first load, and to include
+# a wide pass, which takes hardly longer than a single-token pass if most of the time is reading from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
-# Approximate number of tokens that a whole trial processes in passes of several tokens. Chosen as the
-# approximate sum over all test passes.
+# Approximate number of tokens that a whole trial processes in multi-token passes.
 TRIAL_TOKENS = 700
 # Number of single-token passes to compare after each split of the prompt, if KV cells cannot be copied.
 # Chosen to keep the trial short.
@@ -142,10 +141,10 @@ UNTESTED_BLOCK_TOKENS = 256
 # --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `planning.py`) ---
 
 # Share of a model's file that can be read from disk in every pass. Chosen a little below the share of the
-# feed-forward weights in common models, because the first layer's are kept.
+# feed-forward weights in common models, because those of the first layer stay in memory.
 STREAMED_SHARE = 0.6
-# Comfortable and minimum acceptable speeds for reading along, in tokens per second. Chosen as about twice and
-# once the usual speed of reading.
+# Comfortable and minimum acceptable speeds for reading along, in tokens per second. Chosen as about twice the
+# usual reading speed, and about that speed.
 COMFORTABLE_SPEED, ACCEPTABLE_SPEED = 8.0, 4.0
 # Recommend a draft model only if its expected speed-up is at least this. Chosen, not measured. The predicted
 # speeds that `scripts/bench_recommend.py` compared with measured ones differ by a similar amount
@@ -154,9 +153,9 @@ MIN_DRAFT_SPEEDUP = 1.05
 # Suggest another quantisation only if it is faster by at least this factor. Chosen because a smaller gain
 # does not justify another download.
 MIN_QUANTISATION_GAIN = 1.15
-# Do not suggest quantisations with fewer bits per weight than this. Chosen because replies become worse.
+# Do not suggest quantisations with fewer bits per weight than this, because replies become worse.
 MIN_BITS = 4.5
-# Prompt length in tokens for predicting the time to the first token. Chosen as a page or two of text.
+# Prompt length in tokens for predicting the time to first token. Chosen to match a page or two of text.
 PREDICTED_PROMPT_TOKENS = 1000
 # Approximate layer counts of models that are not on this machine: (maximum number of parameters, layers)
 # pairs. Chosen as typical of published models.
