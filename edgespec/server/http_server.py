@@ -159,7 +159,7 @@ def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundMo
     try:
         yield Lent(loaded.runtime, loaded.queue)
     except BaseException:
-        # The pool must know that a model has lost a worker.
+        # Pass the exception to the pool, so that the pool notices if the model has lost a worker.
         run(borrowing.__aexit__(*sys.exc_info()))
         raise
     else:
