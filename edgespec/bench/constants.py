@@ -24,8 +24,8 @@ WARM_UP_TOKENS = 8
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
 # has changed. Chosen to keep the check short.
 CHECK_TOKENS = 32
-# Maximum value of `Race.drift` in a fair race, as a fraction. Chosen, not measured. A larger change makes the
-# result unreliable.
+# Maximum `Race.drift` of a fair race, as a fraction. A larger change makes the result unreliable. Chosen, not
+# measured.
 MAX_DRIFT = 0.2
 # Speeds that differ by less than this fraction count as equal. Chosen because a single race cannot
 # distinguish them.
@@ -42,6 +42,6 @@ MAX_BUSY_SHARE = 0.2
 # Draft length in tokens for trying each drafter. Chosen to match the default of drafters with a fixed length.
 TRIED_DRAFT_LENGTH = FIXED_DRAFT_LENGTH
 
-# Number of resampled sets of prompts, and level of the confidence intervals. Chosen as usual for bootstrap
+# Number of resampled sets of prompts, and level of the confidence intervals. Usual values for bootstrap
 # intervals.
 BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL = 2000, 0.95
