@@ -355,7 +355,7 @@ class Runtime(Replies[ReplyStream]):
 
     @contextmanager
     def _naming_the_tool(self, tools: ToolSet, answer: AnswerRule | None) -> Iterator[None]:
-        """If the grammar for the tools is rejected, name the tool whose parameters caused it."""
+        """Make an OptionError about the grammar in the `with` block name the tool that caused it."""
         try:
             yield
         except OptionError as error:
@@ -370,7 +370,7 @@ class Runtime(Replies[ReplyStream]):
             raise
 
     def _refusal(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
-        """Return the reason why the schema of a tool's arguments cannot be enforced. Empty if it can be."""
+        """Return why the schema of a tool's arguments cannot be enforced, or an empty string if it can be."""
         try:
             self._constraints.check(Constraint("grammar", arguments_grammar(schema, lenient=lenient)))
         except OptionError as error:
@@ -536,7 +536,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def costs_notice(self) -> str:
-        """The reason why measured verify costs could not be saved on disk. Empty if there was no problem."""
+        """Why measured verify costs could not be saved on disk. Empty if there was no problem."""
         return self._costs.notice
 
     def memory_bytes(self) -> int:

@@ -40,7 +40,7 @@ class StreamArguments(ReplyArguments, total=False):
     Attributes:
         progress: Called while the prompt is prepared and during prefill. Returning False cancels the reply.
         processors: Custom logits processors, applied before all others. Create new ones for every reply.
-        prompt_logprobs: Report the log-probability of each token of the prompt, and of this many of the most
+        prompt_logprobs: Report the log-probability of each token of the prompt, and of that many of the most
             likely tokens at its position, in `Reply.prompt_logprobs`. `max_tokens` can then be 0.
     """
 

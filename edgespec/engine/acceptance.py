@@ -39,7 +39,7 @@ class Acceptance(Protocol):
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
         """Draw up to `count` different draft tokens from a row of the draft model's logits.
 
-        Nothing is drawn if the draft model lacks all tokens that a constraint allows.
+        The list is empty if the draft model has none of the tokens that a constraint allows.
         """
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:

@@ -282,7 +282,9 @@ class RemoteShards:
             messages: The header and the data of each message.
             waiting: Called several times per second until all workers have answered. Can raise an exception
                 to cancel.
-            timeout_seconds: Time limit for all workers to answer. Raises:
+            timeout_seconds: Time limit for all workers to answer.
+
+        Raises:
             WorkerLostError: A worker exited, hung or sent an invalid answer.
             BackendError: A worker answered with an error, or the time limit was exceeded.
         """
