@@ -21,7 +21,7 @@ __all__ = ["Chat"]
 
 
 class _Stream(Protocol):
-    """What `Chat` reads of a reply's stream."""
+    """The attributes of a reply's stream that `Chat` uses."""
 
     prompt_tokens: int
     dropped_messages: int

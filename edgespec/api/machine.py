@@ -25,7 +25,7 @@ from edgespec.system.files import cache_folder, log_folder
 
 __all__ = ["Gpu", "MachineInfo", "MlxInfo", "gpu_vendors", "inspect_machine"]
 
-# PCI vendor numbers. Other devices, such as the screens of virtual machines, cannot run models.
+# PCI vendor IDs of GPUs that can run models. Other devices, such as virtual displays, cannot.
 _VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
 
 
@@ -161,7 +161,7 @@ def gpu_vendors(root: Path = Path("/")) -> tuple[str, ...]:
     for file in root.glob("sys/class/drm/renderD*/device/vendor"):
         with suppress(OSError, ValueError):
             found.add(_VENDORS.get(int(file.read_text(), 16), ""))
-    # NVIDIA's driver for computations does not need the kernel's graphics interface.
+    # NVIDIA's compute driver works without the kernel's graphics interface.
     if (root / "proc/driver/nvidia/version").exists():
         found.add("NVIDIA")
     return tuple(sorted(found - {""}))

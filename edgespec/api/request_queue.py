@@ -26,7 +26,7 @@ __all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
 
 
 _Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings", "_Turn")
-# Seconds between the calls that ask whether the holder of a turn still waits for it.
+# Seconds between calls of the `wait` function of a caller that is waiting for a turn.
 _WAIT_SECONDS = 0.1
 
 
@@ -93,8 +93,8 @@ class RequestQueue(Replies["QueuedReply"]):
         """Return a context manager that waits for a turn, in which the caller may use the runtime directly.
 
         Args:
-            cancel: Called if the queue is closed during the turn. Must end it soon.
-            wait: Called again and again while other requests run. Returning False gives up.
+            cancel: Called if the queue is closed during the turn. It must make the turn end soon.
+            wait: Called repeatedly while other requests run. Returning False stops waiting.
 
         Raises:
             BusyError: Too many requests are waiting.

@@ -1,4 +1,4 @@
-"""Requests for replies: a prompt with checked options, made where a program asks for a reply."""
+"""Requests for replies: a prompt with validated options."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ Prompt: TypeAlias = TextPrompt | MessagesPrompt | TokensPrompt
 
 @dataclass(frozen=True, slots=True)
 class ReplyRequest:
-    """A request for one reply, made where the caller asks for it.
+    """A request for one reply, with validated options.
 
     Attributes:
         prompt: The prompt.
-        settings: The options, checked and with their defaults.
+        settings: The validated options, with defaults filled in.
         progress: Called while the prompt is prepared. Returning False cancels the reply.
         processors: The caller's own logits processors.
         on_end: Called once with the reply, or with None if it failed.
@@ -78,7 +78,7 @@ _StreamT = TypeVar("_StreamT", bound=_Stream)
 
 
 class Replies(ABC, Generic[_StreamT]):
-    """The ways to ask for a reply, which are the same for a runtime and for its queue."""
+    """The methods that request a reply, shared by `Runtime` and `RequestQueue`."""
 
     @abstractmethod
     def checked_request(
@@ -171,10 +171,11 @@ class Replies(ABC, Generic[_StreamT]):
                 system.
             tools: The tools that the model can call, as in OpenAI's API. If the chat template does not
                 mention tools, the system prompt describes them.
-            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` makes the reply
-                one call. `{"type": "function", "function": {"name": NAME}}` makes it a call to that tool.
-                The tools and the choice can also be in the formats of other APIs. With `auto` and a
-                constraint such as `schema`, the reply is either calls or an answer that satisfies it.
+            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` forces a single
+                tool call. `{"type": "function", "function": {"name": NAME}}` forces a call to that tool.
+                The tools and the choice can also be in other APIs' formats. With `auto` and a constraint
+                such as `schema`, the reply consists of tool calls or of an answer that satisfies the
+                constraint.
             reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
                 stream yields only what the model writes after it. Text without a reasoning marker such as
                 `<think>` is part of the answer, so pass `stream.reply_start + reply.text` of an interrupted
@@ -220,7 +221,7 @@ class Replies(ABC, Generic[_StreamT]):
                 logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are applied before
                 all others. Create new ones for every reply, because they are stateful. If `prompt_logprobs`
                 is set, `Reply.prompt_logprobs` holds the log-probability of each token of the prompt, and of
-                this many of the most likely tokens at its position. The whole prompt is then processed, even
+                that many of the most likely tokens at its position. The whole prompt is then processed, even
                 if its start is cached, and `max_tokens` can be 0 to generate nothing.
 
         Raises:

@@ -355,7 +355,7 @@ class Runtime(Replies[ReplyStream]):
 
     @contextmanager
     def _naming_the_tool(self, tools: ToolSet, answer: AnswerRule | None) -> Iterator[None]:
-        """If the grammar for the tools is rejected, name the tool whose parameters caused it."""
+        """Make an OptionError about the grammar in the `with` block name the tool that caused it."""
         try:
             yield
         except OptionError as error:
@@ -370,7 +370,7 @@ class Runtime(Replies[ReplyStream]):
             raise
 
     def _refusal(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
-        """Return the reason why the schema of a tool's arguments cannot be enforced. Empty if it can be."""
+        """Return why the schema of a tool's arguments cannot be enforced, or an empty string if it can be."""
         try:
             self._constraints.check(Constraint("grammar", arguments_grammar(schema, lenient=lenient)))
         except OptionError as error:
@@ -512,10 +512,10 @@ class Runtime(Replies[ReplyStream]):
         self._sessions.cancel()
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure how long the target takes to verify several tokens at once, and save it for the next load.
+        """Measure the target's verify costs for several numbers of tokens, and save them for the next load.
 
-        Before that, the target is set to the fastest number of CPU threads (see `thread_seconds`). The
-        measurement takes about 12 seconds, or longer for a target that generates few tokens per second.
+        First, this sets the target to the fastest number of CPU threads (see `thread_seconds`). The
+        measurement takes about 12 seconds, or longer for a slow target.
 
         Args:
             progress: Called when the measurement starts. Returning False cancels it.
@@ -536,7 +536,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def costs_notice(self) -> str:
-        """The reason why measured verify costs could not be saved on disk. Empty if there was no problem."""
+        """Why measured verify costs could not be saved on disk. Empty if there was no problem."""
         return self._costs.notice
 
     def memory_bytes(self) -> int:
@@ -571,16 +571,16 @@ class Runtime(Replies[ReplyStream]):
         truncate: bool = False,
         progress: Progress | None = None,
     ) -> list[Embedding]:
-        """Return a vector for each text that represents its meaning, for example to search in documents.
+        """Return the embedding of each text, a vector that represents its meaning, for example for search.
 
-        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
-        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
-        occupies a session, as a reply does.
+        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Other models give
+        the mean over all tokens, which is less useful. Only GGUF models can embed texts. Embedding occupies a
+        session, as a reply does.
 
         Args:
             texts: The texts, each as a string or as token ids.
             truncate: Whether to drop the end of texts that do not fit in the context.
-            progress: Called as the texts are processed. Returning False cancels the work.
+            progress: Called as the texts are processed. Returning False cancels the call.
 
         Raises:
             BusyError: A reply is running.
@@ -653,7 +653,7 @@ class Runtime(Replies[ReplyStream]):
             self._record.save()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, for example for another process."""
+        """Raise an error, because a runtime cannot be pickled or copied."""
         raise CapabilityError(
             "a loaded model cannot be copied, saved or passed to another process",
             "load the model where it is needed, or share it between processes with `edgespec serve`",

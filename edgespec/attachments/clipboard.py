@@ -21,8 +21,8 @@ from edgespec.system.files import (
 __all__ = ["clipboard_files", "delete_pasted_images"]
 
 _FOLDER_NAME = "pasted-images"
-# Number of pasted images to keep. Saved chats contain their images, so the files only serve messages that are
-# sent again or edited.
+# Number of pasted images to keep. Saved chats contain their images, so the files are needed only for messages
+# that the user resends or edits.
 _MAX_IMAGES = 100
 # Pillow's modes that a PNG file can store.
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
@@ -67,7 +67,7 @@ def _clipboard() -> bytes | list[str] | None:
 
     try:
         with warnings.catch_warnings():
-            # `Image.read` has a lower limit on the number of pixels than Pillow.
+            # Ignore Pillow's warning, because `Image.read` has a lower limit on the number of pixels.
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
             image = PIL.ImageGrab.grabclipboard()
             if image is None or isinstance(image, list):

@@ -1,6 +1,6 @@
 """Resolve a path, a folder or a glob pattern such as `src/**/*.py` to a list of files.
 
-A folder's files exclude those that Git ignores.
+Files that Git ignores are not part of a folder's list.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WILDCARDS = re.compile(r"[*?\[]")
 # about a second.
 _MAX_LISTED_FILES = 100_000
 _MAX_LISTING_SECONDS = 10.0
-# Folders of generated files. Outside Git repositories, they are skipped, and so are hidden folders.
+# Folders of generated files. Outside Git repositories, these and hidden folders are skipped.
 _GENERATED = ("__pycache__", "node_modules")
-# A repository's settings can name any program as its file system monitor. `core.fsmonitor=false` stops Git
-# from running that program.
+# `core.fsmonitor=false` stops Git from running a file system monitor, because a repository's settings can
+# name any program as the monitor.
 _GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 # If objects are missing, Git would fetch them, and a repository's settings can name any program for that.
 # Older versions of Git do not read the first variable, but can then use no protocol.

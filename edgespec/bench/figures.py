@@ -1,6 +1,6 @@
 """The report of a benchmark: its results, and the settings that produced them.
 
-It compares the methods with plain decoding, and `auto` with the best method for each prompt.
+The report compares the methods with plain decoding, and `auto` with the best method for each prompt.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from edgespec.system.files import error_reason, regular_file_bytes
 
 __all__ = ["ExportedChats", "ItemTooLargeError", "json_items"]
 
-# Initial read size in characters. It doubles on each further read for the same item, so that the total time
+# Initial read size in characters. Doubles on each further read for the same item, so that the total time
 # stays linear in the item's length.
 _PART_CHARACTERS = 1 << 20
 
@@ -112,8 +112,8 @@ class _Reader:
 
 # Maximum size of a file in bytes. Larger files are rejected without being read.
 _MAX_FILE_BYTES = 1 << 30
-# Maximum length of one chat in a file, in characters. It limits the memory for reading a file to about 1 GiB,
-# even if the file is hostile.
+# Maximum length of one chat in a file, in characters. Limits the memory for reading a file to about 1 GiB,
+# even if the file is malicious.
 _MAX_CHAT_CHARACTERS = 1 << 25
 # Name of the file that contains the chats in the ZIP files from ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
@@ -218,7 +218,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
     except OSError:
         raise
     except Exception as error:
-        # Which error a damaged file causes depends on its compression method, so catch all of them.
+        # A damaged file can raise various errors, depending on its compression method. Catch all of them.
         raise OSError("the ZIP file is damaged or encrypted") from error
 
 
@@ -284,7 +284,7 @@ def _listed(
     convert: Callable[[dict[str, Any], Counter[str]], Message | None],
     left_out: Counter[str],
 ) -> dict[object, _Node]:
-    """Convert a list of messages to nodes of a tree. One without a parent key follows the previous one."""
+    """Convert a list of messages to tree nodes. A message without a parent key follows the previous one."""
     nodes: dict[object, _Node] = {}
     previous: object = None
     for number, item in enumerate(_objects(items)):

@@ -325,7 +325,7 @@ def as_attached_files(number: int, items: object, *, allows_damage: bool = False
     Args:
         number: The number of the message, for errors.
         items: The files.
-        allows_damage: Whether the file of a damaged image becomes a text that says so.
+        allows_damage: Whether to replace a damaged image with text that reports the damage.
 
     Raises:
         OptionError: The files are invalid.

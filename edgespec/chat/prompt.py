@@ -199,7 +199,7 @@ class PromptBuilder:
     def _tokenized(
         self, text: str, escaping: ControlTokenEscaping, progress: Progress | None
     ) -> RenderedPrompt:
-        """Return the prompt for the output of the chat template, reusing the tokens of an earlier prompt."""
+        """Tokenize the output of the chat template, reusing the tokens of an earlier prompt."""
         prefix = self._remembered_prefix(text) or self._cached_prefix(text, escaping)
         if prefix:
             if len(prefix.text) == len(text):
@@ -213,7 +213,7 @@ class PromptBuilder:
         return RenderedPrompt(text, self._tokenize(text, escaping, start, progress))
 
     def _prepared(self, image: Image) -> PreparedImage:
-        """Return an image's tokens, which are kept for the next prompts of the conversation."""
+        """Return an image's tokens, and keep them for later prompts of the conversation."""
         assert self._prepare_image is not None
         name = image.digest.hex()
         prepared = self._images.pop(name, None) or self._prepare_image(image)
@@ -267,7 +267,7 @@ class PromptBuilder:
         return replace(prompt, text=text, tokens=tokens, reply_start=opening + reply_start)
 
     def _reply_tokens(self, text: str) -> list[int]:
-        """Return tokens that decode to exactly `text`, such as the model would generate in a reply."""
+        """Return tokens that decode to exactly `text`, as the model would generate them in a reply."""
         tokens: list[int] = []
         plain = ""
         for part, is_marker in split_at_markers(text):
@@ -405,7 +405,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _image_marks(self, text: str, escaping: ControlTokenEscaping) -> dict[int, tuple[bytes, list[int]]]:
-        """Return the mark and the tokens of each image in `text`, by its place in bytes."""
+        """Return the mark and the tokens of each image in `text`, keyed by its byte offset."""
         marks: dict[int, tuple[bytes, list[int]]] = {}
         if not self._images:
             return marks

@@ -143,7 +143,7 @@ class ReasoningSplitter:
         return len(self._held) - self._skipped if self._phase == "start" else 0
 
     def feed(self, text: str) -> SplitText:
-        """Add reply text. Return all text that can be classified as reasoning or answer by now."""
+        """Add reply text, and return all text that can be classified so far as reasoning or answer."""
         before = self._phase
         self._held += text
         if self._phase == "start":

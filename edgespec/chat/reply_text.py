@@ -136,7 +136,7 @@ class ReplyText:
         return count, cut
 
     def drain(self) -> list[ReleasedText]:
-        """Return what each token released since the last call."""
+        """Return the text that each token has released since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
@@ -184,9 +184,10 @@ class StopSearch:
         self._length = 0
 
     def feed(self, text: str) -> int:
-        """Add reply text. Returns:
-        The length of the reply up to the stop string. If no stop string has been found, the length up to
-        the first character that could still belong to one.
+        """Add reply text, and return the length of the reply up to the stop string.
+
+        If no stop string has been found, return the length up to the first character that could still belong
+        to one.
         """
         # Feed the splitter character by character, to keep track of the answer's position in the whole text.
         for part in text if self._splitter else [text]:
@@ -201,7 +202,7 @@ class StopSearch:
         return self._answer_end - self._undecided()
 
     def finish(self) -> int:
-        """Search the text that was held back when the reply ended. Returns the same as `feed`."""
+        """End the search: search the text that was held back. Returns the same as `feed`."""
         rest = self._splitter.finish().answer if self._splitter else ""
         end = self._search(rest)
         return self._length if end is None else end
@@ -259,7 +260,7 @@ class CallLimit:
         return self._length - self._splitter.pending
 
     def finish(self) -> int:
-        """Return the length of the reply, now that no more text follows."""
+        """End the search when the reply is complete, and return the length of the reply."""
         return self._length
 
 

@@ -106,7 +106,7 @@ class SavedChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the current branch, in one version each."""
+        """The messages on the current branch, one version of each."""
         return self.tree.open_messages
 
     def encoded(self) -> bytes:

@@ -125,7 +125,7 @@ class ChatStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other programs out during the `with` block, if the file system supports locks."""
+        """Lock the folder during the `with` block, if the file system supports locks."""
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS, mode=0o600)

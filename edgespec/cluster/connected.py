@@ -21,11 +21,11 @@ from edgespec.errors import CancelledError, WorkerLostError
 __all__ = ["ConnectedWorkers"]
 
 _Result = TypeVar("_Result")
-# When llama.cpp loses a connection, the worker's link usually breaks too. Wait this long for the link's
-# error, which names the worker.
+# When llama.cpp loses a connection, the worker's link usually breaks too. Wait this many seconds for the
+# link's error, which names the worker.
 _REASON_SECONDS = 2.0
-# After an interrupt, the current pass has this many seconds to finish before it is abandoned. The next reply
-# has to wait for an abandoned pass, so a pass that is about to finish is not abandoned.
+# Seconds that the current pass has to finish after an interrupt before the caller abandons it. Lets a pass
+# that is about to end do so, because the next reply would have to wait for an abandoned pass.
 _INTERRUPT_SECONDS = 0.2
 # Seconds that `close` waits for an abandoned call to finish.
 _CLOSE_SECONDS = 2.0

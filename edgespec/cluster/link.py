@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _CONNECT_SECONDS = 5.0
-# Time limit in seconds for a worker to report its status, which it does when its RPC server is ready. That
-# takes a few seconds after another target has used it. Until then, it sends a space every second.
+# Time limit in seconds for a worker to report its status. If another target has just used the worker, its RPC
+# server needs a few seconds to become ready. Until then, the worker sends a space every second.
 _STATUS_SECONDS = 20.0
 # Retry a busy worker for this many seconds, because it takes a moment to notice that the last model was
 # closed.
@@ -161,7 +161,7 @@ class Link:
     def watch(self, on_lost: Callable[[str, str], None]) -> None:
         """Call `on_lost` from another thread when the worker exits or hangs.
 
-        It is called with two strings: which worker was lost and why, and what the user can do.
+        `on_lost` receives two strings: which worker was lost and why, and what the user can do.
         """
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
@@ -197,7 +197,7 @@ def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
         try:
             connection, status = _ask_to_lead(address)
         except WorkerError:
-            # That the worker is busy explains more than how this attempt failed.
+            # Report that the worker is busy, because that is more helpful than how this attempt failed.
             break
     return connection, status
 
@@ -242,7 +242,7 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Receive a line. Reads byte by byte, because whatever follows the line belongs to `Link.watch`."""
+    """Receive a line. Reads byte by byte, because the data after the line belongs to `Link.watch`."""
     line, end = b"", time.monotonic() + _STATUS_SECONDS
     while not line.endswith(b"\n"):
         more = connection.recv(1)

@@ -308,7 +308,7 @@ def _shortened(text: str) -> str:
 
 
 class ConstraintTrial:
-    """A child process that tries to compile constraints. It is started for the first one.
+    """A child process that tries to compile constraints. Started by the first constraint.
 
     Not thread-safe. The child process exits when this object is deleted or the parent process exits.
     """
@@ -350,7 +350,7 @@ class ConstraintTrial:
         except Empty:
             process.close()
             return f"compiling it takes more than {_MAX_TRIAL_SECONDS:.0f} seconds"
-        # The process has closed its output, so it is about to exit. Its exit status tells why.
+        # The process has closed its output, so it is about to exit. Its exit status shows the reason.
         process.wait(_TRIAL_EXIT_SECONDS)
         process.close()
         if process.exceeded_cpu_limit:

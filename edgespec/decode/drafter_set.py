@@ -28,7 +28,7 @@ __all__ = ["ANY_REPLY", "DrafterSet", "ReplyKind"]
 
 
 class ReplyKind(NamedTuple):
-    """What the choice of drafters depends on, besides the method.
+    """Properties of a reply that, together with the method, determine its drafters.
 
     Attributes:
         constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.

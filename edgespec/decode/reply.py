@@ -79,14 +79,13 @@ class MethodReport:
         requested: The method in the options, such as `auto`.
         effective: The drafters in use, joined by `+`, or `none`.
         reason: The reason for the choice.
-        note: Messages about the drafters, the context and memory, such as errors. Can be empty.
+        note: Messages about the drafters, the context and memory, such as error messages. Can be empty.
         gain: The speed-up over plain decoding, minus 1. For example, 0.6 means 1.6 times as fast. None if not
             measured.
         gain_uncertainty: Standard error of the gain.
         loss_limits: Maximum slowdown that drafting may cause in the reply, as in `Runtime.loss_limits`. None
             if unlimited.
-        chat_reason: The reason in the words of the chat. Empty if `reason` contains none of the terms that
-            the chat avoids.
+        chat_reason: The reason in the chat's simpler terms. Empty if the chat can show `reason` unchanged.
     """
 
     requested: str
@@ -122,7 +121,7 @@ class MethodReport:
         return f"{loss:.0%} ± {error:.0%}" if loss > 2.0 * error else ""
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as JSON-compatible values, without the words of the chat."""
+        """Return the report as JSON-compatible values, without `chat_reason`."""
         values = asdict(self)
         del values["chat_reason"]
         return values

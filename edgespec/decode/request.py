@@ -40,7 +40,7 @@ class StreamArguments(ReplyArguments, total=False):
     Attributes:
         progress: Called while the prompt is prepared and during prefill. Returning False cancels the reply.
         processors: Custom logits processors, applied before all others. Create new ones for every reply.
-        prompt_logprobs: Report the log-probability of each token of the prompt, and of this many of the most
+        prompt_logprobs: Report the log-probability of each token of the prompt, and of that many of the most
             likely tokens at its position, in `Reply.prompt_logprobs`. `max_tokens` can then be 0.
     """
 
@@ -51,7 +51,7 @@ class StreamArguments(ReplyArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReplySettings:
-    """The checked options of one reply. `edgespec.ReplyArguments` describes most fields.
+    """The validated options of one reply. `edgespec.ReplyArguments` describes most fields.
 
     Attributes:
         constraint: The constraint that the answer must satisfy, or None.
@@ -124,7 +124,7 @@ class ReplySettings:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a session generates a reply from.
+    """A session's input for one reply.
 
     Attributes:
         tokens: The prompt.

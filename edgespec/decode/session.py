@@ -209,7 +209,7 @@ class Session:
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
-        # Functions that end replies whose streams were garbage-collected.
+        # Functions that end the replies of garbage-collected streams.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
@@ -270,7 +270,7 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Iterator[Step]:
-        """Yield the steps of a started reply: prefill the prompt, then decode. Read them with `next_step`.
+        """Prefill the prompt, then decode, yielding the steps of the reply. Read them with `next_step`.
 
         Args:
             request: The request that was passed to `start`. Its prompt must fit in the context.
@@ -607,7 +607,7 @@ class ReplyDecoder:
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
         if scores is not None:
-            # The scored tokens may be in the cache now, but not from an earlier prompt.
+            # Scoring put these tokens into the cache. No earlier prompt had cached them.
             stats.cached_prompt_tokens = 0
             yield Step((), 0, None, prompt_logprobs=scores)
         if not settings.max_tokens:
@@ -699,7 +699,7 @@ class ReplyDecoder:
         )
 
     def _record(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
-        """Update the statistics after a step. Those about the drafter are updated only now and then."""
+        """Update the statistics after a step. The drafter's are updated every few passes and at the end."""
         if stats.worst_case_loss is None:
             stats.target_step_seconds = self.target_step_seconds
         stats.busy_passes += self._target.threads < self._target.max_threads

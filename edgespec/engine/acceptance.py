@@ -1,7 +1,7 @@
 """Acceptance rules, which decide which drafted tokens to accept and which token comes next.
 
-There are two rules, `Invariant` and `Rejection`. With either rule, emitted tokens follow the target
-distribution exactly. A rule also draws random tokens for drafters.
+There are two rules, `Invariant` and `Rejection`. With either, emitted tokens follow the target distribution
+exactly. A rule also samples draft tokens for the drafters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Acceptance(Protocol):
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
         """Draw up to `count` different draft tokens from a row of the draft model's logits.
 
-        Nothing is drawn if the draft model lacks all tokens that a constraint allows.
+        The list is empty if the draft model has none of the tokens that a constraint allows.
         """
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
@@ -78,7 +78,7 @@ class Invariant:
 
 
 class RandomDraws:
-    """Random draws for speculative sampling. No random number is used twice."""
+    """Draws random numbers for speculative sampling, and uses none of them twice."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

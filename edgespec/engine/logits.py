@@ -57,7 +57,7 @@ class Logits(Protocol):
     def best(
         self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        """Return the `count` best tokens of a row after all logits processors, best first.
+        """Return the `count` highest-scoring tokens of a row after all logits processors, best first.
 
         A backend that cannot run every processor on its device calls `best_on_host`. Ties are sorted by token
         id.
@@ -235,7 +235,7 @@ class HostLogits:
     def _at_least(
         self, logits: NDArray[np.float32], floor: np.float32, peaks: NDArray[np.float32] | None
     ) -> Candidates:
-        """Return all logits of at least `floor`. The peaks, if given, can make this quicker."""
+        """Return all logits of at least `floor`. Passing `peaks` can make the search faster."""
         if peaks is not None and len(logits) >= self._MIN_VOCABULARY:
             groups = len(peaks)
             grouped = logits[: groups * self._GROUP].reshape(self._GROUP, groups)

@@ -21,10 +21,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_GOLDEN, _U_M1, _U_M2 = np.uint64(_GOLDEN), np.uint64(_M1), np.uint64(_M2)
 _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
-# Up to this many tokens are hashed in Python, because NumPy takes longer to start its loops.
+# Hash up to this many tokens in Python, because NumPy's loops take longer to start.
 _FEW_TOKENS = 8
 # Tokens per block when the noise of a whole vocabulary is searched. A block fits into a core's cache, and a
-# power of two lets the token ids be computed by XOR.
+# power of two allows computing the token ids by XOR.
 _BLOCK = 1 << 14
 
 

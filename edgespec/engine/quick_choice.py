@@ -1,10 +1,10 @@
-"""Sample a token with the usual filters in few steps, with the same result as the filters themselves.
+"""Sample a token with the usual filters faster, with the same result as the filters themselves.
 
-`processors` defines which token a row of logits yields. Its filters take most of the time of sampling,
+`processors` defines which token is sampled from a row of logits. Its filters take most of the sampling time,
 because each of them starts a dozen NumPy loops over a few dozen tokens, or computes the probability of every
-token. This module sorts the candidates once instead, and computes noise only for those that can be chosen.
-Sums are taken in another order here, so their last bits differ. Wherever these could change the result, the
-functions return None, and the caller applies the filters.
+token. This module instead sorts the candidates once, and computes noise only for those that can be chosen.
+It adds numbers in a different order, so the last bits of its sums differ. Where this could change the result,
+the functions return None, and the caller applies the filters.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from edgespec.engine.processors import (
 
 __all__ = ["Filters", "choose_from_row", "choose_token", "split_filters"]
 
-# More candidates than this are left to the filters, which then take no longer.
+# With more candidates than this, the filters are just as fast.
 _MAX_CANDIDATES = 4096
-# In smaller vocabularies, the filters are as quick as a search of the row.
+# In smaller vocabularies, the filters are as fast as searching the row.
 _MIN_VOCABULARY = 1 << 14
-# Numbers of most likely tokens among which to look for the nucleus, and for the token that beats the rest.
+# Search this many of the most likely tokens for the nucleus and for the token with the highest score.
 _NUCLEUS_SIZES = (64, 1024)
-# Log-probabilities that differ by less may have the same probability.
+# Log-probabilities that differ by less than this may belong to equal probabilities.
 _SAME_LOG_PROB = 1e-12
-# Sums of up to a million probabilities in double precision differ by less, relative to their total.
+# Maximum relative rounding error of a sum of up to a million probabilities in double precision.
 _SUM_TOLERANCE = 1e-9
 # The same for a sum in single precision, which includes the error of the exponential function for arguments
 # down to -104, below which it is 0.
@@ -57,7 +57,7 @@ class Filters(NamedTuple):
     min_p: float = 0.0
 
 
-# The filters in the order of the chain, and the names of each one's setting: in `Filters`, and its own.
+# The filters in the order of the chain. For each, the name of its field in `Filters` and its own attribute.
 _SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
     Temperature: ("temperature", "temperature"),
     TopK: ("top_k", "k"),
@@ -72,7 +72,7 @@ def split_filters(
     """Split a sampling chain into the processors before the temperature, and the temperature and filters.
 
     The filters are None if the chain has no temperature, or if other processors follow it. Subclasses of the
-    known filters count as others, because they could behave differently.
+    known filters count as other processors, because they could behave differently.
     """
     kinds = [type(processor) for processor in processors]
     if Temperature not in kinds:
@@ -136,11 +136,11 @@ def choose_from_row(
 
 
 def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | None) -> int | None:
-    """Choose a token. `total` is the approximate weight of all tokens, if `found` does not hold them all."""
+    """Choose a token. `total` is the approximate weight of all tokens if `found` lacks some of them."""
     tokens, logits = found
     # A stable sort puts the lowest id first among equal logits.
     order = (-logits).argsort(kind="stable")
-    # NaN is sorted last. The filters report it.
+    # NaN is sorted last. The filters report it as an error.
     if not math.isfinite(logits[order[0]]) or math.isnan(logits[order[-1]]):
         return None
     if filters.top_k:
@@ -178,7 +178,7 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
 def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
     """Return the log-probabilities, up to a constant, of descending logits."""
     spread = (float(ranked[0]) - float(ranked[-1])) / temperature
-    # Entering `errstate` takes as long as the rest if its code is not in the processor's cache.
+    # Enter `errstate` only if needed: it can take as long as the rest of the function.
     with np.errstate(over="ignore") if spread == math.inf else nullcontext():
         log_probs: NDArray[np.float64] = (ranked - ranked[0]) / temperature
     return log_probs

@@ -1,4 +1,4 @@
-"""Apply a reply's sampling chain to logits, which gives a sparse distribution, and draw tokens from it."""
+"""Apply a reply's sampling chain to logits, and sample tokens from the resulting sparse distribution."""
 
 from __future__ import annotations
 

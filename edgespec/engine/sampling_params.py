@@ -130,7 +130,7 @@ class SamplingParams:
 
 
 def _plain(value: Any, kind: type[Integral] | type[Real]) -> Any:
-    """Return a number of any kind, such as NumPy's, as Python's. None if it is none, or is a boolean."""
+    """Convert a number, such as a NumPy scalar, to a Python number. Return None for any other value."""
     if isinstance(value, bool) or not isinstance(value, kind):
         return None
     return int(value) if isinstance(value, Integral) else float(value)

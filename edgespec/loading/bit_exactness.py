@@ -250,7 +250,7 @@ class _Trial:
             raise CancelledError("loading the model was cancelled")
 
     def _read_contexts(self) -> list[int]:
-        """Process as long a context as the trial's time allows. Return the context lengths to test."""
+        """Process the longest context that the trial's time allows. Return the context lengths to test."""
         model = self.model
         self._step(0)
         began = now()
@@ -288,7 +288,7 @@ class _Trial:
             self.model.prefill(self.tokens[self.model.length : end])
 
     def _restore_context(self, length: int) -> None:
-        """Make the cache contain the first `length` tokens of the longest context that was read."""
+        """Make the cache hold only the first `length` tokens of the longest processed context."""
         self.model.truncate(length)
         if self.model.length < length and self.repeats:
             self.model.truncate(SHORT_CONTEXT)

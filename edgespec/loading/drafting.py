@@ -116,7 +116,7 @@ class _DrafterFactory:
         needed = self._options.named_drafters | self._automatic_drafters()
         for method in methods():
             if method.needs == "draft model" and draft is None:
-                continue  # The set of drafters knows why there is no draft model.
+                continue  # `DrafterSet` reports why there is no draft model.
             self.made[method.name] = self._make(method, is_needed=method.name in needed)
         changes_chains = self._arguments["learn"] or self._arguments["draft_branches"]
         config = self._auto_config()

@@ -127,11 +127,11 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _TrialResult:
-    """What the trial of a configuration found out, whatever drafts for the target.
+    """The result of trying a configuration. It does not depend on the drafters.
 
     Attributes:
         classes: The width classes.
-        seconds: Returns the duration of a pass of a given width. None if it was not needed.
+        seconds: Returns the duration of a pass of a given width. None if durations were not needed.
         is_disturbed: Whether other programs were busy, so that the trial must be repeated when the machine is
             idle.
     """
@@ -207,7 +207,7 @@ def _described(loaded: LoadedTarget, exactness: Exactness) -> LoadedTarget:
 class _ExactLoading:
     """Tries the configurations of a target, saves the results, and loads the best one.
 
-    The result of a trial does not depend on the drafters. The choice does.
+    The result of a trial does not depend on the drafters, but the choice of a configuration does.
     """
 
     pair: ModelPair
@@ -232,7 +232,8 @@ class _ExactLoading:
         return self._restricted(loaded, choice)
 
     def _options(self, repack: bool) -> LoadOptions:
-        # Kernels that do not depend on the pass width keep replies close to plain decoding in any case.
+        # Even if passes are unrestricted, kernels that do not depend on the pass width keep replies close to
+        # those of plain decoding.
         return replace(self.options, exact=True, repack=repack)
 
     def _close(self) -> None:

@@ -288,7 +288,7 @@ def _installed_model(
 
 
 def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Path | None) -> float | None:
-    """Return the time for which each pass of a model reads weights from disk. 0 if the model fits in memory.
+    """Return the time that each pass reads weights from disk, or 0 if the model fits in memory.
 
     Args:
         form: The format of the model's files.

@@ -128,7 +128,7 @@ class PairEstimator:
         )
 
     def streaming(self, choice: PlanChoice) -> Streaming | None:
-        """Return what would be read from disk in every pass. Measures the speed of the disk.
+        """Return which weights every pass would read from disk. Measures the speed of the disk.
 
         Raises:
             ModelFileError: The model's file cannot be read.
@@ -138,7 +138,7 @@ class PairEstimator:
         files = self._pair.target.file_format.files(self._pair.target.path)
         path = files[0]
         try:
-            # A small file would be read too fast or too slowly.
+            # Measure the largest file, because a small one gives an unreliable speed.
             path = max(files, key=lambda file: file.stat().st_size)
             speed = read_bytes_per_second(path)
         except OSError as error:

@@ -223,7 +223,7 @@ def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadO
         choice: `auto`, `none` or the path of a projector.
 
     Raises:
-        ModelFileError: The file is no projector.
+        ModelFileError: The file is not a projector.
         OptionError: The target cannot use a projector.
     """
     if not target.file_format.projectors or options.workers is not None:

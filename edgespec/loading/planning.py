@@ -246,11 +246,11 @@ def _plan_pair(
             )
 
         choice, plan = fit(fixed)
-        # An option that the user set may be the reason, such as a long context. Then the advice names it.
+        # If the cause is an option that the user set, such as a long context, the advice names it.
         is_too_large = not plan.fits and not (fixed and fit(set())[1].fits)
         if is_too_large and _may_stream(options, drafting) and target.streamable_layers:
-            # Keep the drafters: they gain most where passes are slow. A long context would take memory from
-            # the weights even while it is not used.
+            # Keep the drafters, because they save the most time when passes are slow. A long context would
+            # take memory from the weights even while it is unused.
             tokens = start.context_tokens
             if "context" not in fixed:
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)

@@ -33,7 +33,7 @@ __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
 
 Task = Literal["chat", "code"]
 
-# Parts of the names of models that were trained to write programs.
+# Name parts of models that were trained to write code.
 _CODE_NAMES = ("coder", "devstral")
 
 

@@ -74,7 +74,7 @@ def predict_speed(
         draft: The weights of the draft model, or None.
         size_ratio: The draft model's parameter count divided by the target's.
         acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
-        read_seconds: Time for which every pass reads weights from disk, while it computes.
+        read_seconds: Time that every pass spends reading weights from disk while it computes.
     """
     in_memory = speed.pass_seconds(target)
     step = max(in_memory, read_seconds)
@@ -132,7 +132,7 @@ def predict_entry(
     Args:
         entry: The model.
         speed: The measured speed of this machine. Defaults to the saved speed.
-        read_seconds: Time for which every pass reads weights from disk, while it computes.
+        read_seconds: Time that every pass spends reading weights from disk while it computes.
 
     Returns:
         The prediction, or None if this machine has not been measured with the model's file format.

@@ -1,6 +1,6 @@
 """Targets whose layers are on workers (`--workers`): check and change their options, and predict their speed.
 
-Sending the weights to the workers takes time too.
+The prediction includes the time to send the weights to the workers.
 """
 
 from __future__ import annotations

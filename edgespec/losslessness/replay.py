@@ -1,10 +1,10 @@
 """Rerun the target passes of a reply in an empty context, and judge the reply by the result.
 
 A pass over several tokens can round differently than a pass over one token. A speculative reply may therefore
-differ from plain decoding even if the loop, the rollback and the caches are correct. A replay tells the two
-cases apart. It runs passes of the same shapes over the reply's own tokens, so that they round the same way.
-If this gives the same tokens, and the rejected tokens do not change a single bit of the logits, the
-difference is due to rounding. Otherwise, it is a fault.
+differ from plain decoding even if the loop, the rollback and the caches are correct. A replay distinguishes
+such rounding from faults. It runs passes of the same shapes over the reply's own tokens, so that they round
+the same way. If it yields the same tokens, and the rejected tokens do not change a single bit of the logits,
+the difference is due to rounding. Otherwise, it is a fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report that `verify` returns, and how the results of a method are collected.
+"""The report that `verify` returns, and the classes that collect the results of each method.
 
 Sampled tokens are tested for goodness of fit with the G-test with simulated p-values, and Holm's correction.
 """
@@ -137,8 +137,8 @@ class VerifyReport:
     Attributes:
         parallel: Number of replies generated concurrently with each method.
         heads: Names of the loaded heads.
-        exact: Whether edgespec promised when loading that all passes agree bit for bit. If so, replies that
-            differ by rounding break the promise. See `Capabilities.exact`.
+        exact: Whether edgespec promised at loading that all passes agree bit for bit. If so, replies that
+            differ by rounding break this promise. See `Capabilities.exact`.
     """
 
     target: str

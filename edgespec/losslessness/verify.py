@@ -249,8 +249,8 @@ class _Verification:
         """Record which prompt tokens came from the cache, and which ones the target has processed."""
         cached = reply.stats.cached_prompt_tokens
         if self.reads:
-            # A correct cache never keeps more than this. If a faulty one does, the replay must not copy the
-            # fault.
+            # A correct cache never keeps more tokens than this. If a faulty cache does, the replay must not
+            # repeat the fault.
             cached = min(cached, common_prefix_length(self.reads[-1].tokens, tokens))
         # Drop the prompts that have no tokens left in the cache.
         kept = tuple(read for read in self.reads if read.cached_tokens < cached)

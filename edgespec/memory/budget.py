@@ -1,6 +1,6 @@
 """Determine how much memory this process can use, and how much it is using.
 
-The machine, cgroups, the shell and a Mac's GPU limit it.
+The limits come from the machine, cgroups, the shell (`ulimit`) and, on a Mac, the GPU.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _RESTORABLE: tuple[PlanOption, ...] = (
     "context",
 )
 # Effect of each KV cache format, without figures, because they depend on the
-# model.`scripts/bench_kv_types.py` measures it.
+# model. `scripts/bench_kv_types.py` measures the effect.
 _QUALITY = {
     "q8_0": "it needs about half the memory of 16 bits, and replies hardly change",
     "q4_0": "it needs about a quarter of the memory of 16 bits, but replies can get worse",

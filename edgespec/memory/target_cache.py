@@ -1,6 +1,6 @@
 """Manage the target's KV cache: save its contents and load the prompt before each reply.
 
-Reading a prompt can also score it: compute the log-probability of each of its tokens.
+Reading a prompt can also score it, which computes the log-probability of each prompt token.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TargetCache:
         only the tokens of the last prompt, and would have to wait for the reply to be reprocessed.
 
         Args:
-            should_continue: Called between passes. Returning False stops the work.
+            should_continue: Called between passes. Returning False ends the call.
         """
         self.sync_length()
         if not self.has_reply_to_read or not should_continue():

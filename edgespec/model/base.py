@@ -176,10 +176,10 @@ class Vocabulary(Protocol):
         """Return a token's vocabulary entry as bytes, even for control tokens."""
 
     def same_entries(self, other: Vocabulary) -> bool:
-        """Return whether all tokens that both vocabularies have are certainly the same.
+        """Return whether every token id in both vocabularies certainly stands for the same token.
 
-        This is much faster than comparing `raw_piece` of hundreds of thousands of tokens. False if that is
-        necessary.
+        This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. If the result is
+        False, that comparison is necessary.
         """
 
     def is_end(self, token: int) -> bool:
@@ -327,8 +327,8 @@ class LanguageModel(Protocol):
     def repeat_cached(self, end: int) -> bool:
         """Append copies of all cached tokens until the cache holds `end` tokens.
 
-        The copies keep their keys and values, so this is not the state that processing the tokens again would
-        give. It makes a long context in no time, to test passes after one. Any uncommitted token tree is
+        The copies keep their keys and values, so the state differs from that of processing the tokens again.
+        Tests of passes in a long context use this to fill the context quickly. Any uncommitted token tree is
         discarded.
 
         Returns:

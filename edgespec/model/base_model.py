@@ -1,7 +1,7 @@
 """Base classes for models.
 
-They are for models with their own KV cache, for draft views that share a target's, and for draft models that
-wrap another model and feed it a different token sequence.
+There is one class for models with their own KV cache, one for draft views that share a target's KV cache, and
+one for draft models that run another model on a different token sequence.
 """
 
 from __future__ import annotations

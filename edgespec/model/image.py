@@ -1,4 +1,4 @@
-"""Images that users send to models, and how they are checked and decoded."""
+"""Images that users send to models, with functions to check and decode them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
 
-# Names of the supported formats, by the name that Pillow gives them.
+# Display names of the supported formats, keyed by Pillow's names.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
 # Brands of HEIC and AVIF files, in which phones store photos.
 _PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
-# What Pillow calls a JPEG file with several images, such as some cameras write.
+# Pillow's name for JPEG files with several images, which some cameras write.
 _SEVERAL_JPEGS = "MPO"
-# Maximum size of an image file. Photos of 40 megapixels have about 20 MB.
+# Maximum size of an image file in bytes. A photo of 40 megapixels takes about 20 MB.
 MAX_IMAGE_BYTES = 32 << 20
-# Maximum number of pixels. Decoding an image takes up to 6 bytes per pixel at once, so 240 MB.
+# Maximum number of pixels. Decoding takes up to 6 bytes of memory per pixel, so at most 240 MB.
 _MAX_PIXELS = 40_000_000
-# EXIF's tag for the orientation of a photo, and the value for one that is stored upright.
+# EXIF's tag for the orientation of a photo, and its value for photos that are stored upright.
 _ORIENTATION, _UPRIGHT = 0x0112, 1
-# The orientations from this one on swap the width and the height.
+# EXIF orientations of at least this value swap width and height.
 _FIRST_TRANSPOSED = 5
 # Pillow's modes in which the values of neighbouring pixels can be blended.
 _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
@@ -49,14 +49,14 @@ def looks_like_image(data: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Image:
-    """An image file that was checked and can be decoded. Create it with `read`.
+    """A validated image file. Create it with `read`.
 
     Attributes:
         name: The name to show, such as the file's path.
         data: The file's contents.
-        width, height: The size in pixels, after the rotation that the file asks for.
+        width, height: The size in pixels, after the rotation that the file specifies.
         format: One of the values of `FORMATS`.
-        orientation: EXIF's number for the rotation that the file asks for. 1 if there is none.
+        orientation: EXIF's number for the rotation that the file specifies. 1 if there is none.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Image:
 
     @classmethod
     def read(cls, data: bytes, name: str = "the image") -> Image:
-        """Check an image file. Of an animation, models see the first frame.
+        """Check an image file. Models see only the first frame of an animation.
 
         Raises:
-            AttachmentError: The file is no image in a supported format, is damaged, or is too large.
+            AttachmentError: The file is not an image in a supported format, is damaged, or is too large.
         """
         _check_size(name, len(data), MAX_IMAGE_BYTES)
         image = _opened(name, data)
@@ -126,7 +126,7 @@ class Image:
         return self.upright(np.asarray(image.convert("RGB")))
 
     def reduced(self, width: int, height: int) -> NDArray[np.uint8]:
-        """Return the upright image in another size, as uint8 [height, width, 4] with opacity.
+        """Return the upright image, resized, as uint8 [height, width, 4] with an alpha channel.
 
         Large JPEG files are decoded at a fraction of their size.
 
@@ -153,7 +153,7 @@ class Image:
         return self.upright(np.asarray(image.resize(size, reducing_gap=2.0).convert("RGBA")))
 
     def upright(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Rotate and mirror the pixels [height, width, channels] of the stored image as the file asks for."""
+        """Rotate and mirror the stored pixels [height, width, channels] as the file specifies."""
         if self.orientation >= _FIRST_TRANSPOSED:
             pixels = pixels.swapaxes(0, 1)
         # EXIF stores which side of the stored image is the top of the upright one.
@@ -197,7 +197,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
 
 
 def _orientation(image: PillowImage) -> int:
-    """Return EXIF's number for the rotation that an image asks for."""
+    """Return EXIF's number for the rotation that an image specifies."""
     try:
         value = image.getexif().get(_ORIENTATION)
     except Exception:

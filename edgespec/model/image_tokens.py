@@ -25,7 +25,7 @@ __all__ = [
 Tokens: TypeAlias = Sequence[int] | NDArray[np.int32]
 
 # Image tokens fill the upper half of the ids that fit in 32 bits. The lowest bit marks the first token of an
-# image, so that neighbouring images can be told apart, and the others are a hash of its content.
+# image, so that adjacent images can be distinguished. The other bits are a hash of the image's content.
 _FIRST_ID = 1 << 30
 _HASH_BITS = 29
 
@@ -37,7 +37,7 @@ class PreparedImage:
     Attributes:
         tokens: The tokens that stand for the image in a prompt: runs of image tokens, and the control tokens
             around them.
-        data: What the backend needs to run the image.
+        data: The backend's representation of the image.
     """
 
     tokens: tuple[int, ...]
@@ -53,7 +53,7 @@ class TokenRun(NamedTuple):
 
 
 def image_token_ids(content: bytes, count: int) -> list[int]:
-    """Return the ids of an image's `count` tokens. Images with other content have other ids.
+    """Return the ids of an image's `count` tokens, which depend on the image's content.
 
     Prefixes that contain an image can therefore be compared and cached like any others.
     """
@@ -69,19 +69,19 @@ def contains_image(tokens: Tokens) -> bool:
 
 
 def text_tokens(tokens: Tokens) -> list[int]:
-    """Return the tokens without those of images."""
+    """Return the tokens without image tokens."""
     return [token for token in tokens if token < _FIRST_ID]
 
 
 def whole_images(tokens: Tokens, length: int) -> int:
-    """Return `length`, or the start of the image that it would cut in two."""
+    """Return `length`, or the start of the image that a cut at `length` would split."""
     while 0 < length < len(tokens) and tokens[length] >= _FIRST_ID and not tokens[length] & 1:
         length -= 1
     return length
 
 
 def cut_between_images(tokens: Tokens, start: int, count: int) -> int:
-    """Return the end of a piece of about `count` tokens from `start` on, which contains only whole images."""
+    """Return the end of a batch of about `count` tokens from `start` that splits no image."""
     end = whole_images(tokens, min(len(tokens), start + count))
     if end <= start:
         end = start + 1
@@ -98,7 +98,7 @@ def end_of_images(tokens: Tokens) -> int:
 
 
 def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
-    """Split a sequence that starts with text or with a whole image into its texts and images."""
+    """Split a sequence into its texts and images. It must start with text or a whole image."""
     if len(tokens) and not contains_image(tokens):
         yield TokenRun(0, len(tokens), False)
         return

@@ -1,7 +1,7 @@
 """Estimates of a model's memory use, computed from its metadata before it is loaded.
 
-Checks based on them choose context sizes, and reject models that do not fit in memory, prompts that do not
-fit in a context, and drafts that do not fit in a pass.
+Functions based on these estimates choose context sizes, and reject models that do not fit in memory, prompts
+that do not fit in a context, and drafts that do not fit in a pass.
 """
 
 from __future__ import annotations

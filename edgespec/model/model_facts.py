@@ -1,4 +1,4 @@
-"""What is known about a model, in a form that is independent of the backend.
+"""The properties of a model, in a form that is independent of the backend.
 
 `ModelInfo` is the metadata in its files. `ModelFacts` are the properties of the loaded model: its size, its
 adapters, and which features the backend supports for it.

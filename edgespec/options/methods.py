@@ -295,12 +295,12 @@ class Wording(NamedTuple):
 
     Attributes:
         draft: The noun.
-        drafts: Its plural.
+        drafts: The plural of `draft`.
         drafted: The participle.
         drafting: The activity.
         sources: Returns the name of drafters such as `model+suffix` in a sentence.
         subject: Returns the subject of a sentence about a reply with a method such as `auto`.
-        without: What the subject is compared with.
+        without: The term for plain decoding, with which the subject is compared.
         limit: Where the maximum loss is set, in parentheses. Empty in the chat, which cannot change it.
     """
 
@@ -340,7 +340,7 @@ CHAT = Wording(
 
 
 def no_draft_text(reason: str) -> str:
-    """Return a sentence without its full stop that says that there is no draft model, and why."""
+    """Return a sentence, without its full stop, that says why there is no draft model."""
     return reason if reason.startswith("no draft model") else f"no draft model: {reason}"
 
 

@@ -1,6 +1,6 @@
 """The options that apply to a single reply.
 
-Model files and other programs' files state some of them under various names.
+Model files and other programs use various names for some of these options.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments", "stated_sampli
 CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
 
 _MAX_SEED = (1 << 63) - 1
-# The names in GGUF files that are no option names of llama.cpp.
+# The names in GGUF files that are not also option names of llama.cpp.
 _STATED_NAMES = FOREIGN_NAMES | {
     "penalty_freq": "frequency_penalty",
     "penalty_last_n": "penalty_window",
@@ -156,7 +156,7 @@ REPLY_OPTIONS: Mapping[str, Option] = MappingProxyType(
 
 
 def stated_sampling(stated: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric sampling settings in `stated` by edgespec's names.
+    """Return the numeric sampling settings in `stated`, keyed by edgespec's names.
 
     Other settings and invalid values are left out, because a model is usable without them.
     """
@@ -170,7 +170,7 @@ def stated_sampling(stated: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _meant(name: str, value: Any) -> Any:
-    """Return a value as other programs read it: 20.0 is an integer where one is needed, and -1 no top-k."""
+    """Interpret a value as other programs do: 20.0 counts as an integer, and a top-k of -1 means no limit."""
     if isinstance(value, float) and value.is_integer() and isinstance(SETTING_RANGES[name].low, int):
         value = int(value)
     return 0 if name == "top_k" and value == -1 else value

@@ -37,7 +37,7 @@ __all__ = [
     "unread_options",
 ]
 
-# Longest part of an unknown name that messages quote.
+# Maximum number of characters of an unknown name that messages quote.
 _MAX_NAME = 60
 _REFERENCE = "a path, user/repo:quant or a name such as demo"
 # fmt: off
@@ -83,7 +83,7 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
 
 
 def unknown_setting(name: str, known: Iterable[str] | None = None) -> tuple[str, str]:
-    """Say why a setting cannot be set for all runs, and what to do.
+    """Explain why a setting cannot be set for all runs, and what to do.
 
     Args:
         name: The name that the user wrote.

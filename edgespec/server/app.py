@@ -1,6 +1,6 @@
-"""The ASGI application: checks who may use the server, then routes requests to the endpoints.
+"""The ASGI application, which checks who may use the server and routes requests to the endpoints.
 
-Next to the APIs, it serves the server's health, its metrics, and an OpenAPI description of all endpoints.
+Besides the APIs, it serves a health check, metrics, and an OpenAPI description of all endpoints.
 """
 
 from __future__ import annotations

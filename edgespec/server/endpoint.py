@@ -1,6 +1,6 @@
 """Describe the server's APIs and their endpoints, and serve them as ASGI applications.
 
-To serve an endpoint is to read and validate the body, call the handler, and report errors.
+Serving a request means reading and validating its body, calling the handler, and reporting errors.
 """
 
 from __future__ import annotations

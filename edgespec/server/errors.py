@@ -67,7 +67,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str = "inva
 
 
 def unsupported_content(kind: str, *, param: str) -> ApiError:
-    """Return the error for a message part that is not text, such as audio."""
+    """Return the error for a message's content part that is not text, such as audio."""
     return invalid_request(
         f"{param} has type {kind[:40]!r}, but edgespec's models read only text and, in messages of the user,"
         " images; remove it, or describe it in words",
@@ -134,7 +134,7 @@ def validation_error(
         advice: Advice for fields that only other endpoints support, by field name.
     """
     problems = error.errors(include_url=False)
-    # A field from another endpoint explains why the right field is missing, so report it first.
+    # Report a field of another endpoint first, because it explains why the right field is missing.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
     # If a field allows several types, pydantic reports a problem for each. The client probably meant the type

@@ -71,8 +71,7 @@ One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, i
 # Maximum number of unknown fields in an object, and of characters in their names. Bounds the time for
 # comparing them with known names, and the size of the list of ignored fields.
 _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
-# Maximum number of items whose ignored fields are listed, to bound the time. The value was chosen, not
-# measured.
+# Maximum number of items whose ignored fields are listed. Bounds the time. Chosen, not measured.
 _MAX_SEARCHED_ITEMS = 1000
 # Minimum similarity (`difflib`) at which an unknown name is probably misspelt, such as `max_token`.
 _MISSPELT_SIMILARITY = 0.8

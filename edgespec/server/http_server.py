@@ -33,8 +33,8 @@ _HEADER_SECONDS = 20.0
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
 # Seconds until the first check whether a client that has closed its side of the connection still reads. The
-# interval doubles with each check. The second check detects a client that has gone away. The value was
-# chosen, not measured.
+# interval doubles with each check. The second check detects a client that has gone away. Chosen, not
+# measured.
 _READER_CHECK_SECONDS = 0.25
 # Maximum number of connections. Further ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
@@ -159,7 +159,7 @@ def _borrowed(models: ModelPool, loop: asyncio.AbstractEventLoop, found: FoundMo
     try:
         yield Lent(loaded.runtime, loaded.queue)
     except BaseException:
-        # The pool must know that a model has lost a worker.
+        # Pass the exception to the pool, so that the pool notices if the model has lost a worker.
         run(borrowing.__aexit__(*sys.exc_info()))
         raise
     else:

@@ -372,7 +372,7 @@ class ModelPool:
         if found.reference == self._target:
             return {**options, "draft": self._settings.draft}
         backend = found.resolved.backend
-        # The user chose these options for a target that may run on another backend.
+        # The user chose these options for the server's own model, which may use another backend.
         dropped = _SINGLE_MODEL_OPTIONS | backend.ignored_options
         if not backend.shares_kv_type:
             dropped |= {"kv_type"}
@@ -515,7 +515,7 @@ def _reason(name: str, problem: ModelNotFoundError) -> str:
 
 
 def _advice(problem: ModelNotFoundError, near: Sequence[str], names: Sequence[str]) -> str:
-    """Return advice on a request whose model was not found.
+    """Return advice for a request whose model was not found.
 
     Args:
         problem: The error that says why it was not found.

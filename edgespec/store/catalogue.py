@@ -1,6 +1,6 @@
 """The catalogue of models that edgespec knows by name, and the user's aliases and draft pairs.
 
-Users of the default model get a larger target and a draft model suggested that fit this machine.
+The catalogue also suggests larger models that fit this machine to users of the default model.
 """
 
 from __future__ import annotations

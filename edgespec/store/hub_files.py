@@ -1,6 +1,6 @@
 """Select a model's files in a Hugging Face repository by name, and find models in the Hugging Face cache.
 
-Neither accesses the network.
+Nothing in this module accesses the network.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_LISTED = 20
 # Files of an MLX model: its weights, configuration, tokenizer and chat template.
 _MLX_FILES = (WEIGHTS, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
-# Types of a projector's weights, best first. The types of 16 bits are as good as F32 in half the memory.
+# Data types of a projector's weights, best first. 16-bit types are as good as F32 and take half the memory.
 _PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -170,10 +170,10 @@ def is_gguf_model(file: HubFile) -> bool:
 
 
 def best_projector(names: Iterable[str], model: str) -> str | None:
-    """Return the name of the file that encodes images best for the file `model`, or None.
+    """Return the name of the best projector for the file `model`, or None.
 
-    The names of projectors contain `mmproj`. The best one has the name that fits the model's best, and then
-    the best type of weights.
+    The names of projectors contain `mmproj`. The best one is that whose name is most similar to the model's,
+    and on a tie the one with the best data type.
     """
 
     def rank(name: str) -> tuple[int, int, str]:

@@ -1,4 +1,4 @@
-"""The models on this machine, whichever program installed them: find, describe and remove them.
+"""Find, describe and remove the models on this machine, whichever program installed them.
 
 Metadata is cached across runs until one of a model's files changes. The sampling settings that a model's
 makers recommend are the defaults of its replies. Models that belong to other programs are never modified or
@@ -332,8 +332,8 @@ def files_fingerprint(path: Path, form: ModelFormat) -> str:
 def find_projector(model: Resolved) -> Path | None:
     """Return the projector that is stored with a model, or None.
 
-    It is part of an Ollama model, or in the folder of the model's file, as in LM Studio and the Hugging Face
-    cache.
+    Ollama stores the projector as part of the model. LM Studio and the Hugging Face cache store it in the
+    folder of the model's file.
     """
     if model.projector:
         return model.projector
@@ -424,7 +424,7 @@ class RecommendedSetting(NamedTuple):
 
     Attributes:
         value: The value.
-        source: Who states it: `Ollama`, `the model's files` or `the catalogue`.
+        source: Where the value comes from: `Ollama`, `the model's files` or `the catalogue`.
     """
 
     value: float
@@ -434,7 +434,7 @@ class RecommendedSetting(NamedTuple):
 def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> dict[str, RecommendedSetting]:
     """Return the recommended sampling settings of a model, by name.
 
-    What a user sets has precedence over these settings. If several sources state a setting, the first counts:
+    The user's own settings take precedence. If several sources state a setting, the first of these counts:
     the program that stores the model, the model's files, the catalogue. The catalogue's settings also apply
     to copies of its models in other programs' folders, which are recognised by their headers.
 

@@ -143,7 +143,7 @@ def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any
 
 
 def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
-    """Return the file that encodes images for a model, or None. A damaged one does not matter for text."""
+    """Return a model's projector, or None. A damaged one is ignored, because text does not need it."""
     with suppress(ModelFileError):
         for kind, digest in parts:
             if kind == _PROJECTOR:

@@ -74,10 +74,10 @@ def find_child(folder: Path, name: str) -> Path | None:
 
 
 class EntryBudget:
-    """The number of folder entries that may still be read while searching for models.
+    """A limit on the number of folder entries that are read while searching for models.
 
     Attributes:
-        left: Entries that may still be read. 0 or less once the limit is exceeded.
+        left: Number of entries that may still be read. 0 or less once the limit is exceeded.
         skipped: The first folder that was not searched because of a limit. None if there is none.
     """
 

@@ -31,7 +31,7 @@ _TRIAL_BYTES = 1 << 16
 PARALLEL_READS, READ_BYTES = 4, 2 << 20
 """Number of reads at a time and their size, for the full speed of a disk. On a virtual disk, four reads of
 2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8."""
-# Time limit for a measurement. It was chosen so that nobody notices the wait.
+# Time limit in seconds for a measurement. Chosen so that the wait is not noticeable.
 _READ_SECONDS = 0.3
 
 
@@ -114,7 +114,7 @@ def open_uncached(path: Path) -> int:
 
 
 def read_bytes_per_second(path: Path) -> float:
-    """Read parts from all over a file for up to 0.3 seconds. Raises OSError."""
+    """Read parts spread over a file for up to 0.3 seconds. Raises OSError."""
     file, parts = open_uncached(path), max(1, path.stat().st_size // READ_BYTES)
     began = now()
 
@@ -122,7 +122,7 @@ def read_bytes_per_second(path: Path) -> float:
         done = 0
         with mmap.mmap(-1, READ_BYTES) as buffer:
             for i in range(first, parts, PARALLEL_READS):
-                # Consecutive reads are far apart, so that a disk's own cache does not answer them.
+                # Consecutive reads are far apart, so that the disk's own cache does not serve them.
                 done += os.preadv(file, [buffer], i * 7919 % parts * READ_BYTES)
                 if now() - began > _READ_SECONDS:
                     break

@@ -22,12 +22,10 @@ __all__ = ["Facts"]
 # Format of the file. A file with another version is replaced.
 _VERSION = 1
 # Maximum number of facts of one kind, and maximum size of one value in bytes. The largest kind has an entry
-# per pair of installed models, and the largest value takes about 10 KiB. Both limits were chosen, not
-# measured.
+# per pair of installed models, and the largest value takes about 10 KiB. Chosen, not measured.
 _MAX_FACTS, _MAX_VALUE_BYTES = 5000, 2**18
 # Seconds to wait for other processes that write to the file, and seconds for which the file is not used after
-# a timeout, so that a process that hangs while writing does not delay every call. Both were chosen, not
-# measured.
+# a timeout, so that a process that hangs while writing does not delay every call. Chosen, not measured.
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 60.0
 _CREATE_TABLE = "CREATE TABLE facts (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
 _DELETE_OLDEST = (
@@ -42,7 +40,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Unsaved:
-    """What this process remembers about a file that it could not write.
+    """The state that this process keeps for a file that it could not write.
 
     Attributes:
         facts: The facts that could not be saved, by kind and key.

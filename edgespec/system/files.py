@@ -53,7 +53,7 @@ _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
 # Age in seconds from which a temporary file counts as abandoned. Another process may still be writing a newer
-# one. The value was chosen, not measured.
+# one. Chosen, not measured.
 _STALE_SECONDS = 3600.0
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WRITE_REASONS = {

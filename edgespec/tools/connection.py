@@ -29,7 +29,7 @@ _START_SECONDS = 60.0
 # Maximum time in seconds to stop a server. The transport itself gives up earlier, unless the machine is very
 # busy.
 _STOP_SECONDS = 10.0
-# Seconds to wait for the reason why a connection was lost.
+# Seconds to wait for the transport to report why a connection was lost.
 _REASON_SECONDS = 2.0
 _MAX_PROBLEM_CHARACTERS = 300
 _CLOSE_SECONDS = 4.0

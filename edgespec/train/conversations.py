@@ -31,7 +31,7 @@ BATCH_TOKENS = 1_536
 # With few conversations, use smaller batches to get about 1,500 steps. The minimum of 256 tokens is about one
 # conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
-# Number of epochs. More epochs overfit: the head gets worse on other text.
+# Number of epochs. With more epochs, the head overfits and becomes worse on other text.
 PASSES = 3
 
 

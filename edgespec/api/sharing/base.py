@@ -1,4 +1,4 @@
-"""What a chat needs of a loaded model, whether its own process or another one has loaded it."""
+"""Interfaces of the loaded model that a chat uses, which its own process or another one has loaded."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedHead", "Tokenizer"]
 
-# Options that change no reply. Those of the program that has loaded the model apply.
+# Options that do not affect replies. The values of the program that loaded the model apply.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
-# Options that must be the same even at their defaults, because replies could differ by rounding.
+# Options that must match even at their defaults, because rounding could change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
 _PATH_OPTIONS = ("head", "corpus")
 
@@ -159,7 +159,7 @@ class Identity:
         files: The target's path and the paths of its adapters, each with the state of the file.
         draft: `auto`, `none` or the path of the draft model.
         options: The load options, as text.
-        chosen: Names of the options that another program must have too.
+        chosen: Names of the options whose values another program must also have.
     """
 
     files: tuple[str, ...]
@@ -184,7 +184,7 @@ class Identity:
                 value = str(Path(str(value)).resolve())
             options[name] = repr(value)
             is_chosen = value != option.default and name not in _IGNORED_OPTIONS
-            # Whoever wants no cache does not want another program's either.
+            # A program that disables the prefix cache must not use another program's.
             if is_chosen or name in _EXACTNESS_OPTIONS or (name == "prefix_cache" and value == "none"):
                 chosen.append(name)
         draft = arguments.get("draft", "auto") or "none"
@@ -203,7 +203,7 @@ class Identity:
         Options that the other program leaves at their defaults may have any value.
 
         Args:
-            wanted: What the other program wants.
+            wanted: The model and options that the other program needs.
             draft: The path of the loaded draft model, or `none`.
         """
         return (

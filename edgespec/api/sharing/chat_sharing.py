@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatSharing"]
 
-# How often, and how many seconds each time, to wait for another chat that loads the same model.
+# Maximum number of waits until another chat has loaded the same model, and seconds per wait.
 _MAX_WAITS, _WAIT_SECONDS = 600, 0.2
 
 
 class ChatSharing:
-    """Loads one model at a time, and lets other chats use it as long as it is loaded."""
+    """Loads one model at a time, and shares it with other chats while it is loaded."""
 
     def __init__(self) -> None:
         self._host: ModelHost | None = None
         self._queue: RequestQueue | None = None
 
     def load(self, arguments: Mapping[str, Any], progress: Progress) -> ChatModel:
-        """Load a model unless another program has it. Takes the arguments and raises the errors of `load`."""
-        # Not imported before the first screen is drawn.
+        """Load a model, or use another program's. See `edgespec.load` for the arguments and errors."""
+        # Imported here so that the first screen appears sooner.
         import edgespec
         from edgespec.api.sharing.base import Identity
         from edgespec.api.sharing.client import find_shared
@@ -37,7 +37,7 @@ class ChatSharing:
             if identity is not None and (shared := find_shared(identity, progress)) is not None:
                 return shared
             runtime = edgespec.load(**arguments, progress=progress)
-            # A model that was downloaded just now has an identity only from here on.
+            # If the model was only just downloaded, its identity could not be determined before.
             if identity := identity or Identity.of(arguments):
                 self._share(runtime, identity)
             return runtime
@@ -55,7 +55,7 @@ class ChatSharing:
         self._host = ModelHost("another chat", lend)
 
     def is_lost(self, model: ChatModel) -> bool:
-        """Return whether the model belonged to a program that has ended or does not answer."""
+        """Return whether the program that loaded the model has ended or does not respond."""
         from edgespec.api.sharing.client import SharedModel
 
         return isinstance(model, SharedModel) and not model.is_there()
@@ -81,7 +81,7 @@ class ChatSharing:
 def _loading_alone(identity: Identity | None, progress: Progress) -> Iterator[None]:
     """Return a context manager in which no other chat loads the same model, so that one can wait for it.
 
-    A chat that is suspended while it loads keeps others waiting only for a while.
+    If a chat is suspended while it loads, others stop waiting after a time limit.
     """
     from filelock import Timeout
 

@@ -1,4 +1,4 @@
-"""A loaded model of another process, which a chat uses as if it were its own."""
+"""Use a model that another process has loaded as if this process had loaded it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 
-# Seconds within which a program must say whether it has a model. One that takes longer was suspended.
+# Seconds to wait until a program says whether it has a model. A program that takes longer is suspended.
 _FIND_SECONDS = 2.0
-# Seconds within which it must answer a call that generates nothing. The server may have to load the model.
+# Seconds to wait for a call that generates no reply. The server may have to load the model first.
 _CALL_SECONDS = 120.0
-# Seconds that a reply has to end after it was cancelled.
+# Seconds to wait until a cancelled reply ends.
 _CANCEL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
-# Usual length of a token, for estimates.
+# Typical length of a token in bytes, for estimates.
 _BYTES_PER_TOKEN = 4
 
 
@@ -74,7 +74,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
 
 
 def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
-    """Send a wish. Return the name of the host, empty if it lacks the model, and the connection.
+    """Send a `Wish`. Return the host's name, which is empty if the host lacks the model, and the connection.
 
     Raises:
         EOFError, OSError: The program has ended, or does not answer.
@@ -105,20 +105,20 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
 
 
 def _raised(error: Exception) -> Exception:
-    """Return the error to raise for one that a host sends. A host that is closing is as good as gone."""
+    """Convert an error that a host sent to the error to raise. A closing host counts as lost."""
     return EOFError() if isinstance(error, ClosedError) else error
 
 
 def host_of(model: ChatModel) -> str:
-    """Return the name of the program that has loaded a chat's model, or an empty string if the chat has."""
+    """Return the name of the other program that loaded the model, or an empty string if there is none."""
     return model.host if isinstance(model, SharedModel) else ""
 
 
 class SharedModel:
-    """A model that another process has loaded. Provides what a chat needs of an `edgespec.Runtime`.
+    """A model that another process has loaded. Provides the parts of `edgespec.Runtime` that a chat needs.
 
-    Replies raise WorkerLostError if the other process has ended. The screen's questions then get the last
-    known answer, or one that refuses nothing, because the next message loads the model again and checks
+    Replies raise WorkerLostError if the other process has ended. Properties that the screen reads then keep
+    their last known values, and checks pass, because the next message loads the model again and checks
     everything.
 
     Args:
@@ -185,7 +185,7 @@ class SharedModel:
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
     ) -> Exactness | None:
-        # The screen asks for this all the time.
+        # The screen reads this very often.
         defaults = self._facts.reply_defaults
         if temperature is None:
             temperature = defaults.get("temperature", REPLY_OPTIONS["temperature"].default)
@@ -276,10 +276,10 @@ class SharedModel:
 class SharedReply:
     """A reply that another process generates. See `edgespec.ReplyStream` for the attributes and methods.
 
-    Waits for the start of the reply, which is when other replies have ended. Iterate in one thread only.
+    The constructor waits until the reply starts, after other replies have ended. Iterate in one thread only.
 
     Args:
-        connection: The connection, after the host has accepted the wish.
+        connection: The connection to the host, which has accepted the request.
         lost: Returns the error to raise if the other process ends.
         on_end: Called once with the reply, or with None if it failed.
         progress: Called while the prompt is processed. Returning False cancels the reply.
@@ -349,7 +349,7 @@ class SharedReply:
             self._fail(self._lost())
 
     def _receive(self) -> tuple[str, Any]:
-        """Return the next message that is no progress report."""
+        """Return the next message that is not a progress report."""
         try:
             while True:
                 while not self._connection.poll(_POLL_SECONDS):
@@ -377,7 +377,7 @@ class SharedReply:
             self.cancel()
 
     def _fail(self, error: Exception) -> Exception:
-        """Return an error after ending the reply."""
+        """End the reply, and return the error to raise."""
         self._close_connection()
         self._on_end(None)
         return error

@@ -48,10 +48,10 @@ _PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Wish:
-    """What another program wants from a host.
+    """A request from another program to a host.
 
     Attributes:
-        version: The version of edgespec that it runs. Objects of another version may differ.
+        version: The program's edgespec version. Objects of another version may differ.
         identity: The model that it wants to use.
         call: `here`, which asks only whether the host has the model, `facts`, `stream`, or a method's name.
         arguments: The arguments of the call.
@@ -120,8 +120,8 @@ class ModelHost:
     cancels the reply, and so does closing the connection.
 
     Args:
-        name: What the host is, for people, such as `edgespec serve`.
-        lend: Lends a model.
+        name: User-facing name of the host, such as `edgespec serve`.
+        lend: Returns a context manager that lends a model.
     """
 
     def __init__(self, name: str, lend: Lend) -> None:
@@ -154,7 +154,7 @@ class ModelHost:
                 lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
             except Exception:
                 # Another version may send anything, and the model's file may be gone. The other program then
-                # loads a model of its own, and says what is wrong.
+                # loads the model itself, and reports any error.
                 return
             _send(connection, None if lent is None else self._name)
             if lent is None or wish.call == "here":
@@ -205,7 +205,7 @@ def _send(connection: Connection, value: Any) -> None:
 
 
 def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
-    """Generate a reply, and send it piece by piece. Returns the whole reply."""
+    """Generate a reply, send its text as it is generated, and return the whole reply."""
     leaving, closing = threading.Event(), threading.Event()
     streams: list[ReplyStream] = []
 
@@ -252,16 +252,16 @@ def _watching(connection: Connection, on_leave: Callable[[], None]) -> Iterator[
     try:
         yield
     finally:
-        # End the thread before the connection is closed. Otherwise it would go on reading from the number of
-        # the closed file, which the next file to be opened gets.
+        # End the thread before the connection is closed. Otherwise, it would read from the closed file
+        # descriptor, which the next opened file may reuse.
         stop_receiving(connection)
         thread.join()
 
 
 def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
-    """Yield the text of a reply, each piece with the statistics and the method so far.
+    """Yield each piece of a reply's text with the statistics and the method report so far.
 
-    The rounds of a reply are sent once, because there can be thousands of them.
+    The rounds of a reply are sent only once, because there can be thousands of them.
     """
     sent = 0
     for chunk in stream:
@@ -271,7 +271,7 @@ def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return an error that another process can raise."""
+    """Return the error, or one that can be pickled, so that another process can raise it."""
     if isinstance(error, EdgespecError):
         error.__cause__ = error.__context__ = error.__traceback__ = None
         return error

@@ -28,7 +28,7 @@ _CONNECT_SECONDS, _SEND_SECONDS = 1.0, 5
 
 
 def listen() -> Listener | None:
-    """Return a listener on this process's own socket, or None if there can be none on this machine."""
+    """Return a listener on this process's own socket, or None if this machine does not support it."""
     if (folder := _folder(create=True)) is None:
         return None
     for number in range(100):
@@ -39,7 +39,7 @@ def listen() -> Listener | None:
 
 
 def sockets() -> Iterator[Path]:
-    """Yield the sockets of the user's other programs, those that started first before the others."""
+    """Yield the sockets of the user's other programs, in the order in which the programs started."""
     if (folder := _folder(create=False)) is None:
         return
     found = []
@@ -50,7 +50,7 @@ def sockets() -> Iterator[Path]:
 
 
 def loading_lock(identity: object) -> FileLock | None:
-    """Return a lock that programs hold while they load a model, or None if there can be none."""
+    """Return the lock that programs hold while they load a model, or None if it cannot be created."""
     if (folder := _folder(create=True)) is None:
         return None
     name = hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -58,20 +58,20 @@ def loading_lock(identity: object) -> FileLock | None:
 
 
 def limit_sends(connection: Connection) -> None:
-    """Make sending to a program that does not read fail with OSError after some seconds."""
+    """Make sending fail with OSError if the other program reads nothing for `_SEND_SECONDS`."""
     with socket.socket(fileno=os.dup(connection.fileno())) as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
 
 
 def stop_receiving(connection: Connection) -> None:
-    """Let every thread that receives from a connection get EOFError. Sending goes on."""
+    """Raise EOFError in all threads that receive from a connection. Sending still works."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
         other.shutdown(socket.SHUT_RD)
 
 
 def connect(path: Path) -> Connection:
     """Connect to a socket. Deletes it if its program was killed. Raises OSError if it cannot be used."""
-    # `multiprocessing.connection.Client` would wait for ever for a program that is suspended.
+    # `multiprocessing.connection.Client` would wait forever for a suspended program.
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_CONNECT_SECONDS)
         try:
@@ -95,7 +95,7 @@ def _folder(*, create: bool) -> Path | None:
     if sys.platform == "win32":
         return None
     try:
-        # The path of a socket may have about 100 bytes, so it cannot be in the data folder.
+        # The path of a socket is limited to about 100 bytes, so the socket cannot be in the data folder.
         folder = Path(tempfile.gettempdir()) / f"edgespec-{os.getuid()}"
         if create:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -107,5 +107,5 @@ def _folder(*, create: bool) -> Path | None:
 
 
 def _prefix() -> str:
-    """Return the start of the sockets' names. Programs with separate data folders do not share models."""
+    """Return the prefix of socket names. It differs between data folders, which do not share models."""
     return hashlib.sha256(os.fsencode(data_folder())).hexdigest()[:8]

@@ -49,10 +49,10 @@ __all__ = ["Batch", "Inputs", "LlamaContext", "LoraAdapters", "ThreadCount", "ad
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
-# Give up a core if other programs keep more than this share of it busy. A pass waits for its slowest thread,
-# so a thread that shares its core slows down all the others.
+# Give up a core if other programs keep it busy for more than this share of the time. A pass waits for its
+# slowest thread, so a thread that shares its core slows down all other threads.
 _GIVE_UP_SHARE = 0.4
-# Take a core back when other programs keep less than this share of it busy.
+# Take a core back when other programs keep it busy for less than this share of the time.
 _TAKE_BACK_SHARE = 0.3
 # The input of a forward pass: token ids, or hidden states as a float32 array [tokens, embedding size].
 Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
@@ -399,11 +399,11 @@ class LlamaContext(KvSequences):
         """Append part of an image to a llama.cpp sequence, without computing logits.
 
         Args:
-            rows: What the model reads in place of token embeddings, as float32 [tokens, size].
+            rows: The image embeddings that replace token embeddings, as float32 [tokens, size].
             positions: The position of each token, as int32 [components, tokens].
             sequence: The llama.cpp id of the sequence.
-            is_causal: Whether tokens attend only to those before them, rather than to all of `rows`. If not,
-                there may be at most `batch_tokens`.
+            is_causal: Whether tokens attend only to earlier tokens, rather than to all of `rows`. If not,
+                `rows` may contain at most `batch_tokens` tokens.
         """
         if not is_causal:
             self._lib.llama_set_causal_attn(self._context, False)
@@ -513,7 +513,7 @@ class LlamaContext(KvSequences):
         take_lost_interrupt()
         status = run(self._context, batch.native)
         if take_lost_interrupt():
-            # The callback may have been meant to copy hidden states, or to wait for streamed weights.
+            # The failed callback may have had to copy hidden states, or to wait for streamed weights.
             status = _ABORTED
         if status == 0:
             if self._stream:

@@ -122,7 +122,7 @@ class PairHead(HeadView[HeadTarget]):
     Args:
         parts: The weights, the target and the context.
         encodes: Whether the head has an encoder that combines the inputs of several target layers.
-        layers: Number of layers in the chain. 1 if the head is no chain.
+        layers: Number of layers in the chain. 1 if the head is not a chain.
     """
 
     _cells: LlamaHeadCells

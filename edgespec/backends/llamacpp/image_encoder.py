@@ -41,16 +41,16 @@ _MROPE_COMPONENTS = 4
 
 @dataclass(eq=False)
 class ImagePart:
-    """A part of an image, or a whole image, that the model runs in one go.
+    """An image, or a part of one, that the model runs in one call.
 
     Attributes:
         tokens: The image tokens that stand for the part.
         index: The number of the part in its image.
         image: The image.
         positions: The positions of the tokens, relative to that of the first, as int32 [components, tokens].
-        position_count: Number of positions that the part takes up, after which the next token continues.
-        is_causal: Whether tokens attend only to those before them, rather than to all of the part.
-        chunk: The preprocessed pixels, until they are encoded.
+        position_count: Number of positions that the part takes up. The next token follows them.
+        is_causal: Whether tokens attend only to earlier tokens, rather than to the whole part.
+        chunk: The preprocessed pixels. Freed once they are encoded.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class ImagePart:
     def positions_from(self, first: int) -> NDArray[np.int32]:
         """Return the positions of the tokens if the part starts at position `first`."""
         positions = self.positions + np.int32(first)
-        # The last of several components is unused.
+        # The last component is unused if there are several.
         positions[_MROPE_COMPONENTS - 1 :] = self.positions[_MROPE_COMPONENTS - 1 :]
         return positions
 
@@ -85,7 +85,7 @@ def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
     threads = options.threads or default_threads(check_file(options.projector))
     if threads > 1:
         use_threads()
-    # A pass over all of an image is possible only up to the size of a batch.
+    # A whole image can be run in one pass only if it fits into a batch.
     return ImageEncoder(
         *(options.projector, model, threads, options.batch_tokens),
         gpu=options.gpu_layers != 0,
@@ -108,7 +108,7 @@ class ImageEncoder:
         has_wide_positions: Whether images take up fewer positions than tokens (M-RoPE).
 
     Raises:
-        ModelFileError: The file is no projector, is damaged, or belongs to another model.
+        ModelFileError: The file is not a projector, is damaged, or belongs to another model.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ImageEncoder:
         self._max_tokens = max_tokens
         projector = read_projector(Path(path), small_images=small_images)
         self._row_size: int = library().llama_model_n_embd_inp(model)
-        # A projector that was replaced, or that reduces images, gives other values for the same image.
+        # Include the projector's file and its size limit, because both affect the embeddings of an image.
         self._identity = f"{file_state(Path(path))} {projector.max_tokens}".encode()
         params = lib.mtmd_context_params_default()
         params.use_gpu, params.n_threads = gpu, threads
@@ -144,7 +144,7 @@ class ImageEncoder:
             )
         self._lock = threading.Lock()
         self.has_wide_positions: bool = lib.mtmd_decode_use_mrope(self._context)
-        # Parts of the images that prompts still use, by their tokens.
+        # Parts of the images that prompts still use, keyed by their tokens.
         self._parts: weakref.WeakValueDictionary[tuple[int, ...], ImagePart] = weakref.WeakValueDictionary()
 
     def prepare(self, image: Image) -> PreparedImage:
@@ -170,7 +170,7 @@ class ImageEncoder:
         count = lib.mtmd_input_chunk_get_n_tokens(native)
         shape = lib.mtmd_input_chunk_get_tokens_image(native)
         offsets = [lib.mtmd_image_tokens_get_decoder_pos(shape, 0, at) for at in range(count)]
-        # The order of the components is that of llama.cpp's `set_position_mrope_2d`.
+        # The components are in the same order as in llama.cpp's `set_position_mrope_2d`.
         positions = np.array([[each.t, each.y, each.x, each.z] for each in offsets], np.int32).T
         is_causal = not lib.mtmd_decode_use_non_causal(self._context, native)
         if not is_causal and count > self._max_tokens:
@@ -193,7 +193,7 @@ class ImageEncoder:
         )
 
     def _chunks(self, image: Image) -> list[_Chunk]:
-        """Divide an image into the chunks of text and pixels that stand for it in a prompt."""
+        """Divide an image into the chunks of text and pixels that represent it in a prompt."""
         lib = self._mtmd
         bitmap, chunks = self._bitmap(image), lib.mtmd_input_chunks_init()
         try:
@@ -247,7 +247,7 @@ class ImageEncoder:
             )
 
     def _part_of(self, tokens: Sequence[int]) -> ImagePart:
-        """Return the part of an image that these tokens stand for.
+        """Return the part of an image that these tokens represent.
 
         Raises:
             BackendError: No prompt uses the image any more.
@@ -258,7 +258,7 @@ class ImageEncoder:
         return part
 
     def encode(self, part: ImagePart) -> NDArray[np.float32]:
-        """Return what the model reads in place of token embeddings, float32 [tokens, size].
+        """Return the image embeddings that replace token embeddings, float32 [tokens, size].
 
         Raises:
             BackendError: libmtmd failed.

@@ -1,7 +1,7 @@
 """The sequences of a llama_context: share, remove, export and import their KV cells and recurrent states.
 
-Exported cells can be merged, if they are those of a split model's two parts, and moved. llama.cpp exports
-cells in this format (llama_kv_cache::state_write):
+Exported cells can be moved, and those of a split model's two parts can be merged. llama.cpp exports cells in
+this format (llama_kv_cache::state_write):
 
 1. an 8-byte header: a magic number and the sequence id;
 2. the number of streams, which is always 1 here, and the number of cells;
@@ -96,25 +96,25 @@ class KvSequences:
         # The ids of all llama.cpp sequences other than 0 that may contain KV cells.
         self._others: set[int] = set()
         self.window = window
-        # Whether images take up fewer positions than tokens (M-RoPE).
+        # Whether images take up fewer llama.cpp positions than tokens (M-RoPE).
         self.has_wide_images = False
-        # The images in sequence 0 that do.
+        # The images in sequence 0 that take up fewer positions than tokens.
         self._images: list[WideImage] = []
 
     def add_image(self, start: int, tokens: int, positions: int) -> None:
-        """Note that the `tokens` from `start` on take up only `positions` positions."""
+        """Record that `tokens` tokens, starting at `start`, take up only `positions` positions."""
         self._images.append(WideImage(start, tokens, self.position(start), positions))
 
     def forget_images(self, length: int) -> None:
-        """Forget the images after the first `length` tokens."""
+        """Discard the records of images after the first `length` tokens."""
         while self._images and self._images[-1].end > length:
             self._images.pop()
 
     def position(self, index: int) -> int:
         """Return the llama.cpp position of the token with this index in sequence 0.
 
-        They are the same, unless images before the token take up fewer positions than tokens. All tokens of
-        such an image have the same position.
+        Position and index are equal unless images before the token take up fewer positions than tokens. All
+        tokens of such an image have the same position.
         """
         for image in reversed(self._images):
             if index >= image.end:
@@ -275,14 +275,14 @@ class KvSequences:
         return True
 
     def export_images(self, start: int, end: int) -> list[bytes]:
-        """Return a part that describes the images at [start, end), if such parts are needed at all."""
+        """Return a part that describes the images at [start, end), if the model needs such parts."""
         if not self.has_wide_images:
             return []
         images = [image for image in self._images if start <= image.start < end]
         return [b"".join(_IMAGE.pack(each.start, each.tokens, each.positions) for each in images)]
 
     def import_images(self, parts: list[memoryview], start: int, end: int) -> list[memoryview]:
-        """Add the images that `export_images` described, and return the parts without its own."""
+        """Add the images described by `export_images`, and return the remaining parts."""
         if not self.has_wide_images or not parts:
             return parts
         images, *parts = parts

@@ -90,7 +90,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 def load_all(
     path: str, name: str, options: LoadOptions, progress: Progress | None
 ) -> tuple[Any, WeightStream | None]:
-    """Load the weights of a GGUF model, of which `options.streamed_layers` layers are read in every pass.
+    """Load the weights of a GGUF model, and stream those of `options.streamed_layers` layers.
 
     Returns:
         A llama_model handle, and the stream that reads these layers. The caller must release both with
@@ -122,14 +122,14 @@ def load_all(
 
 
 def free_weights(weights: Any, stream: WeightStream | None) -> None:
-    """Free what `load_all` returned."""
+    """Free the weights and the stream that `load_all` returned."""
     if stream:
         stream.close()
     library().llama_model_free(weights)
 
 
 def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
-    """Raise the memory limit by the size of the weights that take up no memory, because they are streamed."""
+    """Raise the memory limit by the size of the streamed weights, which do not stay in memory."""
     if stream is None or options.memory_bytes is None:
         return options
     return replace(options, memory_bytes=options.memory_bytes + stream.saved_bytes)
@@ -139,7 +139,7 @@ def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadO
 def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
     """Create copies of GGUF files with holes in place of the weights. If that fails, return the files.
 
-    llama.cpp reads all of a file when it maps it, which takes long if the file is larger than memory.
+    llama.cpp reads the whole file when it maps it, which takes long if the file is larger than memory.
     """
     with ExitStack() as undo:
         copies: Sequence[Path] = files

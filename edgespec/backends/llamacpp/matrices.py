@@ -30,7 +30,7 @@ __all__ = ["FileMatrix", "GgmlProducts", "product_bytes"]
 
 _CPU = 0
 _KINDS = {"F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
-# Memory in bytes for the descriptions of a graph and its tensors, which have a few hundred bytes each.
+# Memory in bytes for the descriptions of a graph and its tensors. Each takes a few hundred bytes.
 _DESCRIPTION_BYTES = 1 << 14
 # Maximum number of nodes in a graph. A product needs only one.
 _GRAPH_NODES = 4

@@ -216,7 +216,7 @@ def _resend_interrupts_in_callbacks() -> None:
 def take_lost_interrupt() -> bool:
     """Return whether a Ctrl-C has ended a callback on this thread since the last call.
 
-    C code has then gone on as if the callback had returned 0.
+    C code has then continued as if the callback had returned 0.
     """
     lost = threading.get_ident() in _lost_interrupts
     _lost_interrupts.discard(threading.get_ident())

@@ -33,12 +33,12 @@ def _no_rows() -> NDArray[np.float32]:
 # target must not keep a pass of the draft model waiting.
 _CHANGED = threading.Condition()
 
-# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time. The values are
-# heuristics: a reply that is a little late should still join the pass, which then takes barely longer.
+# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time in seconds.
+# Chosen so that a slightly late reply still joins the pass, which then takes barely longer.
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and durations of passes.
 _WEIGHT = 0.3
-# A reply counts as being generated for this many seconds after its last pass. The value is a heuristic.
+# A reply counts as being generated for this many seconds after its last pass. Chosen, not measured.
 _ACTIVE_SECONDS = 1.0
 # Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
@@ -56,9 +56,9 @@ class PassPart:
         outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
         kind: What the pass computes. Only parts of the same kind share a pass. Embeddings and images never
             do.
-        inputs: What the model reads in place of token embeddings: the hidden states that a head reads, or an
-            image, float32 [tokens, values]. Empty otherwise.
-        is_causal: Whether tokens attend only to those before them.
+        inputs: The values that replace token embeddings: a head's input states or image embeddings, float32
+            [tokens, values]. Empty if the model reads token embeddings.
+        is_causal: Whether tokens attend only to earlier tokens.
         rows: The resulting logits as float32 [outputs, vocabulary size], or the embeddings.
         states: Hidden states of all tokens: for a target, those that its heads read; for a head, its own.
         error: Why the pass failed, or None.

@@ -30,8 +30,8 @@ __all__ = [
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
-# Maximum number of prompt tokens in a pass that other replies share. The value is a heuristic: such a pass
-# takes a few times as long as one that only generates tokens.
+# Maximum number of prompt tokens in a pass that other replies share. Chosen so that such a pass takes only a
+# few times as long as one that only generates tokens.
 _SHARED_PREFILL_TOKENS = 64
 
 
@@ -267,7 +267,7 @@ class ContextSlot(KvSequences):
     def append_image(
         self, tokens: Sequence[int], rows: NDArray[np.float32], position: int, *, is_causal: bool
     ) -> None:
-        """Append part of an image to the slot's sequence, given what the model reads in place of its tokens.
+        """Append part of an image to the slot's sequence, given its image embeddings.
 
         See `LlamaContext.append_image`, and `run` for the errors.
         """

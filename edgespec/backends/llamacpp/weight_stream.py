@@ -1,12 +1,12 @@
 """Run a GGUF model that is larger than memory by reading part of its weights from disk in every pass.
 
 llama.cpp maps a model's files into memory. A `WeightStream` replaces this mapping with private memory at the
-same addresses. It reads the weights to keep once, and the others in every pass, a few layers ahead of the one
-that llama.cpp is computing. Their memory is freed as soon as their layer has been computed.
+same addresses. The stream reads the weights to keep once, and the other weights in every pass, a few layers
+ahead of the layer that llama.cpp is computing. It frees a layer's weights as soon as the layer is computed.
 
-With the mapping alone, the kernel drops the least recently used pages. These are the ones that a pass over
-all layers needs next, so each pass reads nearly the whole file, page by page, while the processor waits. It
-also evicts other programs' files, and a truncated file kills the process.
+With the mapping alone, the kernel drops the least recently used pages, which are those that a pass over all
+layers needs next. Each pass then reads nearly the whole file, page by page, while the processor waits. The
+kernel also evicts other programs' files, and a truncated file kills the process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
 
 
 class _Range(NamedTuple):
-    """A part of a file that starts and ends at a page boundary."""
+    """A part of a file that starts and ends at page boundaries."""
 
     file: int
     offset: int
@@ -65,9 +65,10 @@ class LayerRanges(NamedTuple):
 
     Attributes:
         layer: Number of the layer.
-        before: Number of the layer before it that has feed-forward weights. At the end of that layer, a pass
-            waits for these weights. llama.cpp does not name the ends of some layers without such weights.
-        ranges: Their parts of the model's files.
+        before: Number of the nearest earlier layer that has feed-forward weights. At the end of that layer, a
+            pass waits for these weights. llama.cpp does not name the ends of some layers without such
+            weights.
+        ranges: The parts of the model's files that contain these weights.
     """
 
     layer: int
@@ -87,7 +88,7 @@ def can_stream() -> bool:
 def streamable_layers(path: Path) -> list[LayerRanges]:
     """Return the layers of a GGUF model whose feed-forward weights can be streamed, in order.
 
-    The first one is always kept, because a pass waits for a layer's weights at the end of the layer before.
+    The first layer is never streamed, because passes wait for a layer at the end of the layer before it.
 
     Raises:
         ModelFileError: A file cannot be read.
@@ -106,7 +107,7 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
                 continue
             begin = header.size_bytes + tensor.offset_bytes
             end = header.size_bytes + following[tensor.offset_bytes]
-            # Whole pages only. The pages at both ends also hold other weights, so they are kept.
+            # Stream only whole pages. The pages at both ends also hold other weights, so they stay in memory.
             begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
             found[int(match[1])] += [_Range(number, begin, end - begin)] if begin < end else []
     return [
@@ -117,12 +118,12 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
 
 
 def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges]:
-    """Choose `count` layers at even distances, so that reading can continue while others are computed."""
+    """Choose `count` evenly spaced layers, so that reading can continue while others are computed."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
 def saved_bytes(streamed: Sequence[LayerRanges]) -> int:
-    """Return how much less memory a model needs if these layers are streamed."""
+    """Return how many bytes of memory a model saves if these layers are streamed."""
     return sum(sorted(layer.size_bytes for layer in streamed)[:-LAYERS_IN_MEMORY])
 
 
@@ -134,12 +135,12 @@ class WeightStream:
     Args:
         files: The model's files.
         mapped: The addresses at which llama.cpp has mapped them. See `file_mappings`.
-        streamed: The layers to stream. The others are read now.
+        streamed: The layers to stream. All other weights are read immediately.
         progress: Called while reading. Returning False raises CancelledError.
 
     Attributes:
         bytes_per_pass: Number of bytes that a pass reads.
-        saved_bytes: How much less memory the model needs.
+        saved_bytes: Number of bytes of memory that the model saves.
 
     Raises:
         BackendError: The files cannot be read, or there is not enough memory.
@@ -158,12 +159,12 @@ class WeightStream:
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
         # The layers at whose end a pass waits for the next streamed layer.
         self._waits = {layer.before for layer in streamed}
-        # A Ctrl-C can end methods of Condition at any place, also while they take its lock, but not those of
-        # RLock.
+        # Not a Condition, because Ctrl-C can interrupt its methods at any point, even while they acquire the
+        # lock. Those of RLock cannot be interrupted.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
-        # Number of streamed layers that the passes have finished and that have been read. Both count on from
-        # pass to pass. A cancelled pass sets them back to the beginning of a pass.
+        # Number of streamed layers that passes have finished, and number that have been read. Both continue
+        # from pass to pass. A cancelled pass resets them to the beginning of a pass.
         self._done = self._read = 0
         # Number of streamed layers that the passes have waited for. A layer that a pass computed without
         # waiting for it may have been computed with weights that had not been read.
@@ -185,8 +186,8 @@ class WeightStream:
                 self._states.append(_state(self._files[-1]))
             for _, _, begin, end in mapped:
                 _replace_mapping(begin, end)
-            # llama.cpp has mapped all pages of the files. They took up no memory that was needed otherwise,
-            # so do not count them in this process's peak memory.
+            # llama.cpp has mapped all pages of the files. The kernel could have reused their memory at any
+            # time, so do not count them in this process's peak memory.
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
             self._read_kept(progress)
@@ -249,7 +250,7 @@ class WeightStream:
             _advise(self._address(each), each.size_bytes, _MADV_DONTNEED)
 
     def _run(self) -> None:
-        """Read the streamed layers again and again, until `LAYERS_IN_MEMORY` of them are in memory."""
+        """Read the streamed layers in a cycle, pausing while `LAYERS_IN_MEMORY` of them are in memory."""
         with ThreadPoolExecutor(PARALLEL_READS, "edgespec-read") as pool:
             while True:
                 with self._state:
@@ -266,14 +267,14 @@ class WeightStream:
                     self._state.notify_all()
 
     def _read_layer(self, layer: LayerRanges, restarts: int, pool: Executor) -> BackendError | None:
-        """Read a layer unless the passes start anew. Return the first error, or None."""
+        """Read a layer unless the passes restart. Return the first error, or None."""
 
         def load(part: _Range) -> None:
             if not self._is_outdated(restarts):
                 self._load(part)
 
         reads = [pool.submit(load, part) for each in layer.ranges for part in _parts(each)]
-        # No read may still write when the memory is used, freed or read again.
+        # Wait for all reads, because none may still write when the memory is used, freed or read again.
         wait(reads)
         try:
             for read in reads:
@@ -301,7 +302,7 @@ class WeightStream:
         self._is_interrupted, self._stopped = is_interrupted, False
         with self._lock:
             if self._error is not None or not self._is_intact or self._done % len(self._layers) > 0:
-                # If the disk has failed, it may be back.
+                # Try again after a disk failure, which may have been temporary.
                 self._error = None
                 for number in range(self._done, self._read):
                     self._free(self._layers[number % len(self._layers)])
@@ -312,7 +313,7 @@ class WeightStream:
             self._missed = self._is_intact = False
 
     def end_pass(self, *, is_partial: bool) -> None:
-        """Check that a pass that llama.cpp calls successful had all weights.
+        """Check that a pass that llama.cpp reports as successful had all weights.
 
         Args:
             is_partial: Whether the pass was meant to stop after some of the layers.
@@ -340,7 +341,7 @@ class WeightStream:
         return match is not None and (int(match[1]) in self._waits or int(match[1]) in self._order)
 
     def on_layer(self, name: bytes) -> bool:
-        """Free a computed layer, and wait for the next one. Return whether the pass can go on."""
+        """Free a computed layer, and wait for the next one. Return whether the pass can continue."""
         layer = int(name.rpartition(b"-")[2])
         with self._lock:
             if layer in self._order:
@@ -369,7 +370,7 @@ class WeightStream:
 
 
 def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
-    """Return where this process has mapped files: (number of the file, offset, begin, end)."""
+    """Return where this process has mapped files, as (file index, offset, begin, end) tuples."""
     numbers = {os.path.realpath(file): number for number, file in enumerate(files)}
     found = set()
     # Paths can contain characters at which `splitlines` would split them.
@@ -409,7 +410,7 @@ def _libc() -> Any:
 
 
 def _replace_mapping(begin: int, end: int) -> None:
-    """Replace mapped pages of a file by private memory, which takes up none until it is written."""
+    """Replace mapped pages of a file with private memory, which takes up no memory until it is written."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | getattr(mmap, "MAP_NORESERVE", 0)
     if _libc().mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != begin:
         raise BackendError(

@@ -1,4 +1,4 @@
-"""What heads for MLX targets share: loading weights, checking that a head fits, and KV caches."""
+"""Functions and classes shared by heads for MLX targets: weight loading, compatibility checks, KV caches."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ The target sends
 3. a message for each weight of the block. If the worker has a cache, the target sends the digest of a large
    weight first, and the worker answers whether it has that weight. It also confirms each weight that it
    stores.
-4. a message without an array. The worker answers it when it is ready.
+4. a message without an array. The worker answers when it is ready.
 5. the block's input for each pass, with the number of cached tokens before it. The worker first drops all
    cached tokens after that number, so a rollback needs no message of its own. It answers with the block's
    output. In a ring, all workers compute the same output, so only the first one sends it.
@@ -36,7 +36,7 @@ __all__ = [
     "read_array",
 ]
 
-# Version of the protocol. It is increased whenever the messages change.
+# Version of the protocol. Increase it whenever the messages change.
 PROTOCOL = 2
 # The JSON files from which mlx-lm builds a model.
 JSON_FILES = ("config.json", "hf_quant_config.json")

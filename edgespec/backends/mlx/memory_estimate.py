@@ -31,7 +31,7 @@ from edgespec.model.model_facts import Adapter
 
 __all__ = ["MlxMemoryEstimator"]
 
-# Memory of a tokenizer in bytes per token of its vocabulary. Determined experimentally.
+# Memory of a tokenizer in bytes per vocabulary token. Determined experimentally.
 _TOKEN_BYTES = 500
 # On a GPU, MLX allocates about this many times the memory that a recurrent layer needs. Determined
 # experimentally.

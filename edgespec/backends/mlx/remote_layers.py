@@ -53,9 +53,9 @@ _HALF_TYPES = (mx.float16, mx.bfloat16)
 # Weights of at least this size are cached. llama.cpp has the same limit.
 _CACHED_BYTES = 10 * 2**20
 _Message = tuple[dict[str, Any], Buffer]
-# After one worker reports an error, wait this long for another worker to fail, which may be the cause.
+# Seconds to wait, after one worker reports an error, for another worker to fail, which may be the cause.
 _REASON_SECONDS = 2.0
-# Time between two checks of whether the user has cancelled.
+# Seconds between checks of whether the user has cancelled.
 _POLL_SECONDS = 0.2
 _MAX_TOKEN = 1 << 24
 
@@ -282,7 +282,9 @@ class RemoteShards:
             messages: The header and the data of each message.
             waiting: Called several times per second until all workers have answered. Can raise an exception
                 to cancel.
-            timeout_seconds: Time limit for all workers to answer. Raises:
+            timeout_seconds: Time limit for all workers to answer.
+
+        Raises:
             WorkerLostError: A worker exited, hung or sent an invalid answer.
             BackendError: A worker answered with an error, or the time limit was exceeded.
         """

@@ -33,7 +33,7 @@ _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "p
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = "(?s:.*)"
 # Maximum number of calls in a reply that contains only calls. A small model that wants to write text after a
-# call may call tools forever instead of ending its reply. The value was chosen, not measured.
+# call may call tools forever instead of ending its reply. Chosen, not measured.
 _MAX_CALLS = 16
 # How gpt-oss writes its reasoning and what comes after it. All other models write their answer directly.
 _ANALYSIS, _ANALYSIS_END = "<|channel|>analysis<|message|>", "<|end|>"
@@ -146,7 +146,7 @@ def answer_grammar(form: CallForm, tools: ToolSet, answer: str, control_token: C
     calls, answer = grammar.rule_of(f'{call} ("\\n"? {call}){{0,{_MAX_CALLS - 1}}}'), grammar.rule_of(answer)
     if not form.reasoning_ends:
         return grammar.text(f"{calls} | {answer}")
-    # gpt-oss's reasoning must be part of the grammar, because it starts with the same token as a call.
+    # gpt-oss's reasoning must be part of the grammar, because reasoning and calls start with the same token.
     if (end := control_token(_ANALYSIS_END)) is None:
         reasoning = grammar.rule([_ANALYSIS, TextPart(_ANALYSIS_END), _NEXT_MESSAGE])
     else:

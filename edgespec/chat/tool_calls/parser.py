@@ -104,7 +104,7 @@ class ToolCallParser:
         return len(self._reader.text) - self._writer.used
 
     def feed(self, text: str) -> ParsedText:
-        """Add answer text. Return all text and parts of calls that can be told apart by now."""
+        """Add answer text, and return all text and parts of calls that can be distinguished so far."""
         self._reader.text += text
         next(self._parsing, None)
         return self._drain()

@@ -30,8 +30,8 @@ _TOOL_HINT = (
     'pass dictionaries such as {"type": "function", "function": {"name": "add", "description": "Add numbers",'
     ' "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}'
 )
-# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name it. The
-# value was chosen, not measured.
+# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name it.
+# Chosen, not measured.
 _BLAME_SECONDS = 2.0
 _DEEPEST_PARAMETER = 16
 
@@ -151,7 +151,7 @@ def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) 
     try:
         return render(tools)
     except TemplateError as error:
-        # A template that has exceeded its time limit once would do so again.
+        # A template that exceeded its time limit would exceed it again.
         if not tools or time.monotonic() - started > _BLAME_SECONDS:
             raise
         with suppress(TemplateError):

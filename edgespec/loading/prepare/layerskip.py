@@ -1,6 +1,6 @@
 """Prepare a GGUF model for early-exit drafting by splitting it into a lower and an upper part.
 
-To choose where, measure how often its exit layers agree with the full model, and the cost of verify passes.
+To choose the exit layer, measure how often each layer agrees with the full model, and verify pass costs.
 """
 
 from __future__ import annotations

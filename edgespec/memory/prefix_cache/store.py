@@ -1,6 +1,6 @@
 """Keep cached prefixes in memory, on disk or both, and choose which ones to evict.
 
-Not all tokens of a cached prefix can be reused, and copying a short one does not save time.
+Also decide how many tokens of a cached prefix can be reused, and whether copying them saves time.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from edgespec.system.facts import Facts
 
 __all__ = ["ACTIVE_REPLIES", "ActiveReplies", "AutoConfig", "AutoController"]
 
-_KIND = "drafting"  # The kind of facts that the statistics are.
+_KIND = "drafting"  # The kind under which the facts database stores the statistics.
 
 
 class ActiveReplies:
@@ -205,7 +205,7 @@ class AutoController(Drafter):
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
         self.loss_tracker.begin()
-        # The first step after the prompt is slower in plain decoding too, so do not charge it to drafting.
+        # The first step after the prompt is slower even in plain decoding, so do not charge it to drafting.
         self.costs.last_width = 0
         self.loss_tracker.record_target_step(0, -self.costs.return_seconds)
         self.costs.set_context_tokens(len(tokens))

@@ -166,7 +166,7 @@ class LiveCosts:
 
     @property
     def return_seconds(self) -> float:
-        """How much longer the next target step takes because the last pass had a different width."""
+        """Additional time of the next target step because the last pass had a different width."""
         return self.curve.change_seconds if self.last_width != 1 else 0.0
 
     def v(self, width: int) -> float:

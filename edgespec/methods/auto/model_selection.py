@@ -1,4 +1,4 @@
-"""Choose which model drafts in a round, when several draft models and heads are available.
+"""Choose which model drafts in each round, if there are several draft models and heads.
 
 The choice depends on the estimated decoding speed with and without each of them.
 """
@@ -29,9 +29,9 @@ __all__ = ["ModelSelector", "RoundEstimate"]
 class ModelSelector:
     """Chooses which drafter with a model should draft in each round, and prefills its model.
 
-    At most one of them runs per round, because two models would mostly draft the same tokens at twice the
-    cost. It is the one with the highest expected gain, if its recent acceptance rate justifies its cost. For
-    a small fraction of the time, others run instead, to measure them and to notice when they become better.
+    At most one drafter runs per round, because two models would mostly draft the same tokens at twice the
+    cost. The drafter with the highest expected gain runs if its recent acceptance rate justifies its cost.
+    For a small fraction of the time, other drafters run instead, to notice when they become better.
 
     Args:
         models: The drafters that run a model, by name.
@@ -134,7 +134,7 @@ class ModelSelector:
         return self._prefill(stats)
 
     def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
-        """Return whether to run a drafter instead of a better one, to check whether it has become the best.
+        """Return whether to run this drafter instead of the best one, to check whether it has become better.
 
         `relative_gain` is the drafter's expected speed divided by the best expected speed.
         """

@@ -125,7 +125,7 @@ def measure_costs(
 
     The passes run after the tokens in the model's KV cache and leave the cache unchanged. Widths 1, 2, 4 and
     8 are measured first. The others follow in ascending order until half of the time budget is spent. The
-    rest goes into repeats, which replace slower first measurements.
+    other half is spent on repetitions, which replace slower first measurements.
 
     If the model pads its passes, only the padded widths are measured, and those up to 9 even if the budget is
     spent.
@@ -185,8 +185,8 @@ def measure_costs(
         seconds[1].append(pass_seconds(1))
         steady.append(pass_seconds(1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
-    # Cap the duration of a narrow pass that took much longer than a wider one: another program must have
-    # slowed it down.
+    # Cap the duration of a narrow pass that took much longer than a wider one, because another program must
+    # have slowed it down.
     plausible = [min(medians[i], *(MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))]
     measured = tuple(width for width, _ in timed)
     if not changes:

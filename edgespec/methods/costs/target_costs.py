@@ -141,7 +141,7 @@ def settings_key(options: LoadOptions) -> str:
     """Return a key that identifies this machine and all options that affect the duration of a pass."""
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
-    # How many layers are streamed depends on the memory that is free at the moment. Do not measure again.
+    # The key omits the number of streamed layers, because it depends on the memory that happens to be free.
     kernels += " streamed" * (options.streamed_layers > 0)
     links = options.workers.links if options.workers else ()
     workers = "".join(f" {link.address}" for link in links)

@@ -124,7 +124,7 @@ class OnlineTrainer:
         self._tokens: list[int] = []
         self._prompt_tokens = 0
         self._has_drafted = False
-        # For each rejected draft token: the position before it, and the target's most likely tokens with
+        # For each rejected draft token, the position before it, and the target's most likely tokens with
         # their probabilities.
         self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
         # Training examples awaiting evaluation, each with its number of context tokens.

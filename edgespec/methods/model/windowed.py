@@ -23,7 +23,7 @@ __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 class AttentionWindow:
     """Limits a draft model's attention to the first and the last tokens of a sequence.
 
-    Tokens are evicted in bulk: the window can grow by `slack_tokens` before its oldest tokens are evicted.
+    Tokens are evicted in bulk, when the window has grown by `slack_tokens`.
 
     Attributes:
         sink_tokens: Number of tokens to keep from the beginning of the sequence, called attention sinks in
@@ -36,7 +36,7 @@ class AttentionWindow:
 
     @property
     def slack_tokens(self) -> int:
-        """How many tokens the attention window can grow by before tokens are evicted."""
+        """Number of tokens by which the attention window can grow before tokens are evicted."""
         return max(1, self.window_tokens // 4)
 
     @property

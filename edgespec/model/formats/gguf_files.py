@@ -132,7 +132,7 @@ def gguf_files(path: Path) -> list[Path]:
     try:
         split = _split_of(path)
     except (ModelFileError, OSError):
-        # Ignore a bad header here: loading the model reports what is wrong with it.
+        # Ignore a bad header here, because loading the model reports the problem.
         standard = _standard_names(path)
         if missing := [part for part in standard if not part.is_file()]:
             raise _missing_parts(path, missing[0].name, len(missing), len(standard)) from None

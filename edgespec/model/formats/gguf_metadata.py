@@ -143,7 +143,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the recommended sampling settings, such as `general.sampling.temp`."""
     stated = {
-        # A float32 is the closest number to 0.95, say, so read it as its shortest decimal number.
+        # A float32 only approximates a value such as 0.95, so read it as the shortest decimal number.
         key.removeprefix(_SAMPLING): float(str(np.float32(value))) if isinstance(value, float) else value
         for key, value in metadata.items()
         if key.startswith(_SAMPLING)

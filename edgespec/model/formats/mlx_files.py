@@ -157,7 +157,7 @@ def _has_all_weights(folder: Path, names: set[str], index: Mapping[str, str]) ->
         if absent and absent <= tensors:
             return True
         if any(file in names for file in index.values()):
-            return False  # The index belongs to these files, so the others that it lists are missing.
+            return False  # The index belongs to these files, so the other files that it lists are missing.
         parts = [int(part[1]) for file in files if (part := _PART.search(file.name))]
         return len(files) >= max(parts, default=1) and _has_all_layers(folder, tensors)
     except ModelFileError:

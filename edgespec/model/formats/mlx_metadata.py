@@ -35,7 +35,7 @@ __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_contex
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # Heads that only llama.cpp can run.
 _OTHER_HEADS = {"gemma4assistant": "Gemma 4 assistant"}
-# Kinds of heads whose version only the tensors tell.
+# Kinds of heads whose version can be determined only from the tensors.
 _ANY_EAGLE = {("EAGLE",), ("EAGLE-2",)}
 # Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")

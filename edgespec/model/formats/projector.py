@@ -1,4 +1,4 @@
-"""Read the metadata of projectors (mmproj files), which turn images into what a language model reads."""
+"""Read the metadata of projectors (mmproj files), which convert images to a language model's embeddings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from edgespec.model.memory_estimate import GPU, MEMORY, MemoryEstimate, MemoryPa
 
 __all__ = ["Projector", "estimate_projector", "read_projector"]
 
-# Projectors whose image tokens depend on what precedes the image in the prompt.
+# Projectors whose image tokens depend on the text before the image in the prompt.
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13
 _F16_BYTES, _F32_BYTES = 2, 4
 # Projectors for which llama.cpp reduces images to 4,096 tokens, and the patches of a token in each direction.
 _LARGE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v")
 _MAX_TOKENS, _PATCHES_PER_SIDE = 4096, 2
-# Projectors that take images of any size, and the number of patches for which the buffers of the others are
-# planned: that of an image of about a megapixel.
+# Projectors that accept images of any size, and the number of patches for which the other projectors' buffers
+# are planned, which is that of an image of about a megapixel.
 _ANY_SIZE = (*_LARGE, "pixtral", "lfm2", "kimivl")
 _PLANNED_PATCHES = 4096
 # Copies of a patch's pixels while an image is encoded (measured with scaled-down models).
@@ -35,11 +35,11 @@ class Projector(NamedTuple):
     Attributes:
         hidden_size: The hidden size of the language models that the projector was made for.
         weight_bytes: The size of its weights.
-        compute_bytes: The size of the buffers for one image. Of projectors that take images of any size and
-            do not reduce them, for an image of about a megapixel.
+        compute_bytes: The size of the buffers for one image. If the projector accepts images of any size and
+            does not reduce them, this is the size for an image of about a megapixel.
         mask_bytes: The size of the attention mask in main memory before it is copied to the buffers.
-        max_tokens: Number of tokens to which larger images have to be reduced, so that the buffers suffice. 0
-            if the projector reduces them by itself.
+        max_tokens: Number of tokens to which larger images must be reduced to fit the buffers. 0 if the
+            projector reduces them itself.
         can_save: Whether the buffers are much smaller with small images.
     """
 
@@ -59,7 +59,7 @@ def read_projector(path: Path, *, small_images: bool = False) -> Projector:
         small_images: Whether images will be reduced to about a megapixel.
 
     Raises:
-        ModelFileError: The file is no projector for images, is damaged, or is of an unsupported kind.
+        ModelFileError: The file is not an image projector, is damaged, or is of an unsupported kind.
     """
     header = read_header(path)
     if header.architecture != "clip" or not header.metadata.get("clip.has_vision_encoder"):

@@ -1,7 +1,7 @@
 """Rewrite JSON schemas so that llguidance enforces them exactly, and reject those that it cannot enforce.
 
-No finite value satisfies some schemas. An example is an object with a required property whose schema is the
-object's own schema.
+This module also rejects schemas that no finite value satisfies, such as an object with a required property
+whose schema is the object's own schema.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FORMATS = {
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
     *("json-pointer", "relative-json-pointer", "regex"),
 }
-# Values of keywords with which they have no effect.
+# Values with which a keyword has no effect.
 _NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
 # Above the first number, float64 cannot represent every integer. At and above the second, converting a
 # number to float64 or changing it slightly could overflow.
 _MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
-# Relative distance between a bound and the one that replaces it. The value was chosen, not measured.
+# Relative distance between a bound and the one that replaces it. Chosen, not measured.
 _STEP = 1e-9
 
 

@@ -24,7 +24,7 @@ _SINGLE = (
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 # Keywords whose value is data, in which null and empty lists have their own meaning.
 _DATA = ("const", "default", "example", "examples")
-# Keywords that have no meaning if they are empty.
+# Keywords that have no effect if their value is empty.
 _SAY_NOTHING_EMPTY = (*_LISTS, "enum", "type", "dependentRequired", "dependencies")
 # Keywords that can forbid null even if `type` and `enum` allow it.
 _BESIDE_TYPE = {*_LISTS, "$ref", "const", "not", "if"}

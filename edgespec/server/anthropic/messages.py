@@ -76,7 +76,7 @@ _TYPES = {
 
 
 class ContentBlock(ItemFields):
-    """A part of a message's content. `chat_prompt` checks the fields required by its type."""
+    """A content part of a message. `chat_prompt` checks the fields that its type requires."""
 
     type: str
     text: str | None = None
@@ -110,7 +110,7 @@ def _is_skipped(message: AnthropicMessage, block: ContentBlock) -> bool:
     """Return whether a block is omitted from the prompt.
 
     Replies from Anthropic's own models can contain blocks about tools that ran on Anthropic's servers. An
-    agent cannot take them back, so they must not make the conversation fail.
+    agent cannot remove these blocks from its conversation, so they must not cause an error.
     """
     known = ("thinking", "redacted_thinking", "tool_use", "tool_result")
     return message.role == "assistant" and not is_text(block) and block.type not in known
@@ -371,7 +371,7 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
 
 
 def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
-    """Convert a request's conversation and tools.
+    """Convert a request's conversation and tools to a chat prompt.
 
     Raises:
         ApiError: A message contains something other than text and images, or a block is incomplete.
@@ -386,7 +386,7 @@ def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
 
 
 def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Convert a message. Each tool result in it becomes a separate message."""
+    """Convert a message for `Runtime.stream_messages`. Each tool result becomes a separate message."""
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         calls = list(message.tool_calls or ())

@@ -8,7 +8,7 @@ A request goes through these steps before it reaches a handler. Each module hold
 4. `values`: field values that other languages and servers serialise differently.
 
 The other modules hold the rules for single fields: `names` for the unknown fields that must not be ignored,
-`content` for message parts, `tools` for tools and tool choices, and `constraints` for the formats of answers.
+`content` for content parts, `tools` for tools and tool choices, and `constraints` for answer formats.
 
 Where the meaning is unambiguous, the server does what the client means. Otherwise, the error names the field
 and its value and says what to do. `tests/server/test_leniency.py` has a row for each rule.

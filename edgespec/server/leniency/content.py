@@ -1,4 +1,4 @@
-"""Read the text of message content, including lists of parts in the formats of all APIs."""
+"""Read the text of message content, including content parts in the formats of all supported APIs."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def read_image(place: str, data: str) -> Image:
 def result_text(place: str, content: Any) -> str:
     """Return the text of a tool result, with a note in place of each non-text part.
 
-    An agent cannot take back a tool result, so an image in it must not make the conversation fail.
+    An agent cannot remove a tool result from its conversation, so an image in it must not cause an error.
     `omitted_parts` lists the omitted parts.
     """
     parts = _parts(place, content)

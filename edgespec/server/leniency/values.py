@@ -23,15 +23,15 @@ CONSTRAINT_HINT = "use response_format for a JSON schema, or regex, grammar or c
 
 # Words in the names of fields that constrain the answer, such as `guided_decoding` and `responseSchema`.
 _WORDS = re.compile("constrain|ebnf|grammar|guided|schema|structur|^response_?format$", re.IGNORECASE)
-# Number of levels of nested objects to search, as in `{"extra_body": {"nvext": {"guided_json": ...}}}`. The
-# value was chosen, not measured.
+# Maximum nesting depth of objects to search, as in `{"extra_body": {"nvext": {"guided_json": ...}}}`.
+# Chosen, not measured.
 _MAX_LEVELS = 3
 
 
 Repair: TypeAlias = Callable[[Any], Any]
 """A function that repairs a value. It returns values that need no repair unchanged."""
 
-# Values that have a special meaning on other servers, keyed by field. None means the default.
+# Values with a special meaning on other servers, keyed by field. None means the default.
 _SPECIAL_VALUES: Mapping[str, Mapping[Any, Any]] = {
     "max_tokens": {-1: None},
     "max_completion_tokens": {-1: None},

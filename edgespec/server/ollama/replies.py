@@ -291,7 +291,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
 def _converted_message(index: int, message: OllamaMessage) -> dict[str, Any]:
     place, images = f"messages.{index}.content", []
     if message.role == "tool":
-        # An agent cannot take back a tool result, so images in it must not end the conversation.
+        # An agent cannot remove a tool result from its conversation, so an image in it must not be an error.
         notes = ["[image omitted: text only]"] * len(message.images or ())
         content = "\n".join(filter(None, [result_text(place, message.content), *notes]))
     else:

@@ -46,9 +46,9 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completion"]
 
 
-# The part types that Anthropic's API uses for tool calls and tool results.
+# The content part types of tool calls and tool results in Anthropic's API.
 _BLOCKS = ("tool_use", "tool_result")
-# The fields to read from content parts in the formats of other APIs, keyed by part type.
+# The fields to read from content parts in other APIs' formats, keyed by part type.
 _READ_FIELDS = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content"),
@@ -61,7 +61,7 @@ _READ_FIELDS = {
 
 
 class ContentPart(ItemFields):
-    """A part of a message's content: text, or an image in a message of the user."""
+    """A content part of a message: text, or, in a user message, an image."""
 
     type: str
     text: str | None = None
@@ -228,7 +228,7 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
         more["max_tokens"] = body.max_completion_tokens
     tools, choice = modern_tools(body.tools or (), body.tool_choice, body.functions or (), body.function_call)
     offered = offered_tools(tools)
-    # A message in the older form has room for one call only.
+    # In the older format, a message can contain only one call.
     parallel = False if body.functions else body.parallel_tool_calls
     choice = checked_choice(choice, offered, tools, parallel=parallel)
     prompt = chat_prompt(body.messages, offered.definitions, choice, system=body.system)
@@ -264,7 +264,7 @@ def _finish_reason(reply: Reply, body: ChatRequest) -> str:
 def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
     """Return a part of a tool call. Only the first part of a call has the id and the name.
 
-    In the older form, a message has only one call, and further calls are left out.
+    In the older format, a message has only one call, and further calls are omitted.
     """
     function = {"arguments": delta.arguments}
     if delta.id:
@@ -343,7 +343,7 @@ def chat_prompt(
     *,
     system: SystemPrompt = None,
 ) -> ChatPrompt:
-    """Convert the messages of a request.
+    """Convert the messages of a request to a chat prompt.
 
     Raises:
         ApiError: A message contains something other than text and images.
@@ -353,7 +353,7 @@ def chat_prompt(
 
 
 def _converted(index: int, message: ChatMessage) -> list[dict[str, Any]]:
-    """Convert a message. Each tool result in it becomes a separate message."""
+    """Convert a message for `Runtime.stream_messages`. Each tool result becomes a separate message."""
     place = f"messages.{index}.content"
     parts = message.content if isinstance(message.content, list) else []
     calls, results = _anthropic_calls(place, parts)
@@ -401,7 +401,7 @@ def _content(place: str, message: ChatMessage) -> dict[str, Any]:
 
 
 def _reasoning_parts(message: ChatMessage) -> list[ContentPart]:
-    """Return the parts of a reply that contain its reasoning."""
+    """Return the content parts of a reply that contain reasoning."""
     if message.role != "assistant" or not isinstance(message.content, list):
         return []
     return [part for part in message.content if reasoning_of(part) is not None]

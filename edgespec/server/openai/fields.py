@@ -1,4 +1,4 @@
-"""Fields and the form of errors that OpenAI's endpoints share."""
+"""Request fields and the error format that OpenAI's endpoints share."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Model", "ModelList", "list_models", "retrieve_model"]
 
 
 class ModelMeta(TypedDict):
-    """Properties of a model, with llama-server's names.
+    """Properties of a model, named as in llama-server.
 
     `n_ctx` is the maximum length of prompt plus reply in tokens. It is known only once the model is loaded.
     """

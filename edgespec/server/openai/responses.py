@@ -41,14 +41,14 @@ _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # The fields that may contain the input of a call, most preferred first. A function's arguments are an object.
 _CALL_INPUTS = ("arguments", "action", "operation", "input")
-# The types of parts that programs send as bare items, without a message around them.
+# The types of content parts that programs send as items of their own, without a message around them.
 _PARTS = ("text", "input_text", "output_text", "input_image", "input_file", "input_audio", "image_url")
 # The value of `include` that requests log-probabilities.
 LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(ItemFields):
-    """A part of a message's content. Only text is supported."""
+    """A content part of a message. Only text is supported."""
 
     unlisted = frozenset({"annotations", "logprobs"})
 
@@ -66,7 +66,7 @@ class InputItem(ItemFields):
 
     Agents add items of many types, depending on the provider's tools. Items shaped like a tool call or a tool
     result are treated as such. Others, such as web searches, are skipped and reported, because the agent
-    cannot take them back.
+    cannot remove them from its conversation.
     """
 
     unlisted = frozenset({"status", "encrypted_content"})
