@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -306,6 +307,7 @@ _SPLIT_GGUF = FileFormat(
 )
 _MLX = FileFormat(
     name="mlx",
+    is_fast_here=lambda: (platform.system(), platform.machine()) == ("Darwin", "arm64"),
     label="MLX, run by mlx-lm",
     recognise=lambda path: path.is_dir(),
     load=_load_mlx,

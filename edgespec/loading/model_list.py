@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -137,9 +136,8 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
 
 
 def _sorted(models: Iterable[AvailableModel]) -> list[AvailableModel]:
-    """Sort models by size. Where MLX is the slower choice, its models come after the others."""
-    is_mlx_fast = (platform.system(), platform.machine()) == ("Darwin", "arm64")
-    return sorted(models, key=lambda each: (each.format == "mlx" and not is_mlx_fast, each.size_bytes))
+    """Sort models by size. Those in formats that are made for other hardware come last."""
+    return sorted(models, key=lambda each: (not format_of(each.format).is_fast_here(), each.size_bytes))
 
 
 def _with_paths(installed: InstalledModels, paths: Sequence[str]) -> InstalledModels:

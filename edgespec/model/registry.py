@@ -177,6 +177,8 @@ class FileFormat:
             workers. None if the format does not support `LoadOptions.workers`.
         splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
         projectors: Whether models in this format can see images with a projector (an mmproj file).
+        is_fast_here: Returns whether this machine has the hardware that the library is made for. Lists show
+            models in other formats first.
     """
 
     name: str
@@ -209,6 +211,7 @@ class FileFormat:
     worker_library: Callable[[], Library] | None = None
     splits_tensors: bool = False
     projectors: bool = False
+    is_fast_here: Callable[[], bool] = lambda: True
 
     @property
     def heads(self) -> dict[str, HeadSupport]:
