@@ -38,7 +38,6 @@ def test_a_limit_applies_to_one_reply_and_does_not_change_it(
         assert reply.stats.worst_case_loss == (worst and pytest.approx(worst))
 
 
-@pytest.mark.long
 def test_mlx() -> None:
     options: Any = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
     with edgespec.load(
@@ -58,7 +57,6 @@ def test_meaningless_limits_are_refused(runtime: Runtime) -> None:
         queue.stream(HOWTO, method="none", max_loss=0.1)
 
 
-@pytest.mark.long
 def test_limits_need_measured_costs() -> None:
     with (
         edgespec.load("demo", method="model", context=256) as runtime,

@@ -53,7 +53,6 @@ def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, tempera
         drafter.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("branches", [pytest.param((), marks=pytest.mark.long), (3, 2)])
 def test_rejection_mode_satisfies_the_constraint(
     exact_model: LanguageModel, branches: tuple[int, ...]

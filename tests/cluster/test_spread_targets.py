@@ -256,7 +256,6 @@ def test_padding_ends_with_the_context(workers: tuple[Worker, Worker]) -> None:
     assert replies[1].stats.drafted_tokens
 
 
-@pytest.mark.long
 def test_max_loss_is_supported(workers: tuple[Worker, Worker]) -> None:
     with edgespec.load("demo", workers=workers[0].address, context=1024, max_loss=0.1) as runtime:
         reply = runtime.generate(PROMPT, max_tokens=24, method="model", temperature=0.0)

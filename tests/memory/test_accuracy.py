@@ -237,7 +237,6 @@ def _limited(context_tokens: int, kv_type: str = "auto") -> list[Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is not kept elsewhere")
 class TestHardLimit:
-    @pytest.mark.long
     @pytest.mark.parametrize("left", first(["20", "35"]))
     def test_too_little_memory_to_plan_is_an_error(self, left: str) -> None:
         program = [sys.executable, "-c", _LIMITED, str(resolve("demo").path), "1024", "auto", left]
@@ -247,7 +246,6 @@ class TestHardLimit:
         assert name == "MemoryBudgetError"
         assert "ulimit -v" in what
 
-    @pytest.mark.long
     def test_a_plan_that_fits_runs_under_the_limit(self) -> None:
         plan, generated, context = _limited(65_536)
         assert "address space" in plan["budget_from"]
@@ -256,7 +254,6 @@ class TestHardLimit:
         assert generated == 4
         assert context == plan["context"] == 65_536
 
-    @pytest.mark.long
     def test_a_plan_that_does_not_fit_is_rejected_before_loading(self) -> None:
         kind, what, next_step = _limited(65_536, "f16")
         assert kind == "MemoryBudgetError"

@@ -63,7 +63,6 @@ def test_the_measured_peak_is_near_the_plan(quantisation: str, tmp_path: Path) -
     assert found["peak"] <= planned + headroom
 
 
-@pytest.mark.long
 def test_the_demo_is_near_its_plan(tmp_path: Path) -> None:
     found = _ran(tmp_path)
     _check_near(_planned_bytes(found["plan"]), found["peak"])

@@ -226,7 +226,6 @@ class TestSameTokens:
 class TestExactDistributions:
     """In rejection mode what is drafted must not depend on the luck of its own draw."""
 
-    @pytest.mark.long
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("curve", [assumed_cost, flat])
     @pytest.mark.parametrize("seed", first(range(4)))
@@ -242,7 +241,6 @@ class TestExactDistributions:
         assert_law(one_round(rule, target, propose), target, ROOT, 3)
         assert any(len(shape) > 2 for shape in shapes)
 
-    @pytest.mark.long
     @pytest.mark.parametrize("learnt", [0, 1, None])
     @pytest.mark.parametrize("seed", first(range(2)))
     def test_after_learning(self, learnt: int | None, seed: int) -> None:
@@ -254,7 +252,6 @@ class TestExactDistributions:
 
         assert_law(one_round(RULES[1].values[0], target, proposal(make, 2)), target, ROOT, 3)  # type: ignore[arg-type]
 
-    @pytest.mark.long
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (4, 9), (9, 2)])
     @pytest.mark.parametrize("seed", first(range(2)))
     def test_pruned_to_the_pass_limits(self, limits: tuple[int, int], seed: int) -> None:

@@ -103,7 +103,6 @@ def test_usage_has_its_own_event_if_asked_for(client: openai.OpenAI) -> None:
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("method", ["auto", "model"])
 def test_the_loss_limit_of_a_request(client: openai.OpenAI, plain: Runtime, method: str) -> None:
     expected = plain.reply(MESSAGES, max_tokens=24, temperature=0.0).answer

@@ -67,7 +67,6 @@ async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
         assert not status.facts.writing
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("size", [(40, 20), (80, 24), (100, 30)], ids=str)
 async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
     tmp_path: Path, size: tuple[int, int]

@@ -169,7 +169,6 @@ def test_step_duration_follows_the_load_within_two_rounds() -> None:
     assert [each.believed for each in settled] == pytest.approx([each.plain for each in settled], rel=0.1)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rate", [0.5, 0.7])
 def test_drafts_are_narrower_under_load_only(rate: float) -> None:
     seen = rounds(BUSY_FOR_A_WHILE, rate)
@@ -183,14 +182,12 @@ def test_drafts_are_narrower_under_load_only(rate: float) -> None:
     assert fmean(back[:8]) > 0.6 * before
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("rate", "max_ratio"), [(0.5, 1.0), (0.7, 1.0), (0.85, 1.02)])
 def test_counting_replies_makes_replies_faster_if_many_drafts_fail(rate: float, max_ratio: float) -> None:
     known, unknown = rounds(BUSY_FOR_A_WHILE, rate), rounds(BUSY_FOR_A_WHILE, rate, told=False)
     assert known[-1].moment < max_ratio * unknown[-1].moment
 
 
-@pytest.mark.long
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(1.0, 400.0), st.integers(1, 6)), max_size=5).map(sorted),

@@ -114,7 +114,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "limits", "costs"),
     covering(list(TEXTS), (PassLimits(), PassLimits(max_branches=1)), ((0.05, 0.15), (0.3, 0.05))),
@@ -216,7 +215,6 @@ class Lookup(FixedGuess):
 class TestExactDistributions:
     """Whether a draft is asked for or pruned must not depend on the tokens that were drawn."""
 
-    @pytest.mark.long
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
     @pytest.mark.parametrize("can_branch", [True, False])
@@ -233,7 +231,6 @@ class TestExactDistributions:
 
         assert_law(one_round(rule, target, proposal(both, 2)), target, ROOT, 3)
 
-    @pytest.mark.long
     @pytest.mark.parametrize("right", [True, False])
     @pytest.mark.parametrize("seed", range(2))
     def test_with_statistics_about_the_lookup(self, right: bool, seed: int) -> None:
@@ -306,7 +303,6 @@ class TestMergeTrees:
         assert tree.is_chain
         assert not tree.block_verifiable
 
-    @pytest.mark.long
     @given(st.lists(trees(), min_size=1, max_size=4))
     def test_every_input_path_is_in_the_merged_tree(self, proposals: list[TokenTree]) -> None:
         joined = merge_trees(proposals)
@@ -329,7 +325,6 @@ class TestMergeTrees:
 
 
 class TestPruneOptional:
-    @pytest.mark.long
     @given(
         st.lists(st.tuples(trees(), st.floats(0.0, 1.0)), min_size=1, max_size=4),
         st.integers(1, 12),

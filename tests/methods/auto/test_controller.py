@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +88,6 @@ ALMOST_FREE_PREFILL = 5e-324
 ONE_TEXT = Text("right", Trace(np.ones(24, np.bool_), np.full(24, 0.99)), None, 40)
 
 
-@pytest.mark.long
 @settings(max_examples=30)
 @given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), LIMITS)
 @example(MACHINES[0].curve, 0.1, ALMOST_FREE_PREFILL, [ONE_TEXT], LossLimits())
@@ -103,7 +101,6 @@ def test_loss_limit_holds_after_every_token_with_true_costs(
         assert beyond(world, limits) <= 1e-6
 
 
-@pytest.mark.long
 @settings(max_examples=30)
 @given(CURVES, CURVES, WILD, WILD, WILD, st.lists(texts(), min_size=1, max_size=3), LIMITS)
 def test_loss_limit_is_missed_by_one_round_at_most_with_adversarial_costs(
@@ -138,7 +135,6 @@ class LinkWorld(World):
         return super().reply(drafter, text, draft_length)
 
 
-@pytest.mark.long
 @settings(max_examples=30)
 @given(
     st.lists(st.floats(1.0, 3.0), min_size=4, max_size=4).map(sorted),

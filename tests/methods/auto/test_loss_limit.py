@@ -33,7 +33,6 @@ def allows(loss_tracker: LossTracker, worst_seconds: float, plain_seconds: float
     return worst_seconds - plain_seconds <= loss_tracker.allowance_seconds(plain_seconds)
 
 
-@pytest.mark.long
 @settings(max_examples=150)
 @given(ROUNDS, LIMITS, st.floats(0.001, 2.0))
 def test_limit_holds_for_any_rounds(
@@ -60,7 +59,6 @@ def test_limit_holds_for_any_rounds(
         assert loss_tracker.tokens == tokens
 
 
-@pytest.mark.long
 @settings(max_examples=100)
 @given(ROUNDS, LIMITS)
 def test_limit_holds_while_the_step_duration_drifts(

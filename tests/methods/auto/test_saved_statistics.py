@@ -51,7 +51,6 @@ def test_a_later_run_starts_from_the_statistics(rate: float) -> None:
     assert warm <= cold if rate > 0.5 else warm <= 1.02 * 120 + 2.0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kept", ["record", "reading", "found", "patience.rest", "plain"])
 def test_damaged_statistics_are_measured_again(kept: str) -> None:
     trace = stationary(0.9, 120, 0)

@@ -52,7 +52,6 @@ def seconds(machine: SimulatedMachine, texts: list[Text], others: tuple[Simulate
     return sum([world.reply(controller, text) for text in texts][len(texts) // 2 :])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("machine", "rates"),
     [
@@ -93,7 +92,6 @@ RATES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     CURVES,

@@ -290,7 +290,6 @@ class TestInARuntime:
                 assert got.tokens == plain.tokens
                 assert got.stats.drafted_tokens > 0
 
-    @pytest.mark.long
     def test_rejection_mode_keeps_the_targets_distribution(self) -> None:
         with with_drafter(speaking(TARGET, 1), drafter_of(speaking(DRAFT, 2))) as pair:
             report = verify(

@@ -238,7 +238,6 @@ class TestInARuntime:
                 passes += got.stats.target_passes
             assert passes < 3 * 80 / 2
 
-    @pytest.mark.long
     def test_rejection_mode_keeps_the_targets_distribution(self) -> None:
         target = speaking(TARGET, 1)
         with runtime(target, translated(conditioned(target, DRAFT, spell=SPELT))) as pair:

@@ -37,7 +37,6 @@ EVERY = pytest.mark.parametrize(
 SEEDS = range(6)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("machine", "rate", "informed"), covering(MACHINES, (0.0, 0.05, 0.3, 0.6, 0.85, 0.95), (True, False))
 )
@@ -68,14 +67,12 @@ NEAR = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "rate"), NEAR)
 def test_near_the_best_fixed_length_at_constant_acceptance(name: str, rate: float) -> None:
     texts = [stationary(rate, 200, seed) for seed in range(8)]
     assert evaluate(BY_NAME[name], Case("steady", texts)).share >= 0.945
 
 
-@pytest.mark.long
 @EVERY
 def test_near_the_best_fixed_length_on_recorded_replies(machine: SimulatedMachine) -> None:
     for temperature in (0.0, 0.8):
@@ -85,13 +82,11 @@ def test_near_the_best_fixed_length_on_recorded_replies(machine: SimulatedMachin
         assert found.limit_left_steps >= -1e-6
 
 
-@pytest.mark.long
 @EVERY
 def test_recovers_within_50_tokens_when_acceptance_falls(machine: SimulatedMachine) -> None:
     assert recovery_tokens(machine, [flips(0.85, 0.05, 100, 200, seed) for seed in range(12)], 100) <= 50
 
 
-@pytest.mark.long
 @EVERY
 def test_lookup_speeds_up_copied_text(machine: SimulatedMachine) -> None:
     texts = [passages(stationary(0.05, 200, seed), 0.6, 40, seed) for seed in SEEDS]
@@ -100,7 +95,6 @@ def test_lookup_speeds_up_copied_text(machine: SimulatedMachine) -> None:
     assert found.limit_left_steps >= -1e-6
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["2 CPU cores, Q8_0", "2 CPU cores, Q4_0", "2 CPU cores, Q4_K_M"])
 def test_lookup_is_used_where_the_draft_model_is_unaffordable(name: str) -> None:
     """Lookups cost no drafting time, so they fit into the loss limit where wide passes are expensive."""
@@ -108,7 +102,6 @@ def test_lookup_is_used_where_the_draft_model_is_unaffordable(name: str) -> None
     assert evaluate(BY_NAME[name], Case("copied", texts)).auto >= 1.05
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", first(["2 CPU cores, Q8_0", "M3 Ultra"]))
 def test_short_replies_lose_little(name: str) -> None:
     """Trying the draft model requires prefilling the prompt into it, which is most of the cost."""
@@ -123,7 +116,6 @@ def test_forced_drafts_discover_that_long_drafts_save_time() -> None:
     assert evaluate(BY_NAME["2 CPU cores, Q8_0"], Case("after others", texts, warm=3)).auto >= 1.25
 
 
-@pytest.mark.long
 @EVERY
 def test_slowing_machines_miss_the_limit_by_one_round_at_most(
     machine: SimulatedMachine,
@@ -136,7 +128,6 @@ def test_slowing_machines_miss_the_limit_by_one_round_at_most(
         assert found.worst >= 0.94
 
 
-@pytest.mark.long
 def test_target_step_is_measured_after_a_slowdown() -> None:
     for machine in MACHINES:
         world = World(machine, lambda now: 2.0 if now > 50.0 else 1.0)
@@ -145,7 +136,6 @@ def test_target_step_is_measured_after_a_slowdown() -> None:
         assert drafter.costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
 
 
-@pytest.mark.long
 def test_credit_matches_the_clock() -> None:
     """The credit of the loss limit equals the time saved by the clock."""
     for machine in MACHINES:

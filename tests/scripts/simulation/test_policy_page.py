@@ -31,7 +31,6 @@ def test_page_lists_every_machine_and_reply(machine: object) -> None:
     assert [list(_shown(one.name)) for one in MACHINES if one is machine] == [names]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SHOWN], ids=lambda case: case.name)
 def test_page_shows_the_current_numbers(case: object) -> None:
     machine = MACHINES[0]
