@@ -42,6 +42,6 @@ MAX_BUSY_SHARE = 0.2
 # Draft length in tokens for trying each drafter. Chosen to match the default of drafters with a fixed length.
 TRIED_DRAFT_LENGTH = FIXED_DRAFT_LENGTH
 
-# Number of resampled sets of prompts, and level of the confidence intervals. Usual values for bootstrap
+# Number of resampled sets of prompts, and level of the confidence intervals. Chosen as usual for bootstrap
 # intervals.
 BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL = 2000, 0.95

@@ -105,8 +105,8 @@ LONGEST_SECONDS = 0.2
 # whose single-token pass takes at least `SLOW_STEP_SECONDS`. Chosen to find rare differences without a long
 # trial. All widths are tested on the same positions, but compute them in different rows of a pass.
 POSITIONS, FEWER_POSITIONS, SLOW_STEP_SECONDS = 36, 24, 0.015
-# Number of positions after each context but the first, where only the attention kernels can differ. Half of
-# `POSITIONS`.
+# Number of positions after each context but the first, where only the attention kernels can differ. Chosen as
+# half of `POSITIONS`.
 POSITIONS_AGAIN = 18
 # If a trial would take longer than both this time and this number of single-token passes, only passes up to
 # `SHORT_TRIAL_WIDTH` in the short context are tested. This happens where each token of a pass takes almost as
@@ -118,7 +118,8 @@ SHORT_TRIAL_WIDTH = 5
 # in about 40 passes, at this number of positions. Chosen to limit the wait at the first load, and to include
 # a wide pass, which takes hardly longer than a single-token pass if most of the time is reading from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
-# Approximate number of tokens that a whole trial processes in multi-token passes.
+# Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding these
+# passes up.
 TRIAL_TOKENS = 700
 # Number of single-token passes to compare after each split of the prompt, if KV cells cannot be copied.
 # Chosen to keep the trial short.
@@ -153,7 +154,7 @@ MIN_DRAFT_SPEEDUP = 1.05
 # Suggest another quantisation only if it is faster by at least this factor. Chosen because a smaller gain
 # does not justify another download.
 MIN_QUANTISATION_GAIN = 1.15
-# Do not suggest quantisations with fewer bits per weight than this, because replies become worse.
+# Do not suggest quantisations with fewer bits per weight than this. Chosen because replies become worse.
 MIN_BITS = 4.5
 # Prompt length in tokens for predicting the time to first token. Chosen to match a page or two of text.
 PREDICTED_PROMPT_TOKENS = 1000
@@ -171,8 +172,8 @@ MIN_SUGGESTED_CONTEXT_TOKENS = 512
 
 # --- Workers (`workers.py`) ---
 
-# Rows of logits per pass when deciding where the output layer is. The same as in passes over a draft of
-# `FIXED_DRAFT_LENGTH` tokens, because the draft length changes with the text.
+# Rows of logits per pass when deciding where the output layer is. Derived: the same as in passes over a draft
+# of `FIXED_DRAFT_LENGTH` tokens, because the draft length changes with the text.
 OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---

@@ -71,8 +71,8 @@ CHECK_SECONDS = 1.0
 # --- Reading prompts (`target_cache.py`) ---
 
 # If KV cells depend on how a prompt is split into passes, prompts are read in passes of this many tokens.
-# Only the last pass over whole blocks, and the pass over the tokens after them, can be shorter. The same as
-# `UNTESTED_BLOCK_TOKENS` (`loading/constants.py`).
+# Only the last pass over whole blocks, and the pass over the tokens after them, can be shorter. Derived: the
+# same as `UNTESTED_BLOCK_TOKENS` (`loading/constants.py`).
 READ_TOKENS = 256
 # Tokens per pass that reads a reply in idle time. Chosen to keep the wait short. A new request waits for at
 # most one such pass.
@@ -116,6 +116,6 @@ COPY_BYTES_PER_SECOND = 2e9
 # Assume that prefill is this many times faster per token than a measured single-token pass, until a prefill
 # has been timed. Chosen as a cautious estimate.
 PREFILL_SPEEDUP = 4.0
-# Weight of the latest measurement in the moving averages of prefill and copy times. Gives a mean over about
-# three measurements.
+# Weight of the latest measurement in the moving averages of prefill and copy times. Chosen to give a mean
+# over about three measurements.
 NEW_REUSE_WEIGHT = 0.3

@@ -68,7 +68,7 @@ MAX_TREE_WIDTH = 64
 # Default maximum number of tokens and of leaves in a verify pass, for targets with higher limits. Chosen to
 # limit the size of a pass.
 DEFAULT_MAX_WIDTH, DEFAULT_MAX_BRANCHES = 64, 8
-# Number of leaves that a target must be able to verify for methods that draft trees. Twice
+# Number of leaves that a target must be able to verify for methods that draft trees. Chosen as twice
 # `DEFAULT_MAX_BRANCHES`.
 TREE_BRANCHES = 16
 # Maximum number of successive tokens to draft because a constraint determines them. Chosen to match the
@@ -86,8 +86,8 @@ STEEP_COST = 1.9
 # cost of a draft model of a fifth of the target's size. `auto` measures draft models and heads when they are
 # first used (`Drafter.warm_up`).
 ASSUMED_DRAFT_PASS_COST = 0.2
-# Draft probabilities that separate the ranges in which acceptance is counted. Closer together near 0 and 1,
-# where small differences matter more.
+# Draft probabilities that separate the ranges in which acceptance is counted. Chosen closer together near 0
+# and 1, where small differences matter more.
 DRAFT_PROB_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 # Assumed acceptance probability in each of these ranges, before any tokens have been counted. Chosen near the
 # middle of each range, as if the draft model's probabilities were correct.
@@ -126,7 +126,7 @@ TOP_TOKENS = 64
 # Default number of recent tokens that a draft model with an attention window sees. Chosen to keep the KV
 # cache of the draft model small.
 WINDOW_TOKENS = 1024
-# Number of tokens in a windowed draft model's context that are reserved for draft trees. Twice
+# Number of tokens in a windowed draft model's context that are reserved for draft trees. Chosen as twice
 # `MAX_TREE_WIDTH`.
 WINDOW_TREE_TOKENS = 128
 # Number of tokens of the prefill with which a draft model's speed is measured when it is first used. Chosen
@@ -171,7 +171,7 @@ LOOKAHEAD_PROMPT_TOKENS = 1 << 14
 # Assumed probability that a drafted token is accepted, and assumed number of verify passes per useful draft.
 # Chosen because the size of the window is needed before anything was drafted.
 LOOKAHEAD_TOKEN_PROBABILITY, LOOKAHEAD_PASSES_PER_HIT = 0.4, 3.0
-# Maximum number of n-grams to remember for each first token. As many as the largest window verifies.
+# Maximum number of n-grams to remember for each first token. Derived: as many as the largest window verifies.
 MAX_NGRAMS_PER_TOKEN = 16
 
 # --- Drafting with the target itself (`layerskip/`, `lowbit/`) ---

@@ -48,14 +48,14 @@ HEAD_RATE = 0.62
 # between one and four tokens. It only ranks models that are not loaded: `speed_prediction` uses the measured
 # speed of this machine instead, and `auto` measures the loaded model.
 COST_PER_ROW = 0.14
-# Longest draft that a speed-up is estimated for. Half of the longest draft of `auto`.
+# Longest draft that a speed-up is estimated for. Chosen as half of the longest draft of `auto`.
 MAX_ESTIMATED_DRAFT_LENGTH = 8
 
 # Minimum number of drafted tokens for a usable acceptance rate. Chosen: the standard error of a rate from 200
 # tokens is at most 0.035.
 MIN_DRAFTED = 200
-# Counts of drafted tokens are halved above this number, so that recent replies have more weight. A hundred
-# times `MIN_DRAFTED`.
+# Counts of drafted tokens are halved above this number, so that recent replies have more weight. Chosen as a
+# hundred times `MIN_DRAFTED`.
 MAX_DRAFTED = 20_000
 # Save the acceptance counts after this many drafted tokens. Chosen to write a file only once in many replies.
 SAVE_EVERY_DRAFTED = 2_000

@@ -317,6 +317,11 @@ class ChatApp(App[None]):
         switched = await self._loaded(self.model_thread.switch(load))
         if switched is None:
             return
+        if switched.failure is None:
+            # Do this before the chat handles input again, because the next command may change these options.
+            chat.models = references_after(chat.models, reference, changed)
+            chat.changed_load_options = changed or {}
+            self.preferences.remember(chat.models, self._preferences_path)
         self._leaving = False
         await self.pop_screen()
         await chat.use_runtime(switched.runtime)
@@ -330,9 +335,6 @@ class ChatApp(App[None]):
         chat.prompt.insert(self._loading.take_typed().rstrip("\n"))
         name = switched.runtime.target.name
         if switched.failure is None:
-            chat.models = references_after(chat.models, reference, changed)
-            chat.changed_load_options = changed or {}
-            self.preferences.remember(chat.models, self._preferences_path)
             # In an empty chat, the welcome box contains the warning.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""
             await chat.transcript.note(f"This chat now uses {name}. {warning}".rstrip())

@@ -43,6 +43,21 @@ async def test_the_chat_goes_on_with_the_changed_options(tmp_path: Path) -> None
         assert len(d.chat.current_chat.messages) == 4
 
 
+async def test_a_command_that_waited_for_the_model_keeps_the_options_before_it(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        switch = d.chat.use_runtime
+
+        async def and_send(runtime: Any) -> None:
+            await switch(runtime)
+            d.chat.use_runtime = switch  # type: ignore[method-assign]
+            await d.chat.send_text("/draft demo-draft")
+
+        d.chat.use_runtime = and_send  # type: ignore[method-assign]
+        await d.send("/context 768")
+        await until(d.pilot, lambda: d.chat.runtime.draft is not None)
+        assert d.chat.runtime.context_tokens == 768
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("typed", "shown"),

@@ -79,8 +79,8 @@ __all__ = [
 # number of target steps. Chosen as a slowdown that is hard to notice. The second lets short replies try a
 # draft.
 MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
-# Maximum time for trying drafters that do not seem to help, as a share of a reply's plain decoding time. Half
-# of `MAX_LOSS_RATE`.
+# Maximum time for trying drafters that do not seem to help, as a share of a reply's plain decoding time.
+# Chosen as half of `MAX_LOSS_RATE`.
 EXPLORATION_RATE = 0.01
 
 # --- Controller (`controller.py`) ---
@@ -96,7 +96,8 @@ SAVE_INTERVAL_SECONDS = 60.0
 # Report the drafters of a reply only if they saved time or drafted at least once per this many tokens. Chosen
 # because rarer drafts are merely retries.
 TOKENS_PER_RETRY = 16
-# Report no speed-up for replies of fewer tokens than this, because it varies too much in short replies.
+# Report no speed-up for replies of fewer tokens than this. Chosen because it varies too much in short
+# replies.
 MIN_COMPARED_TOKENS = 16
 # If a target step takes less time than this and drafting has saved no time, the explanation says that the
 # model is too fast. Chosen because the fixed costs of a draft weigh more, the shorter a target step is. It
@@ -114,8 +115,8 @@ NEGLIGIBLE_COST = 0.005
 # Number of drafts before drafting can be paused for the first time. Chosen so that a few rejected drafts do
 # not pause drafting.
 TRIAL_ROUNDS = 8
-# Number of drafts in each attempt to resume drafting after a pause. Fewer than in the first trial, to lose
-# less time.
+# Number of drafts in each attempt to resume drafting after a pause. Chosen fewer than in the first trial, to
+# lose less time.
 RETRY_ROUNDS = 4
 # Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
 # unsuccessful attempt to resume drafting. Chosen so that the first retry comes after a sentence or two.
@@ -126,9 +127,9 @@ RETRY_COST_FACTOR = 3
 # --- Retries of single drafters (`backoff.py`, `model_selection.py`) ---
 
 # Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful ones.
-# Shorter than the pauses of all drafting, because only one drafter is affected.
+# Chosen shorter than the pauses of all drafting, because only one drafter is affected.
 MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = 4, 128
-# Maximum share of the decoding time to spend on retrying drafters that save no time. Less than
+# Maximum share of the decoding time to spend on retrying drafters that save no time. Chosen less than
 # `EXPLORATION_RATE`.
 RETRY_SHARE = 0.0075
 # Retries count as rare if the interval is at least this many times the shortest one. Chosen because this
@@ -143,8 +144,8 @@ CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
 # this. Chosen because smaller measured gains are often noise.
 MIN_INTERIM_GAIN = 1.15
-# Draft lengths to compare for drafters that choose their own length. More closely spaced where one more token
-# changes more.
+# Draft lengths to compare for drafters that choose their own length. Chosen more closely spaced where one
+# more token changes more.
 COMPARED_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 # --- Prefill of draft models (`drafter_stats.py`, `model_selection.py`) ---
@@ -166,11 +167,11 @@ PREFILL_ROUNDS = 48
 
 # --- Acceptance before it is measured (`drafter_stats.py`) ---
 
-# Upper limit on the total acceptance probability of a node's children. Below 1, because acceptance is never
-# certain.
+# Upper limit on the total acceptance probability of a node's children. Chosen below 1, because acceptance is
+# never certain.
 MAX_PROB_SUM = 0.98
 # Acceptance of lookups is counted separately after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a
-# row. Each bound is four times the one before it.
+# row. Chosen so that each bound is four times the one before it.
 STREAKS = (1, 4, 16)
 # Assumed acceptance probability of a node's first, second and later children in drafts from lookups, in one
 # row per range of `STREAKS`. Chosen so that each range starts with a higher rate than the one before it.
@@ -178,7 +179,7 @@ LOOKUP_PRIOR = ((0.4, 0.1, 0.05), (0.6, 0.1, 0.05), (0.75, 0.1, 0.05), (0.9, 0.0
 # The same for drafts from draft models. Chosen, not measured. The first value is high, so that draft models
 # are tried.
 MODEL_PRIOR = ((0.85, 0.1, 0.05),)
-# Weight of the assumed probabilities in long-term rates, as a number of drafted tokens. Higher than
+# Weight of the assumed probabilities in long-term rates, as a number of drafted tokens. Chosen higher than
 # `PRIOR_WEIGHT` (`methods/constants.py`), so that a few rejected tokens do not rule out a drafter.
 LONG_TERM_PRIOR_WEIGHT = 12.0
 
@@ -203,9 +204,9 @@ ASSUMED_PASS_RATIO, ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # Factors that lower the worst-case ratio after each target step and after each verify pass, to forget
 # outliers. Chosen so that one slow pass counts for dozens of passes.
 WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
-# Replaces `WORST_PASS_STEP_DECAY` if layers are on workers. As large as `VERIFY_DECAY`. Passes there are
-# often delayed for reasons that have nothing to do with drafting, and one such pass must not end drafting for
-# a whole reply.
+# Replaces `WORST_PASS_STEP_DECAY` if layers are on workers. Chosen as large as `VERIFY_DECAY`. Passes there
+# are often delayed for reasons that have nothing to do with drafting, and one such pass must not end drafting
+# for a whole reply.
 LINK_DECAY = 0.97
 # `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. Chosen so that
 # measurements soon replace the assumed ratio.
@@ -213,10 +214,10 @@ FIRST_DECAY, FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by more than this factor. Chosen far
 # above any change of a machine's speed.
 MAX_SAVED_RATIO = 1000.0
-# Weight of the newest target step in its estimated duration. Gives a mean over about four steps.
+# Weight of the newest target step in its estimated duration. Chosen to give a mean over about four steps.
 TARGET_STEP_WEIGHT = 0.25
-# Weight of the newest measurement in the moving average of the cost of multi-token passes. Gives a mean over
-# about seven passes.
+# Weight of the newest measurement in the moving average of the cost of multi-token passes. Chosen to give a
+# mean over about seven passes.
 WIDE_PASS_WEIGHT = 0.15
 # Largest change, as a factor, that a single pass can make to an estimate. Chosen to limit the effect of
 # interruptions.
@@ -224,8 +225,8 @@ MAX_CHANGE = 4.0
 # The machine's speed may have changed if multi-token passes deviate from their estimated durations by more
 # than this factor. Chosen above the usual noise of passes.
 MAX_DEVIATION = 1.25
-# Weight of the newest pass in the moving average of the ratio of actual to estimated durations. Gives a mean
-# over about three passes.
+# Weight of the newest pass in the moving average of the ratio of actual to estimated durations. Chosen to
+# give a mean over about three passes.
 DEVIATION_WEIGHT = 0.3
 
 # --- Worst case of a draft (`loss_limit.py`) ---

@@ -32,14 +32,14 @@ __all__ = [
 
 # --- Cost curve of a loaded model (`curve.py`, `target_costs.py`) ---
 
-# Pass widths to measure. More closely spaced at small widths, because backends use different kernels for
-# them.
+# Pass widths to measure. Chosen more closely spaced at small widths, because backends use different kernels
+# for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 # Pass widths to measure even if the time budget is spent. Chosen to show the shape of the curve with few
 # passes.
 REQUIRED_WIDTHS = (1, 2, 4, 8)
-# The same for models that pad their passes: the largest width to measure in any case. Just above the largest
-# of `REQUIRED_WIDTHS`.
+# The same for models that pad their passes: the largest width to measure in any case. Derived: just above the
+# largest of `REQUIRED_WIDTHS`.
 MAX_REQUIRED_PADDED_WIDTH = 9
 # Number of further measurements of `CostCurve.change_seconds`. Chosen because a value that is much too high
 # makes drafting seem too expensive for as long as the model is loaded.
@@ -58,8 +58,8 @@ ASSUMED_COST_PER_TOKEN = 0.05
 # Discard saved pass durations if a single-token pass is now slower or faster by more than this factor. Chosen
 # above the usual variation of a machine's speed.
 MAX_STEP_RATIO = 2.0
-# Weight of the newest token in the moving average of the time per token without drafting. Gives a mean over
-# about five tokens.
+# Weight of the newest token in the moving average of the time per token without drafting. Chosen to give a
+# mean over about five tokens.
 PLAIN_STEP_WEIGHT = 0.2
 
 # --- Number of CPU threads (`target_costs.py`) ---
