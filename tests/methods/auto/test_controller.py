@@ -9,6 +9,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from edgespec.engine.sampling import Distribution
+from edgespec.engine.tree import TokenTree
 from edgespec.methods.auto.loss_limit import LossLimits
 from edgespec.methods.base import Drafter
 from edgespec.methods.costs.curve import CostCurve
@@ -82,6 +84,18 @@ def beyond(world: World, limits: LossLimits) -> float:
 LIMITS = st.builds(LossLimits, st.sampled_from([0.0, 0.02, 0.1]), st.sampled_from([0.0, 1.0, 2.0, 8.0]))
 STEADY: Any = st.lists(st.just(1.0), min_size=1, max_size=1)
 WILD: Any = st.lists(st.floats(0.1, 8.0), min_size=1, max_size=7)
+
+
+def test_a_draft_that_took_the_whole_allowance_is_not_verified() -> None:
+    curve = CostCurve((1, 2, 3), (1.0, 1.5, 2.0))
+    drafter = make_controller(World(SimulatedMachine("any", curve, 0.1, "none", 0.01)))
+    draft = TokenTree.chain(1, (2, 3))
+    assert drafter._cut(draft, 0.0).drafted == 0
+    assert drafter._cut(draft, 0.6).drafted == 1
+    assert drafter._cut(draft, 1.1).drafted == 2
+    # Which sampled tokens are dropped would depend on what was sampled.
+    sampled = TokenTree.chain(1, (2,), (Distribution(np.array([2]), np.array([1.0])),))
+    assert drafter._cut(sampled, 0.0).drafted == 1
 
 
 ALMOST_FREE_PREFILL = 5e-324
