@@ -297,6 +297,7 @@ class TestDuringAReply:
             assert kept.store.memory_bytes == 0
             assert stream.reply.tokens == expected.tokens
             assert "memory was low: freed" in stream.reply.method.note
+            assert runtime._session.memory_pressure.reclaimed_bytes == kept_before
             assert runtime.memory().prefix_cache.disk_bytes == on_disk
             free(runtime, PLENTY)
             assert "memory was low" not in ask(runtime, [*chats[4], 2], max_tokens=5).method.note
