@@ -1,6 +1,7 @@
 """Read attached files as text or as images, and reject other binary files.
 
-The text of a PDF file is extracted in a child process, because a malicious file can hang or exhaust memory.
+The text of a PDF file is extracted in a child process, because a malicious file can make the parser hang or
+exhaust memory.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
             f"the file {path} already exists", "choose another file name", code="output_exists"
         ) from None
     except (OSError, ValueError) as error:
-        # Opening a file whose name contains a NUL character raises ValueError.
+        # `open` raises ValueError if the name contains a NUL character, so nothing was created.
         if is_created:
             with suppress(OSError):
                 path.unlink()

@@ -236,7 +236,7 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
         ) from error
     except (OSError, ValueError) as error:
         raise WorkerError(
-            f"{address} did not answer as a worker of edgespec",
+            f"{address} did not answer as an edgespec worker",
             "check the port, and start `edgespec worker` there",
         ) from error
 

@@ -129,8 +129,8 @@ WINDOW_TOKENS = 1024
 # Number of tokens in a windowed draft model's context that are reserved for draft trees. Chosen as twice
 # `MAX_TREE_WIDTH`.
 WINDOW_TREE_TOKENS = 128
-# Number of tokens of the prefill with which a draft model's speed is measured when it is first used. Chosen
-# to keep the first use short.
+# Number of prompt tokens with which a draft model's speed is measured when it is first used. Chosen to keep
+# the first use short.
 WARM_UP_TOKENS = 16
 # Minimum fraction of the target's tokens that the draft model must share for token ids to be translated.
 # Otherwise, the draft model's text is tokenized again for the target. Chosen so that most tokens can be

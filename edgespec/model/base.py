@@ -217,7 +217,7 @@ class LanguageModel(Protocol):
         """Number of CPU threads on an idle machine, or 0 if it cannot be changed."""
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the number of CPU threads on an idle machine. Has no effect if `max_threads` is 0."""
+        """Set the number of CPU threads to use on an idle machine. Has no effect if `max_threads` is 0."""
 
     def fix_threads(self, fixed: bool) -> None:
         """Pin the number of CPU threads, or let it follow the machine's load."""

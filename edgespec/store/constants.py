@@ -48,7 +48,7 @@ HEAD_RATE = 0.62
 # between one and four tokens. It only ranks models that are not loaded: `speed_prediction` uses the measured
 # speed of this machine instead, and `auto` measures the loaded model.
 COST_PER_ROW = 0.14
-# Longest draft that a speed-up is estimated for. Chosen as half of the longest draft of `auto`.
+# Longest draft for which a speed-up is estimated. Chosen as half of the longest draft of `auto`.
 MAX_ESTIMATED_DRAFT_LENGTH = 8
 
 # Minimum number of drafted tokens for a usable acceptance rate. Chosen: the standard error of a rate from 200

@@ -146,7 +146,7 @@ def train_drafter(
             held_out, others = _divided(conversations)
             if not others:
                 raise EdgespecError(
-                    "there are too few conversations to train with",
+                    "there are too few conversations to train on",
                     "use a larger --tokens",
                     code="training_data_missing",
                 )

@@ -283,7 +283,7 @@ class ChatApp(App[None]):
             chat.run_worker(chat.tool_use.start_servers())
 
     async def _loaded(self, loading: Future[_T]) -> _T | None:
-        """Show the progress of loading and return its result. On failure, quit and return None."""
+        """Show the progress of loading and return what was loaded. On failure, quit and return None."""
         while not loading.done():
             self._loading.show(*self.model_thread.loading)
             await asyncio.sleep(_TICK_SECONDS)

@@ -176,7 +176,7 @@ class Archive:
     def add_now(self, chats: Iterable[SavedChat]) -> None:
         """Do the same as `add`, but block until all chats are saved."""
         for chat in chats:
-            # Lock for each chat separately, so that replies can be saved during a large import.
+            # Take the lock once per chat, so that replies can be saved during a large import.
             with self._lock:
                 self.store.add(chat)
 

@@ -277,7 +277,7 @@ ACTIONS: dict[str, _Do] = {
     "reload": _reload,
     "start_tools": lambda chat, _: chat.tools.start_servers(),
     "stop_tools": lambda chat, _: chat.tools.stop_servers(),
-    # The plain chat shows no list of chats that could be out of date.
+    # The plain chat has no list of chats to update.
     "list_changed": lambda *_: None,
 }
 """What the plain chat does for the actions of commands."""

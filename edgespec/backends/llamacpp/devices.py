@@ -249,7 +249,7 @@ def place_layers(
         raise MemoryBudgetError(
             f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer"
             f" {format_bytes(offered)}",
-            "add workers, ask for more memory, or use a smaller --context or quantisation",
+            "add workers, raise the memory limits in --workers, or use a smaller --context or quantisation",
         )
     local, *remote = counts
     shares, first, device, read = [], local, 0, max(1, _read_bytes(path))

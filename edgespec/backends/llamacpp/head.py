@@ -1,4 +1,4 @@
-"""Run heads that take pairs of a token and a hidden state, and keep the KV caches of heads."""
+"""Run heads that take (token, hidden state) pairs, and keep their KV caches."""
 
 from __future__ import annotations
 

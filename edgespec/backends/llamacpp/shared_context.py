@@ -184,7 +184,7 @@ class SharedContext:
             self.scheduler.max_tokens = self._context.batch_tokens
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the number of CPU threads on an idle machine."""
+        """Set the number of CPU threads to use while the machine is idle."""
         with self.lock:
             self._context.set_max_threads(threads)
 

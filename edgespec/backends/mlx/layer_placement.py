@@ -135,7 +135,7 @@ def place_layers(
         raise MemoryBudgetError(
             f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer"
             f" {format_bytes(offered)}",
-            "add workers, ask for more memory, or use a smaller --context or quantisation",
+            "add workers, raise the memory limits in --workers, or use a smaller --context or quantisation",
         )
     shares, local = [], counts[0]
     first = local

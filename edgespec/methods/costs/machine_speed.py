@@ -187,7 +187,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder for the block, and add advice to write errors inside it."""
+    """Create a temporary folder. If a write to it fails, the error says what to do."""
     parent = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:

@@ -131,7 +131,7 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def _wrapped(value: Any) -> Any:
-    """Return the content of a wrapper, or None if there is no wrapper."""
+    """Return the value in a wrapper, or None if `value` is no wrapper."""
     if not _is_wrapper(value):
         return None
     return next((value[key] for key in SCHEMA_KEYS if value.get(key) is not None), None)

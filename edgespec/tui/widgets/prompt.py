@@ -1,6 +1,6 @@
 """The text input. Enter sends the text; Up and Down browse sent messages; @ refers to files.
 
-Messages that wait for the end of the running reply are shown above it.
+Messages that wait for the end of the running reply are shown above the input.
 """
 
 from __future__ import annotations

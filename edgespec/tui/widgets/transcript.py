@@ -337,7 +337,7 @@ class Transcript(VerticalScroll):
         await self.query(".note, Panel").remove()
 
     async def keep(self, number: int) -> None:
-        """Remove all but the first `number` messages of the chat. The caller then shows other messages."""
+        """Remove all but the first `number` messages of the chat. The caller must show the messages again."""
         if number > self._end:
             await self._show_last_page()
         await self._remove(self._messages[max(0, number - self._first) :])
