@@ -30,3 +30,8 @@ def test_methods_that_read_the_target_do_not_draft_with_images(
     left_out = {"eagle", "lowbit"} & set(method.split("+"))
     assert all(name in report.reason for name in left_out)
     assert drafters.choose(method)[1].effective == method
+
+
+def test_drafters_are_named_unless_they_need_a_constraint() -> None:
+    drafters = DrafterSet(table(0), {name: NgramDrafter() for name in ("ngram", "suffix", "grammar")})
+    assert set(drafters.names) == {"ngram", "suffix"}

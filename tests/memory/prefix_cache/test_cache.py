@@ -405,3 +405,14 @@ def test_a_prefix_longer_than_the_context_is_not_restored(tmp_path: Path) -> Non
         assert reply.stats.cached_prompt_tokens == len(SYSTEM)
     with keeping(table(1), tmp_path) as runtime:
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens >= len(CHATS[0]) - 1
+
+
+def test_the_measured_time_of_a_copy_is_its_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(ReuseCosts, "record_copy", lambda costs, size_bytes, taken: seconds.append(taken))
+    model = table(1)
+    with Runtime(model, None, DrafterSet(model), prefix_cache=keeper(model)) as runtime:
+        for chat in CHATS:
+            ask(runtime, chat, max_tokens=5)
+    assert seconds
+    assert all(0.0 <= each < 5.0 for each in seconds)
