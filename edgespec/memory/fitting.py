@@ -254,7 +254,7 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         ),
         "draft_form": (
             f"{choice.draft_form} as the draft model",
-            "it is the same model with fewer bits, of which slightly fewer tokens are accepted",
+            "it is the same model with fewer bits, so slightly fewer of its tokens are accepted",
         ),
         "draft": ("no draft model", no_drafter),
         "copy": ("no copy of the model with fewer bits", no_drafter),

@@ -1,4 +1,4 @@
-"""Very long messages, of which the chat shows the start, and long pasted texts, which the input folds."""
+"""Very long messages, which the chat shows in part, and long pasted texts, which the input folds."""
 
 from __future__ import annotations
 

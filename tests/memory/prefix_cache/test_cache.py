@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -411,8 +412,8 @@ def test_the_measured_time_of_a_copy_is_its_duration(monkeypatch: pytest.MonkeyP
     seconds: list[float] = []
     monkeypatch.setattr(ReuseCosts, "record_copy", lambda costs, size_bytes, taken: seconds.append(taken))
     model = table(1)
+    began = perf_counter()
     with Runtime(model, None, DrafterSet(model), prefix_cache=keeper(model)) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
-    assert seconds
-    assert all(0.0 <= each < 5.0 for each in seconds)
+    assert 0.0 < sum(seconds) < perf_counter() - began

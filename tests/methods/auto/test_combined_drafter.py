@@ -1,6 +1,6 @@
 """Several drafters at once: the same tokens, exact laws, and hardly ever slower than the better of them.
 
-Merged trees contain every path. Tokens that a drafter chose are told apart from those that a constraint
+Merged trees contain every path. Tokens that a drafter chose are distinguished from those that a constraint
 determines.
 """
 
