@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.loading.constants import (
@@ -108,8 +109,10 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
     all other passes are padded.
 
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
-    short and a long context. It runs about 60 single-token passes and up to 90 wider ones. The result is
-    valid only for this model with these options, on this machine and build. The cache is empty afterwards.
+    short and a long context. It runs about 60 single-token passes and up to 90 wider ones. Where the model
+    supports it, these run only the first layers, whose hidden states are compared instead of the logits.
+    Each width that agrees is then confirmed by one pass over all layers. The result is valid only for this
+    model with these options, on this machine and build. The cache is empty afterwards.
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
@@ -127,7 +130,7 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
         return _Trial(model, progress).classes()
     finally:
         model.fix_threads(False)
-        model.truncate(0)
+        model.run_first_layers(False)
 
 
 def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities:
@@ -187,6 +190,8 @@ class _Trial:
     tokens: list[int] = field(init=False)
     positions: int = POSITIONS
     is_short: bool = False
+    # Whether passes run only the first layers. See `LanguageModel.run_first_layers`.
+    is_partial: bool = False
     repeats: bool = False
     has_slow_passes: bool = False
     seconds: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -196,7 +201,6 @@ class _Trial:
 
     def __post_init__(self) -> None:
         vocab_size = self.model.facts.vocab_size
-        self._all_ids = np.arange(vocab_size)
         count = min(LONGEST_CONTEXT + POSITIONS + STEPS_AFTER, self.model.free_tokens)
         random = np.random.default_rng(1)
         self.tokens = random.integers(vocab_size // 8, vocab_size, count).tolist()
@@ -237,8 +241,26 @@ class _Trial:
             block = self._block_tokens(base, widths, whole)
             is_complete = not self.disagreeing & set(range(base, MAX_TESTED_WIDTH + 1)) and base == 1 < limit
             found.append(WidthClass(widths, trees, block, any_threads, is_complete))
-        model.truncate(0)
-        return found
+        return self._confirmed(found) if self.is_partial else found
+
+    def _confirmed(self, classes: Sequence[WidthClass]) -> list[WidthClass]:
+        """Return the classes without the widths whose passes over all layers differ.
+
+        One pass of each width is enough: only the output layer has not been tested yet, and no rounding hides
+        differences between its logits.
+        """
+        self.is_partial = self.model.run_first_layers(False)
+        confirmed = []
+        for found in classes:
+            self.references.clear()
+            self.positions = found.max_width
+            reference = self._reference(found.widths[0], 0)
+            agreeing = [width for width in found.widths if self._width_agrees(width, reference, 0, 1)]
+            widths = tuple(agreeing) or found.widths[:1]
+            is_complete = found.is_complete and widths == found.widths
+            trees = found.trees and widths[-1] >= 3
+            confirmed.append(replace(found, widths=widths, trees=trees, is_complete=is_complete))
+        return confirmed
 
     def _report(self) -> None:
         self.done_passes += 1
@@ -252,13 +274,13 @@ class _Trial:
     def _read_contexts(self) -> list[int]:
         """Process the longest context that the trial's time allows. Return the context lengths to test."""
         model = self.model
-        self._step(0)
-        began = now()
-        self._step(1)
-        step_seconds = now() - began
-        model.truncate(0)
-        self.positions = POSITIONS if step_seconds < SLOW_STEP_SECONDS else FEWER_POSITIONS
+        step_seconds = self._step_seconds()
         self.has_slow_passes = step_seconds > SLOW_PASS_SECONDS
+        if not self.has_slow_passes:
+            self.is_partial = model.run_first_layers(True)
+            step_seconds = self._step_seconds()
+        is_slow = self.is_partial or step_seconds >= SLOW_STEP_SECONDS
+        self.positions = FEWER_POSITIONS if is_slow else POSITIONS
         if self.has_slow_passes:
             self.positions = SLOW_PASS_POSITIONS
         most = len(self.tokens) - self.positions - STEPS_AFTER
@@ -282,6 +304,13 @@ class _Trial:
                 self._prefill(min(LONGEST_CONTEXT, most))
         return list(dict.fromkeys((model.length, min(SHORT_CONTEXT, model.length))))
 
+    def _step_seconds(self) -> float:
+        self._step(0)
+        self.seconds.clear()
+        self._step(1)
+        self.model.truncate(0)
+        return self.seconds[1][0]
+
     def _prefill(self, end: int) -> None:
         if self.model.length < end:
             self._report()
@@ -300,9 +329,9 @@ class _Trial:
         self._report()
         began = now()
         logits = self.model.verify(tree)
-        rows = [logits.at(row, self._all_ids) + 0.0 for row in range(tree.width)]
+        digests = [_digest(logits, row) for row in range(tree.width)]
         self.seconds[tree.width].append(now() - began)
-        return [blake2b(row.tobytes()).digest() for row in rows]
+        return digests
 
     def _step(self, position: int) -> bytes:
         (digest,) = self._run(TokenTree.chain(self.tokens[position]))
@@ -368,17 +397,18 @@ class _Trial:
 
     @property
     def _equal_passes(self) -> int:
-        return FEWER_PASSES if self.has_slow_passes else EQUAL_PASSES
+        return FEWER_PASSES if self.has_slow_passes or self.is_partial else EQUAL_PASSES
 
     def _width_agrees(self, width: int, reference: _Reference, length: int, passes: int = 0) -> bool:
         """Return whether consecutive passes of one width agree with `reference` at all tested positions.
 
-        Activations are rounded to 8 bits, which hides small differences: about half of a different kernel's
-        rows agree by chance. Differences in the KV cells, however, add up from pass to pass.
+        The output layer rounds activations to 8 bits, which hides small differences: about half of a different
+        kernel's rows have the same logits by chance. Differences in the KV cells, however, add up from pass to
+        pass. The hidden states of the first layers show nearly every difference.
         """
         self._restore_context(length)
         positions = len(reference.logits)
-        is_first = positions == self.positions and not self.has_slow_passes
+        is_first = positions == self.positions and not (self.has_slow_passes or self.is_partial)
         is_wide = width > SURELY_TESTED_WIDTH and not self.has_slow_passes
         most = passes or (WIDE_PASSES if is_wide else PASSES if is_first else FEWER_PASSES)
         for count in range(most):
@@ -497,6 +527,11 @@ class _Trial:
         logits = self.model.prefill_prompt(self.tokens[:count])
         if logits is None:
             return True
-        together = (logits.at(0, self._all_ids) + 0.0).tobytes()
+        together = _digest(logits, 0)
         self.model.truncate(count - 1)
-        return self._step(count - 1) == blake2b(together).digest()
+        return self._step(count - 1) == together
+
+
+def _digest(logits: Logits, row: int) -> bytes:
+    # Adding 0 makes negative zeros positive, because both have the same effect.
+    return blake2b((logits.at(row, np.arange(logits.vocab_size)) + 0.0).tobytes()).digest()

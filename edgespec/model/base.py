@@ -335,6 +335,21 @@ class LanguageModel(Protocol):
             Whether the model supports this. If not, the cache is unchanged.
         """
 
+    def run_first_layers(self, enabled: bool) -> bool:
+        """Clear the cache and make later passes run only the model's first layers, or all layers again.
+
+        The first layers include one of each kind of layer. While they run alone, `verify` returns their
+        hidden states in place of logits. Tests of passes use this, because it takes less time and shows
+        differences that the rounding of activations in later layers hides.
+
+        Returns:
+            Whether only the first layers run now. If the model does not support this, or the first layers
+            are more than half of all layers, passes run all of them.
+
+        Raises:
+            MemoryBudgetError: The context cannot be allocated again.
+        """
+
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """Copy the cached state of tokens [start, end), and discard any uncommitted token tree.
 

@@ -140,6 +140,11 @@ class BaseModel(ABC):
         self._check(0)
         return False
 
+    def run_first_layers(self, enabled: bool) -> bool:  # noqa: ARG002
+        self._check(0)
+        self.truncate(0)
+        return False
+
     # Why the model cannot see images, and what the user can do about it.
     why_blind = ("only GGUF models can", "choose a GGUF model that comes with an mmproj file")
 

@@ -138,6 +138,102 @@ def test_an_error_only_in_short_contexts_is_found() -> None:
     assert _widths(model) == [(1, 2, 3, 4)]
 
 
+class _DeepModel(_RoundingModel):
+    """A model that can run its first layers alone, where only `lower` rounds.
+
+    Attributes:
+        passes: For each pass, whether it ran the first layers alone, and its width.
+    """
+
+    def __init__(
+        self, rounding: Callable[[int, int, bool], int], lower: Callable[[int, int, bool], int]
+    ) -> None:
+        super().__init__(rounding)
+        self._all, self._lower = rounding, lower
+        self._is_partial = False
+        self.passes: list[tuple[bool, int]] = []
+
+    def run_first_layers(self, enabled: bool) -> bool:
+        self.truncate(0)
+        self._is_partial = enabled
+        self._rounding = self._lower if enabled else self._all
+        return enabled
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self.passes.append((self._is_partial, tree.width))
+        return super().verify(tree, first)
+
+
+def test_a_model_that_can_run_its_first_layers_alone_runs_all_of_them_only_once_per_width() -> None:
+    model = _DeepModel(lambda *_: 0, lambda *_: 0)
+    (found,) = find_width_classes(model)
+    assert found == WidthClass(_ALL, trees=True, block_tokens=1, is_complete=True)
+    assert [model.passes.count((False, width)) for width in _ALL[1:]] == [1] * len(_ALL[1:])
+    assert not model._is_partial
+    assert model.length == 0
+
+
+@pytest.mark.parametrize("lower_widest", [3, 17])
+def test_a_difference_in_the_last_layers_is_found_too(lower_widest: int) -> None:
+    model = _DeepModel(lambda width, _row, _tree: width > 5, lambda width, _row, _tree: width > lower_widest)
+    (found,) = find_width_classes(model)
+    assert found.widths == tuple(range(1, min(5, lower_widest) + 1))
+    assert not found.is_complete
+
+
+def test_without_any_agreement_in_the_last_layers_there_are_no_trees() -> None:
+    found, *_ = find_width_classes(_DeepModel(lambda width, _row, _tree: width, lambda *_: 0))
+    assert (found.widths, found.trees) == ((1,), False)
+
+
+def test_a_cancelled_trial_leaves_all_layers_running() -> None:
+    model = _DeepModel(lambda *_: 0, lambda *_: 0)
+    with pytest.raises(CancelledError):
+        find_width_classes(model, lambda _text, _fraction: len(model.passes) < 20)
+    assert not model._is_partial
+
+
+def test_the_first_layers_of_a_real_model_run_alone(smollm2: Path) -> None:
+    """Their hidden states take the place of the logits, and the cells of the other layers stay empty."""
+    model = load(str(smollm2), "smollm2", LoadOptions(context_tokens=256, threads=1))
+    tokens, everything = list(range(1000, 1012)), np.arange(model.facts.vocab_size)
+
+    def rows() -> list[Any]:
+        model.prefill(tokens[:8])
+        logits = model.verify(TokenTree.chain(tokens[8], tokens[9:]))
+        found = [logits.at(row, np.arange(logits.vocab_size)) for row in range(4)]
+        model.commit((1, 2, 3))
+        return found
+
+    try:
+        before = rows()
+        whole = bytes(model.snapshot(0, 12).data)
+        assert model.run_first_layers(True)
+        assert model.length == 0
+        states = rows()
+        assert {row.shape for row in states} == {(576,)}
+        cells = bytes(model.snapshot(0, 12).data)
+        assert len(cells) == len(whole)
+        assert cells.count(0) > len(cells) * 3 // 4 > whole.count(0)
+        assert not model.run_first_layers(False)
+        assert model.length == 0
+        after = rows()
+    finally:
+        model.close()
+    assert len(after[0]) == len(everything)
+    for first, second in zip(before, after, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_small_model_runs_all_layers(demo_draft: Path) -> None:
+    model = load(str(demo_draft), "demo", LoadOptions(context_tokens=64, threads=1))
+    try:
+        assert not model.run_first_layers(True)
+        assert model.verify(TokenTree.chain(1)).vocab_size == model.facts.vocab_size
+    finally:
+        model.close()
+
+
 def test_trees_that_round_differently_are_found() -> None:
     (found,) = find_width_classes(_RoundingModel(lambda _width, _row, tree: tree))
     assert found.widths == _ALL

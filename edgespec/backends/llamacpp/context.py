@@ -28,7 +28,7 @@ from edgespec.backends.llamacpp.native import (
     take_lost_interrupt,
     use_threads,
 )
-from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps
+from edgespec.backends.llamacpp.state_taps import HiddenStateHook, StateTaps, layer_output
 from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.errors import (
     BackendError,
@@ -225,6 +225,8 @@ class LlamaContext(KvSequences):
         self._vocab_size = vocabulary_size(model)
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
+        # Replaces `_hook` while passes stop after the first layers. See `run_first_layers`.
+        self._first_layers: HiddenStateHook | None = None
         self.kv_readers: list[LlamaContext] = []
         # Number of calls to `allocate`, by which head contexts notice that this context was replaced.
         self._generation = 0
@@ -258,7 +260,7 @@ class LlamaContext(KvSequences):
         params.cb_eval = (
             self._stream_callback
             if self._stream
-            else self._hook.callback
+            else self._active_hook.callback
             if self._is_hooked
             else self._lib.ggml_backend_sched_eval_callback()
         )
@@ -296,10 +298,11 @@ class LlamaContext(KvSequences):
         assert self._stream is not None
         name = self._ggml.ggml_get_name(tensor)
         is_stop = self._stream.is_stop(name)
-        is_hooked = self._is_hooked and self._hook.on_node(tensor, True, None)
+        hook = self._active_hook
+        is_hooked = self._is_hooked and hook.on_node(tensor, True, None)
         if is_query:
             return is_stop or is_hooked
-        continues = not is_hooked or self._hook.on_node(tensor, False, None)
+        continues = not is_hooked or hook.on_node(tensor, False, None)
         return (not is_stop or self._stream.on_layer(name)) and continues
 
     def apply_adapters(self) -> None:
@@ -313,7 +316,29 @@ class LlamaContext(KvSequences):
 
     @property
     def _needs_hook(self) -> bool:
-        return self._always_hooked or self._taps.uses_hook
+        return self._always_hooked or self._taps.uses_hook or self._first_layers is not None
+
+    @property
+    def _active_hook(self) -> HiddenStateHook:
+        return self._first_layers or self._hook
+
+    @property
+    def runs_first_layers(self) -> bool:
+        """Whether passes stop after the first layers. See `run_first_layers`."""
+        return self._first_layers is not None
+
+    def run_first_layers(self, count: int) -> None:
+        """Reallocate the context so that passes run only the first `count` layers, or all layers if 0.
+
+        `run` then returns the hidden states after these layers instead of logits. The KV cells of the other
+        layers stay zero, so exported cells can be compared.
+
+        Raises:
+            MemoryBudgetError: The KV cache cannot be allocated.
+        """
+        size = self._lib.llama_model_n_embd(self._model)
+        self._first_layers = HiddenStateHook([layer_output(count - 1)], size) if count else None
+        self.allocate(self.plan)
 
     @property
     def _needed_outputs(self) -> int:
@@ -384,9 +409,27 @@ class LlamaContext(KvSequences):
         if self._taps.needs_all_rows:
             self.run_to_hook(inputs, positions, sequences)
             return
+        if self._first_layers:
+            self._stop_after_first_layers(self._first_layers, inputs, positions, sequences)
+            return
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=False)
         self._decode(batch)
+
+    def _stop_after_first_layers(
+        self,
+        hook: HiddenStateHook,
+        inputs: Inputs,
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+    ) -> NDArray[np.float32]:
+        batch = self._batch_for(inputs)
+        batch.put(inputs, positions, sequences, logits=False)
+        hook.clear()
+        hook.stop_after = True
+        self._decode(batch)
+        (name,) = hook.names
+        return hook.take(name, len(inputs))
 
     def append_image(
         self,
@@ -441,6 +484,9 @@ class LlamaContext(KvSequences):
         batch = self._batch_for(inputs)
         if self.has_wide_images:
             positions = [self.position(index) for index in positions]
+        if self._first_layers:
+            rows = self._stop_after_first_layers(self._first_layers, inputs, positions, sequences)
+            return rows if needs_logits is None else rows[np.asarray(needs_logits)]
         batch.put(inputs, positions, sequences, logits=True if needs_logits is None else needs_logits)
         self._decode(batch)
         return self._last_logits(len(inputs) if needs_logits is None else sum(needs_logits))
@@ -517,7 +563,7 @@ class LlamaContext(KvSequences):
             status = _ABORTED
         if status == 0:
             if self._stream:
-                self._stream.end_pass(is_partial=self._is_hooked and self._hook.stop_after)
+                self._stream.end_pass(is_partial=self._is_hooked and self._active_hook.stop_after)
             return
         if status == _ABORTED or self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")

@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.context_planning import (
     plan_context,
     rebuild_context,
 )
+from edgespec.backends.llamacpp.devices import on_cpu
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
@@ -29,6 +30,7 @@ from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.probe import probe
+from edgespec.backends.llamacpp.state_taps import first_layers_of_each_kind
 from edgespec.backends.llamacpp.weight_stream import WeightStream
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits, Logits
@@ -89,7 +91,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
         plan = initial_plan(weights, max_plan, options)
         self._adapters = LoraAdapters(weights, options.adapters)
         self._pooling = Pooling.of(weights)
-        self._stream = stream
+        self._path, self._stream = Path(path), stream
         context = LlamaContext(
             *(weights, options, plan, threads_for(weights, options)), adapters=self._adapters, stream=stream
         )
@@ -248,6 +250,26 @@ class LlamaCppModel(GgufModel, HeadTarget):
         if self._encoder and not self._closed:
             self._encoder.close()
         super().close()
+
+    def run_first_layers(self, enabled: bool) -> bool:
+        self._check(0)
+        self._cut(0)
+        # Layers on several devices run different kernels, so the first ones do not represent the others.
+        can_run = enabled and on_cpu(self.options) and not self._recurrent
+        count = first_layers_of_each_kind(self._path) if can_run else 0
+        if not count and not self._context.runs_first_layers:
+            return False
+        self._context.run_first_layers(count)
+        if not count:
+            return False
+        try:
+            # Some architectures do not name the outputs of their layers.
+            self._context.append([0], 0)
+        except BackendError:
+            self._context.run_first_layers(0)
+            return False
+        self._cut(0)
+        return True
 
     def _tap_states(self) -> None:
         self._context.tap_states(self.logs.states)

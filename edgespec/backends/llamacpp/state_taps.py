@@ -8,9 +8,11 @@ that need it are unavailable.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,19 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import ASSISTANT_TARGET, MTP_GRAPHS
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.errors import BackendError, CapabilityError
+from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.hidden_states import POST_NORM
 
-__all__ = ["HiddenStateHook", "StateTaps", "copied_rows", "layer_output", "nextn_api", "target_layers_api"]
+__all__ = [
+    "HiddenStateHook",
+    "StateTaps",
+    "copied_rows",
+    "first_layers_of_each_kind",
+    "layer_output",
+    "nextn_api",
+    "target_layers_api",
+]
 
 # Architectures for which llama.cpp can copy layer inputs. With any other architecture, it aborts.
 _TAPPED_ARCHITECTURES = frozenset(
@@ -33,6 +45,11 @@ _TAPPED_ARCHITECTURES = frozenset(
     }
 )  # fmt: skip
 
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
+# Minimum number of layers in `first_layers_of_each_kind`. Chosen to include a layer with full attention where
+# five of six layers have a sliding window, as in Gemma 3.
+_MIN_FIRST_LAYERS = 6
+
 
 class HiddenStateHook:
     """Copies tensors with given names from every forward pass, as float32 arrays [rows, row_size].
@@ -41,6 +58,7 @@ class HiddenStateHook:
     calls the hook for every node in the computation graph, which takes about a microsecond per node.
 
     Attributes:
+        names: The names of the chosen tensors.
         stop_after: Whether to stop a forward pass once all chosen tensors have been copied.
         callback: The C callback for `llama_context_params.cb_eval`.
     """
@@ -56,6 +74,7 @@ class HiddenStateHook:
 
     def set_names(self, names: Sequence[str]) -> None:
         """Choose the tensors to copy, by their names in the computation graph."""
+        self.names = tuple(names)
         self._names = frozenset(name.encode() for name in names)
 
     def clear(self) -> None:
@@ -87,6 +106,30 @@ class HiddenStateHook:
                 "choose another model, because the hidden states of this one cannot be read",
             )
         return rows.reshape(count, self._row_size)
+
+
+def first_layers_of_each_kind(path: Path) -> int:
+    """Return how many of a model's first layers include all types and shapes of weights in its layers.
+
+    Returns:
+        The number of layers, or 0 if these are more than half of the model's layers.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+    """
+    headers = [read_header(file) for file in gguf_files(path)]
+    # Only the first file of a multi-part model contains the metadata.
+    block_count, predicting = map(headers[0].architecture_number, ("block_count", "nextn_predict_layers"))
+    layers = block_count - predicting
+    first: dict[tuple[str, int, tuple[int, ...]], int] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            match = _LAYER_TENSOR.fullmatch(tensor.name)
+            if match and (layer := int(match[1])) < layers:
+                kind = (match[2], tensor.kind, tensor.shape)
+                first[kind] = min(first.get(kind, layer), layer)
+    count = max(_MIN_FIRST_LAYERS, max(first.values(), default=0) + 1)
+    return count if 2 * count <= layers else 0
 
 
 def layer_output(layer: int) -> str:
