@@ -402,9 +402,9 @@ class _Trial:
     def _width_agrees(self, width: int, reference: _Reference, length: int, passes: int = 0) -> bool:
         """Return whether consecutive passes of one width agree with `reference` at all tested positions.
 
-        The output layer rounds activations to 8 bits, which hides small differences: about half of a different
-        kernel's rows have the same logits by chance. Differences in the KV cells, however, add up from pass to
-        pass. The hidden states of the first layers show nearly every difference.
+        The output layer rounds activations to 8 bits, which hides small differences: about half of a
+        different kernel's rows have the same logits by chance. Differences in the KV cells, however, add up
+        from pass to pass. The hidden states of the first layers show nearly every difference.
         """
         self._restore_context(length)
         positions = len(reference.logits)

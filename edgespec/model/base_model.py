@@ -136,6 +136,9 @@ class BaseModel(ABC):
             code="embeddings_not_supported",
         )
 
+    @abstractmethod
+    def truncate(self, length: int) -> None: ...
+
     def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
         self._check(0)
         return False
@@ -312,6 +315,10 @@ class SelfDraftView(ABC, Generic[M]):
 
     def repeat_cached(self, end: int) -> bool:  # noqa: ARG002
         self._check()
+        return False
+
+    def run_first_layers(self, enabled: bool) -> bool:  # noqa: ARG002
+        self.truncate(0)
         return False
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
