@@ -50,6 +50,13 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only models whose name contains TEXT, such as Q4_K_M"
     )
+    parser.add_argument(
+        "--first-round",
+        type=int,
+        default=0,
+        metavar="N",
+        help="round of blocks to start with, to compare other prompts than an earlier run (default: 0)",
+    )
     parser.add_argument("--retry", action="store_true", help="rerun the blocks that went wrong")
     parser.add_argument(
         "--threads",
@@ -80,7 +87,7 @@ def main() -> int:
         if not REAL_MODELS.exists():
             parser.error("the real models are missing; run scripts/real_models")
         try:
-            shards.run(args.tokens, args.minutes * 60)
+            shards.run(args.tokens, args.minutes * 60, args.first_round)
         except KeyboardInterrupt:
             _report("Interrupted. Run the same command to continue.")
     found = f"{table(shards.lines)}\n{summary(shards.lines)}"

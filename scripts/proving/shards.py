@@ -101,10 +101,13 @@ class Shards:
         self.lines = [line for line in self.lines if not is_wrong(line)]
         self._path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), "utf-8")
 
-    def run(self, tokens: int, seconds: float = float("inf")) -> None:
-        """Run shards until `tokens` tokens have been compared, a shard is wrong, or the time is up."""
+    def run(self, tokens: int, seconds: float = float("inf"), first_round: int = 0) -> None:
+        """Run shards until `tokens` tokens have been compared, a shard is wrong, or the time is up.
+
+        `first_round` chooses the prompts: another number gives other blocks than an earlier run had.
+        """
         start, before = time.monotonic(), self.tokens
-        for round_number in count():
+        for round_number in count(first_round):
             for configuration in self._configurations:
                 elapsed = time.monotonic() - start
                 if self.tokens >= tokens or elapsed >= seconds:
