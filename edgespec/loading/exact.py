@@ -217,8 +217,9 @@ class _ExactLoading:
     load: _Loader
     file_states: Sequence[str]
     progress: Progress | None
-    # The target in the configuration that was tried last.
+    # The target in the configuration that was tried last, and its durations, if they were measured.
     _loaded: LoadedTarget | None = None
+    _curve: CostCurve | None = None
 
     def run(self) -> LoadedTarget:
         try:
@@ -228,8 +229,12 @@ class _ExactLoading:
                 self._close()
             loaded, self._loaded = self._loaded or self.load(wanted), None
         finally:
+            curve = self._curve
             self._close()
-        return self._restricted(loaded, choice)
+        loaded = self._restricted(loaded, choice)
+        if curve is not None and choice.found is not None and choice.found.is_contiguous:
+            loaded.costs.save(curve.up_to(choice.found.max_width))
+        return loaded
 
     def _options(self, repack: bool) -> LoadOptions:
         # Even if passes are unrestricted, kernels that do not depend on the pass width keep replies close to
@@ -239,7 +244,7 @@ class _ExactLoading:
     def _close(self) -> None:
         if self._loaded is not None:
             self._loaded.close()
-            self._loaded = None
+        self._loaded = self._curve = None
 
     def _choose(self) -> _Choice:
         """Return the best configuration, from saved trials where possible."""
@@ -324,6 +329,7 @@ class _ExactLoading:
             progress=self.progress,
         )
         model.truncate(0)
+        self._curve = curve
         return _duration(curve)
 
     def _speeds(

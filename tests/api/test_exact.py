@@ -21,6 +21,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from edgespec.loading import exact
 from edgespec.loading.bit_exactness import WidthClass
+from edgespec.methods.costs import target_costs
+from edgespec.methods.costs.curve import measure_costs
 from edgespec.model import registry
 from edgespec.model.registry import backend_of
 from edgespec.system.facts import Facts
@@ -271,6 +273,25 @@ def test_the_class_is_chosen_by_its_expected_speed(
     assert found is not None
     assert found.widths == (chosen.widths if chosen else ())
     assert found.bits == (chosen is not None)
+
+
+def test_the_passes_of_the_chosen_class_are_measured_only_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = []
+
+    def noted(model: Any, widths: Any = (), *rest: Any, **options: Any) -> Any:
+        measured.append(tuple(widths))
+        return measure_costs(model, widths, *rest, **options)
+
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "find_width_classes", lambda *_: [WidthClass((1, 2, 3))])
+    monkeypatch.setattr(target_costs, "measure_costs", noted)
+    with edgespec.load("demo", "none", context=512, exactness="bits") as runtime:
+        curve = runtime._costs.curve()
+    # Only the speed of a single-token pass is compared with that of the saved curve.
+    assert set(measured) == {()}
+    assert curve.widths == (1, 2, 3)
 
 
 def test_speeds_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(

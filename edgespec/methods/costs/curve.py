@@ -7,9 +7,9 @@ because it depends on the machine, the quantisation and the kernels, and does no
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter as now
@@ -85,6 +85,11 @@ class CostCurve:
     @property
     def target_step_seconds(self) -> float:
         return self.seconds[0]
+
+    def up_to(self, max_width: int) -> CostCurve:
+        """Return the curve of a model whose passes have at most `max_width` tokens."""
+        count = bisect_right(self.widths, max_width)
+        return replace(self, widths=self.widths[:count], seconds=self.seconds[:count])
 
     def padded(self, width: int) -> int:
         """Return the padded width of a pass of `width` tokens.

@@ -130,8 +130,12 @@ class TargetCosts:
         self._model.truncate(0)
         curve = measure_costs(self._model, repeats=repeats, budget_seconds=budget_seconds, progress=progress)
         self._model.truncate(0)
-        Facts().put("costs", {self._key(): {"widths": curve.widths, "seconds": curve.seconds}})
+        self.save(curve)
         return curve
+
+    def save(self, curve: CostCurve) -> None:
+        """Save a cost curve that was just measured, so that `curve` does not measure again."""
+        Facts().put("costs", {self._key(): {"widths": curve.widths, "seconds": curve.seconds}})
 
 
 PassCosts: TypeAlias = FreeCosts | TargetCosts
