@@ -141,6 +141,9 @@ class _TrialResult:
     is_disturbed: bool
 
 
+# Identifies the kind of trial in saved results. Change it whenever trials find more differences than before,
+# so that models are tried again.
+_TRIAL = "first layers"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
 
@@ -299,6 +302,7 @@ class _ExactLoading:
         context_tokens = self.options.context_tokens or 0
         return repr(
             (
+                _TRIAL,
                 self.pair.target.backend.build_identity(),
                 settings_key(self._options(repack)),
                 tuple(self.file_states),
