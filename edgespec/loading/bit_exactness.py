@@ -104,9 +104,9 @@ class WidthClass:
 def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
     """Find the width classes that are usable for decoding: those that contain width 1 or width 2.
 
-    If a pass takes long, for example because it reads weights from disk, only a few widths are tested. Wide
-    passes may then take hardly longer than one token, so the widest one can be a class of its own, to which
-    all other passes are padded.
+    If a pass takes long, for example because it reads weights from disk, wide passes may take hardly longer
+    than one token, so the widest one can be a class of its own, to which all other passes are padded. If the
+    first layers cannot run alone, only a few widths of such a model are tested.
 
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
     short and a long context. It runs about 60 single-token passes and up to 90 wider ones. Where the model
@@ -210,15 +210,16 @@ class _Trial:
         contexts = self._read_contexts() if able.rollback else []
         if not contexts:
             return [WidthClass((1,))]
-        is_narrow = self.is_short and not self.has_slow_passes
+        is_narrow = self.is_short and not self.is_reduced
         limit = min(SHORT_TRIAL_WIDTH if is_narrow else MAX_TESTED_WIDTH, able.max_width)
         alone, wide, other = set(range(1, limit + 1)), set(range(2, limit + 1)), 2
-        if self.has_slow_passes:
+        if self.is_reduced:
             alone &= set(SLOW_PASS_WIDTHS)
+        if self.has_slow_passes:
             wide, other = {max(alone)}, max(alone)
         # Let the number of threads follow the load unless results depend on it, because a pass with too many
         # threads takes ten times as long.
-        any_threads = not self.has_slow_passes and self._threads_agree(contexts[0], min(5, limit))
+        any_threads = not self.is_reduced and self._threads_agree(contexts[0], min(5, limit))
         if not any_threads:
             model.fix_threads(True)
             model.truncate(0)
@@ -246,6 +247,8 @@ class _Trial:
     def _confirmed(self, classes: Sequence[WidthClass]) -> list[WidthClass]:
         """Return the classes without the widths whose passes over all layers differ.
 
+        Where such passes are slow, only a few widths of each class are compared.
+
         One pass of each width is enough: only the output layer has not been tested yet, and no rounding hides
         differences between its logits.
         """
@@ -255,8 +258,11 @@ class _Trial:
             self.references.clear()
             self.positions = found.max_width
             reference = self._reference(found.widths[0], 0)
-            agreeing = [width for width in found.widths if self._width_agrees(width, reference, 0, 1)]
-            widths = tuple(agreeing) or found.widths[:1]
+            tested = found.widths
+            if self.has_slow_passes:
+                tested = tuple(width for width in tested if width in (*SLOW_PASS_WIDTHS, found.max_width))
+            agreeing = tuple(width for width in tested if self._width_agrees(width, reference, 0, 1))
+            widths = found.widths if agreeing == tested else agreeing or found.widths[:1]
             is_complete = found.is_complete and widths == found.widths
             trees = found.trees and widths[-1] >= 3
             confirmed.append(replace(found, widths=widths, trees=trees, is_complete=is_complete))
@@ -275,18 +281,18 @@ class _Trial:
         """Process the longest context that the trial's time allows. Return the context lengths to test."""
         model = self.model
         step_seconds = self._step_seconds()
-        self.has_slow_passes = step_seconds > SLOW_PASS_SECONDS
-        if not self.has_slow_passes:
+        if not self.is_partial:
+            self.has_slow_passes = step_seconds > SLOW_PASS_SECONDS
             self.is_partial = model.run_first_layers(True)
-            step_seconds = self._step_seconds()
+            step_seconds = self._step_seconds() if self.is_partial else step_seconds
         is_slow = self.is_partial or step_seconds >= SLOW_STEP_SECONDS
         self.positions = FEWER_POSITIONS if is_slow else POSITIONS
-        if self.has_slow_passes:
+        if self.is_reduced:
             self.positions = SLOW_PASS_POSITIONS
         most = len(self.tokens) - self.positions - STEPS_AFTER
         if most < 1:
             return []
-        if self.has_slow_passes:
+        if self.is_reduced:
             self._prefill(min(SHORT_CONTEXT, most))
             self.is_short = True
             return [model.length]
@@ -385,7 +391,7 @@ class _Trial:
         reference = self._reference(base, length)
         agreeing = set(candidates) | {base}
         for width in sorted(agreeing):
-            if not self._is_worth_testing(width, agreeing):
+            if width != base and not self._is_worth_testing(width, agreeing):
                 agreeing.discard(width)
             elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
                 if width == base:
@@ -396,8 +402,13 @@ class _Trial:
         return agreeing
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether passes are so slow that only a few widths are tested."""
+        return self.has_slow_passes and not self.is_partial
+
+    @property
     def _equal_passes(self) -> int:
-        return FEWER_PASSES if self.has_slow_passes or self.is_partial else EQUAL_PASSES
+        return FEWER_PASSES if self.is_reduced or self.is_partial else EQUAL_PASSES
 
     def _width_agrees(self, width: int, reference: _Reference, length: int, passes: int = 0) -> bool:
         """Return whether consecutive passes of one width agree with `reference` at all tested positions.
@@ -408,8 +419,8 @@ class _Trial:
         """
         self._restore_context(length)
         positions = len(reference.logits)
-        is_first = positions == self.positions and not (self.has_slow_passes or self.is_partial)
-        is_wide = width > SURELY_TESTED_WIDTH and not self.has_slow_passes
+        is_first = positions == self.positions and not (self.is_reduced or self.is_partial)
+        is_wide = width > SURELY_TESTED_WIDTH and not self.is_reduced
         most = passes or (WIDE_PASSES if is_wide else PASSES if is_first else FEWER_PASSES)
         for count in range(most):
             at = self.model.length - length
@@ -424,7 +435,7 @@ class _Trial:
 
     def _is_worth_testing(self, width: int, agreeing: set[int]) -> bool:
         """Return whether a pass could agree and save time, judging by narrower passes."""
-        if width <= SURELY_TESTED_WIDTH or self.has_slow_passes:
+        if width <= SURELY_TESTED_WIDTH or self.is_reduced:
             return True
         if width - 1 not in agreeing:
             return False

@@ -114,9 +114,10 @@ POSITIONS_AGAIN = 18
 # wait at the first load.
 LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
 SHORT_TRIAL_WIDTH = 5
-# If a single-token pass takes longer than this, a trial compares only a few widths after the short context,
-# in about 40 passes, at this number of positions. Chosen to limit the wait at the first load, and to include
-# a wide pass, which takes hardly longer than a single-token pass if most of the time is reading from disk.
+# If a single-token pass takes longer than this, a trial runs only passes of a few widths over all layers. If
+# the first layers cannot run alone, it compares only these widths after the short context, in about 40
+# passes, at this number of positions. Chosen to limit the wait at the first load, and to include a wide pass,
+# which takes hardly longer than a single-token pass if most of the time is reading from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding these
 # passes up.

@@ -14,6 +14,7 @@ from edgespec.backends.llamacpp.model import LlamaCppModel, load
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
+from edgespec.loading import bit_exactness
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
 from edgespec.loading.constants import UNTESTED_BLOCK_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
@@ -179,6 +180,30 @@ def test_a_difference_in_the_last_layers_is_found_too(lower_widest: int) -> None
     (found,) = find_width_classes(model)
     assert found.widths == tuple(range(1, min(5, lower_widest) + 1))
     assert not found.is_complete
+
+
+def test_slow_models_that_can_run_their_first_layers_alone_have_all_widths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a few widths run all layers. The widest pass is a class of its own, to which others are padded."""
+    monkeypatch.setattr(bit_exactness, "SLOW_PASS_SECONDS", -1.0)
+
+    def rounding(width: int, _row: int, _tree: bool) -> int:
+        return width > 6
+
+    model = _DeepModel(rounding, rounding)
+    narrow, wide = find_width_classes(model)
+    assert narrow.widths == (1, 2, 3, 4, 5, 6)
+    assert wide.widths == (17,)
+    assert {width for partial, width in model.passes if not partial} == {1, 2, 3, 4, 6, 17}
+    # If a width does not agree over all layers, only those that do are left.
+    narrow, _ = find_width_classes(_DeepModel(lambda width, _row, _tree: width > 3, rounding))
+    assert narrow.widths == (1, 2, 3)
+
+
+def test_slow_models_that_run_all_layers_have_few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bit_exactness, "SLOW_PASS_SECONDS", -1.0)
+    assert _widths(_RoundingModel()) == [(1, 2, 3, 4, 8, 16)]
 
 
 def test_without_any_agreement_in_the_last_layers_there_are_no_trees() -> None:
