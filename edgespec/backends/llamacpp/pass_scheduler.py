@@ -58,6 +58,7 @@ class PassPart:
             do.
         inputs: The values that replace token embeddings: a head's input states or image embeddings, float32
             [tokens, values]. Empty if the model reads token embeddings.
+        components: The positions of an image's tokens, as int32 [components, tokens]. Empty for other parts.
         is_causal: Whether tokens attend only to earlier tokens.
         rows: The resulting logits as float32 [outputs, vocabulary size], or the embeddings.
         states: Hidden states of all tokens: for a target, those that its heads read; for a head, its own.
@@ -73,6 +74,7 @@ class PassPart:
     outputs: int
     kind: PassKind = "logits"
     inputs: NDArray[np.float32] = field(default_factory=_no_rows)
+    components: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
     is_causal: bool = True
     rows: NDArray[np.float32] = field(default_factory=_no_rows)
     states: NDArray[np.float32] = field(default_factory=_no_rows)

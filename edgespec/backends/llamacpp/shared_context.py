@@ -130,10 +130,7 @@ class SharedContext:
         if parts[0].kind == "image":
             (part,) = parts
             self._context.append_image(
-                part.inputs,
-                np.array([part.positions], np.int32),
-                part.sequences[0][0],
-                is_causal=part.is_causal,
+                part.inputs, part.components, part.sequences[0][0], is_causal=part.is_causal
             )
             self.slots[part.slot].protect(part.positions[0], part.positions[-1] + 1)
             return
@@ -265,15 +262,20 @@ class ContextSlot(KvSequences):
         return self._run(tokens, range(position, position + count), [(0,)] * count, outputs)
 
     def append_image(
-        self, tokens: Sequence[int], rows: NDArray[np.float32], position: int, *, is_causal: bool
+        self,
+        tokens: Sequence[int],
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        *,
+        is_causal: bool,
     ) -> None:
         """Append part of an image to the slot's sequence, given its image embeddings.
 
         See `LlamaContext.append_image`, and `run` for the errors.
         """
-        count = len(tokens)
-        positions, sequences = range(position, position + count), [(0,)] * count
-        self._run(tokens, positions, sequences, 0, "image", rows, is_causal=is_causal)
+        part = self._part(tokens, positions[0].tolist(), [(0,)] * len(tokens), 0, "image")
+        part.inputs, part.components, part.is_causal = rows, positions, is_causal
+        self.shared.scheduler.run(part)
 
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
@@ -302,14 +304,24 @@ class ContextSlot(KvSequences):
         outputs: int,
         kind: PassKind = "logits",
         inputs: NDArray[np.float32] | None = None,
-        *,
-        is_causal: bool = True,
     ) -> PassPart:
-        ids = [[self._first + sequence for sequence in each] for each in sequences]
-        part = PassPart(self.index, tokens, positions, ids, outputs, kind, is_causal=is_causal)
+        if self.has_wide_images:
+            positions = [self.position(index) for index in positions]
+        part = self._part(tokens, positions, sequences, outputs, kind)
         if inputs is not None:
             part.inputs = inputs
         return self.shared.scheduler.run(part)
+
+    def _part(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        outputs: int,
+        kind: PassKind,
+    ) -> PassPart:
+        ids = [[self._first + sequence for sequence in each] for each in sequences]
+        return PassPart(self.index, tokens, positions, ids, outputs, kind)
 
     def set_interrupt(self, enabled: bool) -> None:
         """Make this slot's passes raise CancelledError from now on, or stop doing so if not `enabled`."""

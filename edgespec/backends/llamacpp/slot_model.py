@@ -113,6 +113,8 @@ def load_slots(
             free_weights(weights, stream)
 
         shared = SharedContext(context, free)
+        for slot in shared.slots:
+            slot.has_wide_images = encoder is not None and encoder.has_wide_positions
     except BaseException:
         if context:
             context.close()
@@ -183,13 +185,6 @@ class SlotModel(HeadTarget):
 
     def prepare_image(self, image: Image) -> PreparedImage:
         self._check(0)
-        if self._encoder and self._encoder.has_wide_positions:
-            raise CapabilityError(
-                f"{self.facts.name} cannot see images while several replies share its passes, because each"
-                " token of an image has a row and a column",
-                "load it with --parallel 1",
-                code="images_not_supported",
-            )
         return self._encoder.prepare(image) if self._encoder else super().prepare_image(image)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -207,13 +202,20 @@ class SlotModel(HeadTarget):
 
     def _append_image(self, part: ImagePart, encoder: ImageEncoder) -> None:
         rows, size, start = encoder.encode(part), self._slot.whole.batch_tokens, self.length
+        positions = part.positions_from(self._slot.position(start))
         try:
             for at in range(0, len(rows), size):
-                tokens = part.tokens[at : at + size]
-                self._slot.append_image(tokens, rows[at : at + size], start + at, is_causal=part.is_causal)
+                self._slot.append_image(
+                    part.tokens[at : at + size],
+                    rows[at : at + size],
+                    positions[:, at : at + size],
+                    is_causal=part.is_causal,
+                )
         except (BackendError, ContextFullError, CancelledError):
             self._cut(start)
             raise
+        if encoder.has_wide_positions:
+            self._slot.add_image(start, len(rows), part.position_count)
         self._cells.length += len(rows)
 
     def _append_text(self, tokens: Sequence[int], progress: Progress | None) -> None:
