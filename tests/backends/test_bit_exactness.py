@@ -18,6 +18,7 @@ from edgespec.loading import bit_exactness
 from edgespec.loading.bit_exactness import WidthClass, find_width_classes, restricted_to
 from edgespec.loading.constants import UNTESTED_BLOCK_TOKENS
 from edgespec.model.base import LoadOptions, Progress, Snapshot
+from edgespec.model.base_model import BaseModel
 from edgespec.model.model_facts import Capabilities, ModelFacts
 from tests.tables import table
 from tests.tabular import TabularModel
@@ -380,3 +381,25 @@ def test_passes_between_two_members_are_padded(smollm2: Path, monkeypatch: pytes
 
 def _with_capabilities(model: LlamaCppModel, capabilities: Capabilities) -> ModelFacts:
     return replace(model.facts, capabilities=capabilities)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("repack", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["smollm2-q4_0", "smollm2-q4_1", "smollm2-q4_k_m", "smollm2-q8_0", "smollm2-f16", "gemma3-270m-q4_k_m"],
+)
+def test_the_first_layers_of_real_models_have_the_classes_of_all_layers(
+    real_models: Path, monkeypatch: pytest.MonkeyPatch, name: str, repack: bool
+) -> None:
+    file = real_models / f"{name}.gguf"
+    # Test all widths, even if other programs make the passes slow.
+    monkeypatch.setattr(bit_exactness, "LONG_TRIAL_SECONDS", float("inf"))
+    monkeypatch.setattr(bit_exactness, "MAX_SHARE_OF_SINGLE_PASSES", float("inf"))
+    model = load(str(file), name, LoadOptions(context_tokens=2048, repack=repack, exact=True))
+    try:
+        first = find_width_classes(model)
+        monkeypatch.setattr(LlamaCppModel, "run_first_layers", BaseModel.run_first_layers)
+        assert [found.widths for found in find_width_classes(model)] == [found.widths for found in first]
+    finally:
+        model.close()
