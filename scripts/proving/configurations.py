@@ -127,13 +127,13 @@ def _mlx(model: str, target: str, draft: str, exit_layer: int) -> Configuration:
 
 
 _LOWBIT = ("lowbit", "lowbit+suffix")
+# `prepare lowbit` refuses to copy models with few bits per weight, and Gemma, most of which is its embedding.
 _GGUF = (
-    _gguf("SmolLM2 Q4_K_M", _smollm2("q4_k_m.gguf"), _smollm2("q4_0.gguf"), 8, *_LOWBIT),
+    _gguf("SmolLM2 Q4_K_M", _smollm2("q4_k_m.gguf"), _smollm2("q4_0.gguf"), 8),
     _gguf("SmolLM2 Q8_0", _smollm2("q8_0.gguf"), _smollm2("q4_0.gguf"), 8, *_LOWBIT),
     _gguf("SmolLM2 Q4_0", _smollm2("q4_0.gguf"), _smollm2("q4_1.gguf"), 8),
-    _gguf("SmolLM2 Q4_1", _smollm2("q4_1.gguf"), _smollm2("q4_0.gguf"), 8, *_LOWBIT),
+    _gguf("SmolLM2 Q4_1", _smollm2("q4_1.gguf"), _smollm2("q4_0.gguf"), 8),
     _gguf("SmolLM2 F16", _smollm2("f16.gguf"), _smollm2("q4_0.gguf"), 8, *_LOWBIT),
-    # Gemma's large embedding keeps its type in a low-bit copy, so `prepare lowbit` refuses to make one.
     _gguf(
         *("Gemma 3 270M Q4_K_M", str(REAL_MODELS / "gemma3-270m-q4_k_m.gguf"), _smollm2("q4_0.gguf"), 6),
         same_vocabulary=False,
