@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Unpack, cast
 
 from edgespec.api.conversation import Chat
 from edgespec.api.embedding import Embedding, tokenize_texts
@@ -32,7 +32,7 @@ from edgespec.decode.request import (
     Request,
     StreamArguments,
     checked_prompt,
-    defaults_for,
+    default_max_tokens,
 )
 from edgespec.decode.session import Session, SessionModels, SessionPool
 from edgespec.engine.processors import MinTokens
@@ -126,6 +126,7 @@ class Runtime(Replies[ReplyStream]):
         self._sessions, self._session = SessionPool([first, *others]), first
         self.recommended_sampling: Mapping[str, RecommendedSetting] = recommended
         self._defaults = {name: setting.value for name, setting in recommended.items()} | dict(defaults)
+        self._default_settings = ReplySettings.defaults(target.facts, self._defaults)
         self._record, self._mapped = record, mapped
         self.vocabulary: Vocabulary = target.vocabulary
         self.method: MethodReport = first.drafters.report(defaults["method"])
@@ -221,10 +222,6 @@ class Runtime(Replies[ReplyStream]):
         if request.settings.constraint:
             self._constraints.check(request.settings.constraint)
 
-    def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
-        return {**self._defaults, **given}
-
     def method_for(self, method: str) -> MethodReport:
         """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
         return self._session.drafters.report(method)
@@ -238,12 +235,11 @@ class Runtime(Replies[ReplyStream]):
             acceptance: The acceptance rule. Defaults to the one passed to `load`.
             temperature: The temperature. Defaults to the one recommended for the target.
         """
-        default = {"temperature": REPLY_OPTIONS["temperature"].default}
-        values = default | self._with_defaults({"acceptance": acceptance, "temperature": temperature})
+        defaults = self._default_settings
         return exactness_for(
             self._session.target.facts.exactness,
-            acceptance=values["acceptance"],
-            temperature=values["temperature"],
+            acceptance=defaults.acceptance if acceptance is None else acceptance,
+            temperature=defaults.params.temperature if temperature is None else temperature,
         )
 
     def reply_defaults(self, method: str | None = None) -> ReplyArguments:
@@ -260,10 +256,16 @@ class Runtime(Replies[ReplyStream]):
         Raises:
             OptionError: The method is unknown or unavailable.
         """
-        values = self._with_defaults({"method": method})
-        drafter, _ = self._session.drafters.choose(values["method"])
-        adapts = drafter.chooses_length if drafter else None
-        return defaults_for(values, adapts, self.context_tokens)
+        defaults = self._default_settings
+        drafter, report = self._session.drafters.choose(defaults.method if method is None else method)
+        sampling = {name: getattr(defaults.params, name) for name in self.recommended_sampling}
+        return ReplyArguments(
+            **cast(ReplyArguments, sampling),
+            method=report.requested,
+            acceptance=defaults.acceptance,
+            max_tokens=default_max_tokens(self.context_tokens),
+            draft_length=defaults.max_draft_length(drafter.chooses_length) if drafter else 0,
+        )
 
     def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
@@ -272,9 +274,9 @@ class Runtime(Replies[ReplyStream]):
         values: dict[str, Any] = {**options}
         progress, processors = values.pop("progress", None), values.pop("processors", ())
         prompt_logprobs = values.pop("prompt_logprobs", None)
-        facts = self._session.target.facts
-        settings = ReplySettings.of(
-            self._with_defaults(values), facts, self.context_tokens, prompt_logprobs=prompt_logprobs
+        given = {name: v for name, v in values.items() if v is not None or name not in self._defaults}
+        settings = self._default_settings.with_options(
+            given, self._session.target.facts, self.context_tokens, prompt_logprobs
         )
         self._session.drafters.check(settings.method, limited=settings.max_loss is not None)
         return ReplyRequest(prompt, settings, progress, tuple(processors), on_end)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 from edgespec.constraints import Constraint, constraint_from
 from edgespec.decode.drafter_set import ReplyKind
@@ -27,7 +27,6 @@ __all__ = [
     "check_vocabulary",
     "checked_prompt",
     "default_max_tokens",
-    "defaults_for",
 ]
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
@@ -74,18 +73,38 @@ class ReplySettings:
     constraint: Constraint | None
 
     @classmethod
-    def of(
-        cls,
+    def defaults(cls, facts: ModelFacts, options: Mapping[str, Any] | None = None) -> ReplySettings:
+        """Return the settings of replies to a target whose requests set no options.
+
+        Args:
+            facts: The target.
+            options: Options with another default than the declared one, such as `temperature`.
+
+        Raises:
+            OptionError: An option is unknown or its value is invalid.
+        """
+        declared = {
+            name: option.default
+            for name, option in REPLY_OPTIONS.items()
+            if name not in SamplingParams.names() and name not in CONSTRAINT_NAMES
+        }
+        scales = tuple(adapter.scale for adapter in facts.adapters)
+        declared |= {"adapter_scales": scales, "prompt_logprobs": None, "constraint": None}
+        settings = cls(SamplingParams(), **declared)
+        return settings.with_options(options or {}, facts, _DEFAULT_MAX_TOKENS)
+
+    def with_options(
+        self,
         options: Mapping[str, Any],
         facts: ModelFacts,
         context_tokens: int,
         prompt_logprobs: int | None = None,
     ) -> ReplySettings:
-        """Check the options of a reply, and fill in the defaults of those not given.
+        """Return the settings of a request that sets these options, after checking them.
 
         Args:
             options: The options, as in `edgespec.ReplyArguments`.
-            facts: The target model.
+            facts: The target.
             context_tokens: Size of the context, which limits the reply's length.
             prompt_logprobs: See `StreamArguments`. Unless it is None, `max_tokens` can be 0.
 
@@ -93,33 +112,30 @@ class ReplySettings:
             OptionError: An option is unknown or its value is invalid.
         """
         check_names(options, REPLY_OPTIONS)
-        generates_nothing = prompt_logprobs is not None and options.get("max_tokens") == 0
-        if generates_nothing:
-            options = {**options, "max_tokens": None}
-        sampling = SamplingParams.names()
-        params = SamplingParams(**{name: value for name, value in options.items() if name in sampling})
-        values = {
-            name: option.check(name, options.get(name, option.default))
-            for name, option in REPLY_OPTIONS.items()
-            if name not in sampling
+        changes: dict[str, Any] = {
+            "max_tokens": default_max_tokens(context_tokens),
+            "seed": secrets.randbits(32),
         }
-        values["prompt_logprobs"] = REPLY_OPTIONS["logprobs"].check("prompt_logprobs", prompt_logprobs)
-        values["constraint"] = constraint_from(values)
-        for name in CONSTRAINT_NAMES:
-            del values[name]
-        check_vocabulary("logit_bias", params.logit_bias, facts)
-        if values["seed"] is None:
-            values["seed"] = secrets.randbits(32)
-        if generates_nothing:
-            values["max_tokens"] = 0
-        elif values["max_tokens"] is None:
-            values["max_tokens"] = default_max_tokens(context_tokens)
-        values["adapter_scales"] = _adapter_scales(values["adapter_scales"], facts)
-        return cls(params, **values)
+        sampling = {name: options[name] for name in SamplingParams.names() if name in options}
+        if sampling:
+            changes["params"] = replace(self.params, **sampling)
+            check_vocabulary("logit_bias", changes["params"].logit_bias, facts)
+        for name, value in options.items():
+            if prompt_logprobs is not None and name == "max_tokens" and value == 0:
+                changes[name] = 0
+            elif name not in sampling and (checked := REPLY_OPTIONS[name].check(name, value)) is not None:
+                changes[name] = checked
+        if constraint := constraint_from({name: changes.pop(name, None) for name in CONSTRAINT_NAMES}):
+            changes["constraint"] = constraint
+        if prompt_logprobs is not None:
+            changes["prompt_logprobs"] = REPLY_OPTIONS["logprobs"].check("prompt_logprobs", prompt_logprobs)
+        if "adapter_scales" in changes:
+            changes["adapter_scales"] = _adapter_scales(changes["adapter_scales"], facts)
+        return replace(self, **changes)
 
     def max_draft_length(self, adapts: bool) -> int:
         """Return the maximum draft length in tokens. The default is larger for an adaptive drafter."""
-        return self.draft_length or _default_draft_length(adapts)
+        return self.draft_length or (MAX_DRAFT_LENGTH if adapts else FIXED_DRAFT_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +160,6 @@ class Request:
         return ReplyKind(
             settings.constraint is not None, settings.max_loss is not None, has_images=bool(self.images)
         )
-
-
-def _default_draft_length(adapts: bool) -> int:
-    return MAX_DRAFT_LENGTH if adapts else FIXED_DRAFT_LENGTH
 
 
 def checked_prompt(
@@ -191,10 +203,8 @@ def checked_prompt(
     return tokens
 
 
-def _adapter_scales(given: Mapping[str, float] | None, facts: ModelFacts) -> tuple[float, ...]:
+def _adapter_scales(given: Mapping[str, float], facts: ModelFacts) -> tuple[float, ...]:
     """Return the scale of each of the target's adapters for a reply. Raises OptionError."""
-    if given is None:
-        return tuple(adapter.scale for adapter in facts.adapters)
     names = [adapter.name for adapter in facts.adapters]
     for name in given:
         if name not in names:
@@ -208,25 +218,6 @@ def _adapter_scales(given: Mapping[str, float] | None, facts: ModelFacts) -> tup
 def default_max_tokens(context_tokens: int) -> int:
     """Return the default maximum reply length in tokens for a context of this size."""
     return min(context_tokens, _DEFAULT_MAX_TOKENS)
-
-
-def defaults_for(values: Mapping[str, Any], adapts: bool | None, context_tokens: int) -> ReplyArguments:
-    """Return the default values of the reply options whose defaults depend on the loaded models.
-
-    Args:
-        values: The runtime's values of `method`, `acceptance`, `draft_length`, and of the sampling settings
-            that are recommended for the target.
-        adapts: Whether the method's drafter chooses its own draft length. None if the method drafts nothing.
-        context_tokens: Size of the context.
-    """
-    sampling = {name: values[name] for name in SamplingParams.names() if name in values}
-    return ReplyArguments(
-        **cast(ReplyArguments, sampling),
-        method=values["method"],
-        acceptance=values["acceptance"],
-        max_tokens=default_max_tokens(context_tokens),
-        draft_length=0 if adapts is None else values["draft_length"] or _default_draft_length(adapts),
-    )
 
 
 def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:

@@ -158,7 +158,8 @@ def test_replies_without_a_limit_end_at_the_default_context_length(target: Path)
         facts = runtime.target
 
     def reply_limit(context_tokens: int, max_tokens: int | None) -> int:
-        return ReplySettings.of({"max_tokens": max_tokens}, facts, context_tokens).max_tokens
+        settings = ReplySettings.defaults(facts)
+        return settings.with_options({"max_tokens": max_tokens}, facts, context_tokens).max_tokens
 
     assert reply_limit(LONG, None) == DEFAULT
     assert reply_limit(1024, None) == 1024
