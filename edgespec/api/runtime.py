@@ -52,6 +52,7 @@ from edgespec.options.reply_options import REPLY_OPTIONS
 from edgespec.options.settings import ReplyArguments
 from edgespec.store.installed import RecommendedSetting
 from edgespec.store.speedup_estimate import AcceptanceRecorder
+from edgespec.system.checks import check_process
 from edgespec.system.files import MappedFiles
 
 __all__ = ["Runtime"]
@@ -270,7 +271,7 @@ class Runtime(Replies[ReplyStream]):
     def checked_request(
         self, prompt: Prompt, options: StreamArguments, on_end: Callable[[Reply | None], None] | None = None
     ) -> ReplyRequest:
-        self._sessions.check_process()
+        check_process(self._session.process_id)
         values: dict[str, Any] = {**options}
         progress, processors = values.pop("progress", None), values.pop("processors", ())
         prompt_logprobs = values.pop("prompt_logprobs", None)
@@ -315,8 +316,10 @@ class Runtime(Replies[ReplyStream]):
             if on_end:
                 on_end(reply)
 
-        answer = self._answer_rule(tools, settings.constraint)
-        with self._naming_the_tool(tools, answer):
+        answer = None
+        if tools.definitions and settings.constraint:
+            answer = self._answer_rule(tools, settings.constraint)
+        try:
             built, syntax, grammar = self._prompts.build(
                 prompt.messages,
                 self.context_tokens,
@@ -337,16 +340,18 @@ class Runtime(Replies[ReplyStream]):
                 calls_tool=bool(grammar and not answer),
                 images=built.images,
             )
+        except OptionError as error:
+            if named := self._tool_error(error, tools, answer):
+                raise named from None
+            raise
         stream.dropped_messages = built.dropped_messages
         return stream
 
-    def _answer_rule(self, tools: ToolSet, constraint: Constraint | None) -> AnswerRule | None:
-        """Return the constraint on the answer of a reply that can also call tools, or None.
+    def _answer_rule(self, tools: ToolSet, constraint: Constraint) -> AnswerRule:
+        """Return the constraint on the answer of a reply that can also call tools.
 
         Raises OptionError if the constraint is invalid, or if the reply must be a call and has no answer.
         """
-        if not tools.definitions or not constraint:
-            return None
         if tools.required:
             raise OptionError(
                 f"{constraint.option} cannot be used together with a tool_choice that requires a call",
@@ -355,21 +360,19 @@ class Runtime(Replies[ReplyStream]):
             )
         return self._constraints.answer_rule(constraint)
 
-    @contextmanager
-    def _naming_the_tool(self, tools: ToolSet, answer: AnswerRule | None) -> Iterator[None]:
-        """Make an OptionError about the grammar in the `with` block name the tool that caused it."""
-        try:
-            yield
-        except OptionError as error:
-            has_grammar = tools.required or tools.strict or answer
-            for name, schema in tools.schemas.items() if has_grammar else ():
-                if reason := self._refusal(schema, lenient=not tools.strict):
-                    raise OptionError(
-                        f"the parameters of the tool {name} cannot be enforced: {reason}",
-                        error.next_step,
-                        code="constraint_not_supported",
-                    ) from None
-            raise
+    def _tool_error(
+        self, error: OptionError, tools: ToolSet, answer: AnswerRule | None
+    ) -> OptionError | None:
+        """Return an error that names the tool that caused an error about the grammar, or None."""
+        has_grammar = tools.required or tools.strict or answer
+        for name, schema in tools.schemas.items() if has_grammar else ():
+            if reason := self._refusal(schema, lenient=not tools.strict):
+                return OptionError(
+                    f"the parameters of the tool {name} cannot be enforced: {reason}",
+                    error.next_step,
+                    code="constraint_not_supported",
+                )
+        return None
 
     def _refusal(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
         """Return why the schema of a tool's arguments cannot be enforced, or an empty string if it can be."""
@@ -398,7 +401,7 @@ class Runtime(Replies[ReplyStream]):
 
         The number is approximate if it exceeds the context. Raises OptionError or TemplateError.
         """
-        self._sessions.check_process()
+        check_process(self._session.process_id)
         checked = [as_message(number, message) for number, message in enumerate(messages, 1)]
         settings = TemplateSettings(
             as_tool_set(tools, tool_choice).definitions,
@@ -430,7 +433,7 @@ class Runtime(Replies[ReplyStream]):
             OptionError: `context_full` has another value.
             TemplateError: The model has no chat template, or a broken one.
         """
-        self._sessions.check_process()
+        check_process(self._session.process_id)
         check_context_full(context_full)
         self._prompts.check_template()
         return Chat(self, system, messages, context_full)
@@ -457,7 +460,7 @@ class Runtime(Replies[ReplyStream]):
             calls_tool: Whether the constraint is the grammar of tool calls.
             images: The images in the prompt.
         """
-        self._sessions.check_process()
+        check_process(self._session.process_id)
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:
@@ -591,7 +594,7 @@ class Runtime(Replies[ReplyStream]):
             ContextFullError: A text does not fit in the context.
             OptionError: A text is empty or invalid.
         """
-        self._sessions.check_process()
+        check_process(self._session.process_id)
         tokens = tokenize_texts(texts, self.vocabulary, self.target, self.context_tokens, truncate, progress)
         vectors = self._sessions.embed(tokens, progress) if tokens else []
         return [Embedding.of(vector, len(each)) for vector, each in zip(vectors, tokens, strict=True)]

@@ -187,10 +187,13 @@ class PromptBuilder:
         escaped = [
             escaping.escape(message.with_marked_images(mark), self._scanner, progress) for message in messages
         ]
-        tools = escaping.escape_tools(settings.tools, self._scanner, progress)
-        text = render_with_tools(
-            lambda offered: self.template.render(escaped, progress, replace(settings, tools=offered)), tools
-        )
+        if settings.tools:
+            text = render_with_tools(
+                lambda tools: self.template.render(escaped, progress, replace(settings, tools=tools)),
+                escaping.escape_tools(settings.tools, self._scanner, progress),
+            )
+        else:
+            text = self.template.render(escaped, progress, settings)
         prompt = self._tokenized(text, escaping, progress)
         while len(self._images) > max(_REMEMBERED_IMAGES, len(images)):
             del self._images[next(iter(self._images))]

@@ -128,21 +128,8 @@ class ChatTemplate:
             ClosedError: The template was closed.
             TemplateError: The template is broken, rejects the messages, or exceeds a limit.
         """
-        return self._render(self._tool_support.rewrite(messages, settings.tools), progress, settings)
-
-    def has_thinking_switch(self) -> bool:
-        """Return whether the template has an option that turns reasoning on or off.
-
-        Raises the same exceptions as `render`.
-        """
-        question = [Message("user", "Hello")]
-        on, off = (self.render(question, None, TemplateSettings(thinking=each)) for each in ("on", "off"))
-        return on != off
-
-    def _render(
-        self, messages: Sequence[Message], progress: Progress | None, settings: TemplateSettings
-    ) -> str:
         error: TemplateError | None = None
+        messages = self._tool_support.rewrite(messages, settings.tools)
         for variant in accepted_variants(messages, self._tool_support):
             kinds = kinds_of(variant)
             # The format does not matter for a message without text, such as a reply that only calls tools.
@@ -162,6 +149,15 @@ class ChatTemplate:
             error = error or self._rejection(reply["message"], progress)
         assert error
         raise error
+
+    def has_thinking_switch(self) -> bool:
+        """Return whether the template has an option that turns reasoning on or off.
+
+        Raises the same exceptions as `render`.
+        """
+        question = [Message("user", "Hello")]
+        on, off = (self.render(question, None, TemplateSettings(thinking=each)) for each in ("on", "off"))
+        return on != off
 
     def _rejection(self, reason: str, progress: Progress | None) -> TemplateError:
         """Return the error for rejected messages, which says whether a different chat may help."""

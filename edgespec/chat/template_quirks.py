@@ -248,7 +248,10 @@ class ToolSupport:
 
     def rewrite(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return the messages with everything that the template would omit written as text."""
-        rewritten = [self._rewritten(message) for message in messages]
+        shown = {"assistant": self._shows_calls, "tool": self._shows_results}
+        rewritten = [
+            message if shown.get(message.role, True) else self.as_text(message) for message in messages
+        ]
         if not tools or self._shows_tools:
             return rewritten
         instructions = _INSTRUCTIONS.format(
@@ -259,10 +262,6 @@ class ToolSupport:
             first = rewritten.pop(0)
             instructions = f"{first.content}\n\n{instructions}"
         return [Message("system", instructions), *rewritten]
-
-    def _rewritten(self, message: Message) -> Message:
-        shown = {"assistant": self._shows_calls, "tool": self._shows_results}
-        return message if shown.get(message.role, True) else self.as_text(message)
 
     def as_text(self, message: Message) -> Message:
         """Return the message with its tool calls or its tool result written as text."""

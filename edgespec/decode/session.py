@@ -64,23 +64,15 @@ class SessionPool:
     Attributes:
         sessions: The sessions. Any of them can generate any reply, because all use the same models and
             drafters, and share cached prefixes.
+        first: The first session, which has the same properties as all others.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:
-        self.sessions = sessions
+        self.sessions, self.first = sessions, sessions[0]
         # Reentrant, because starting a reply can end an abandoned reply, whose callback may start another
         # one.
         self._starting = threading.RLock()
         self._closed = False
-
-    @property
-    def first(self) -> Session:
-        """The first session, which has the same properties as all others."""
-        return self.sessions[0]
-
-    def check_process(self) -> None:
-        """Raise EdgespecError if this process is a fork of the one that loaded the models."""
-        check_process(self.first.process_id)
 
     def start(self, request: Request) -> Session:
         """Reserve the free session whose KV cache saves the most prefill. See `Session.start`.
@@ -89,7 +81,7 @@ class SessionPool:
             BusyError: All sessions are generating replies.
             ClosedError: The pool was closed.
         """
-        self.check_process()
+        check_process(self.first.process_id)
         with self._starting:
             sessions = self._free_sessions()
             if len(sessions) > 1:
@@ -102,6 +94,7 @@ class SessionPool:
                 except BusyError as error:
                     busy = error
                 else:
+                    ACTIVE_REPLIES.add(request)
                     return session
         raise self._all_busy(busy)
 
@@ -109,7 +102,7 @@ class SessionPool:
         self, texts: Sequence[Sequence[int]], progress: Progress | None = None
     ) -> list[NDArray[np.float32]]:
         """Embed texts in a free session. See `Session.embed`."""
-        self.check_process()
+        check_process(self.first.process_id)
         with self._starting:
             sessions = self._free_sessions()
         for session in sessions:
@@ -251,16 +244,6 @@ class Session:
         """Return the token sequences in the prefix cache."""
         return [tokens.tolist() for tokens in self.prefix_cache.sequences()] if self.prefix_cache else []
 
-    def start(self, request: Request) -> None:
-        """Reserve this session for a reply. Read its `steps` next, then call `end`.
-
-        Raises:
-            BusyError: Another reply is running.
-            ClosedError: The session was closed.
-        """
-        self._start(request)
-        ACTIVE_REPLIES.add(request)
-
     def steps(
         self,
         request: Request,
@@ -341,7 +324,16 @@ class Session:
         """Whether another process loaded the models. Locks held during the fork stay locked in the child."""
         return os.getpid() != self.process_id
 
-    def _start(self, request: object) -> None:
+    def start(self, request: object) -> None:
+        """Reserve this session for a reply, or for other work with the models. Call `end` afterwards.
+
+        Args:
+            request: Identifies the reply or the work. Read the `steps` of a reply next.
+
+        Raises:
+            BusyError: Another reply is running.
+            ClosedError: The session was closed.
+        """
         check_process(self.process_id)
         if self._active_request is not None:
             # Collect abandoned streams, which end their replies when they are garbage-collected.
@@ -401,7 +393,7 @@ class Session:
             ClosedError: The session was closed.
         """
         borrower = object()
-        self._start(borrower)
+        self.start(borrower)
         try:
             with self._compute_lock:
                 self._decoder.idle_drafters = ()
@@ -596,7 +588,10 @@ class ReplyDecoder:
         stats.prompt_tokens = len(tokens)
         try:
             if not must_stop():
-                self._use_adapters(request)
+                if self._target_cache.use_adapters(settings.adapter_scales):
+                    # Reset the drafters, because heads cache values that they computed from the target's
+                    # hidden states with other adapter scales.
+                    self._drafters.reset()
                 if settings.prompt_logprobs is not None:
                     scores = self._target_cache.score(tokens, settings.prompt_logprobs, stats, progress)
                 if settings.max_tokens:
@@ -634,12 +629,6 @@ class ReplyDecoder:
         if isinstance(drafter, AutoController):
             drafter.limit_loss(request.settings.max_loss)
         return drafter
-
-    def _use_adapters(self, request: Request) -> None:
-        if self._target_cache.use_adapters(request.settings.adapter_scales):
-            # Reset the drafters, because heads cache values that they computed from the target's hidden
-            # states with other adapter scales.
-            self._drafters.reset()
 
     def _prefill(
         self,

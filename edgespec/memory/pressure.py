@@ -68,7 +68,7 @@ class MemoryPressure:
         Returns:
             The time taken in seconds. 0 if memory is not low.
         """
-        if not (self._store and self.is_low):
+        if not (self._store and self._store.memory_bytes and self.is_low):
             return 0.0
         started = now()
         self._report("of cached prefixes", self._store.reclaim())

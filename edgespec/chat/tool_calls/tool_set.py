@@ -80,6 +80,8 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
         raise OptionError(
             f"tools must be a list, not {type(tools).__name__}", _TOOL_HINT, code="tools_invalid"
         )
+    if not tools and choice == "auto":
+        return ToolSet()
     functions = [each for number, tool in enumerate(tools, 1) for each in _functions(number, tool)]
     schemas = {function["name"]: function.get("parameters", {}) for function in functions}
     if len(schemas) < len(functions):

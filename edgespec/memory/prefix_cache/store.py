@@ -182,6 +182,8 @@ class SegmentStore:
     def enforce_limits(self, write: bool = True) -> None:
         """Evict the least valuable segments until the size limit is met and enough memory is free."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
+        if not in_memory:
+            return
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)
         if total <= limit:
