@@ -142,7 +142,8 @@ class ControlTokenEscaping:
         """Return the message with its control tokens replaced by placeholders."""
 
         def escape(text: str) -> str:
-            return self._escape(text, scanner.scan(text, progress).control_tokens) if text else ""
+            control_tokens = scanner.scan(text, progress).control_tokens if text else ()
+            return self._escape(text, control_tokens) if control_tokens else text
 
         calls = (
             replace(

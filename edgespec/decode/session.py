@@ -578,7 +578,10 @@ class ReplyDecoder:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Yield the steps of a reply. See `Session.steps`."""
-        settings, drafter = request.settings, self._choose_drafter(request)
+        settings = request.settings
+        drafter, _ = self._drafters.choose(settings.method, request.kind)
+        if isinstance(drafter, AutoController):
+            drafter.limit_loss(settings.max_loss)
         # The target cache keeps this list, so the tokens of the reply must be appended to it.
         tokens = list(request.tokens)
         self.idle_drafters = ()
@@ -623,12 +626,6 @@ class ReplyDecoder:
             if self._context.needs_room and not (ended or must_stop()):
                 stats.growth_seconds += self._context.make_room()
             self._memory_pressure.check_during_reply()
-
-    def _choose_drafter(self, request: Request) -> Drafter | None:
-        drafter, _ = self._drafters.choose(request.settings.method, request.kind)
-        if isinstance(drafter, AutoController):
-            drafter.limit_loss(request.settings.max_loss)
-        return drafter
 
     def _prefill(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter as now
 
 from edgespec.engine.logits import Logits, TokenLogprob, token_logprobs
@@ -47,6 +48,7 @@ class TargetCache:
         self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
+        self._reusable = partial(reusable_tokens, target.facts.capabilities)
         self._prefilled_tokens = 0
         self._adapter_scales = self._loaded_scales = tuple(adapter.scale for adapter in target.facts.adapters)
 
@@ -221,9 +223,6 @@ class TargetCache:
             # A reply splits the prompt into different passes, whose results may be rounded differently.
             target.truncate(0)
         return tuple(scores)
-
-    def _reusable(self, tokens: Sequence[int], length: int) -> int:
-        return reusable_tokens(self._target.facts.capabilities, tokens, length)
 
     def _truncate_to_reusable(self) -> None:
         if not self._reuse_is_exact:

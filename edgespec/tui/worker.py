@@ -319,23 +319,20 @@ class ModelThread:
         chat = self._loaded().chat(ask.system, ask.messages)
         self.preparing = ("", 0.0)
         with self._turn_of(lambda: progress(_WAITING, 0.0)):
-            return self._answer(chat, ask, progress)
-
-    def _answer(self, chat: Conversation, ask: Ask, progress: Progress) -> ChatState:
-        try:
-            stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
-            # The user may have cancelled the reply before its stream was created.
-            if self._cancelled.is_set():
-                stream.cancel()
-            # Do not repeat the start of a continued reply, which is already part of the conversation.
-            start = "" if ask.messages[-1].role == "assistant" else stream.reply_start
-            for chunk in stream:
-                ask.written.append(start + chunk.raw_text)
-                start = ""
-                self.chunks.put(chunk)
-            return _state(chat, stream.reply)
-        finally:
-            self.stream = None
+            try:
+                stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
+                # The user may have cancelled the reply before its stream was created.
+                if self._cancelled.is_set():
+                    stream.cancel()
+                # Do not repeat the start of a continued reply, which is already part of the conversation.
+                start = "" if ask.messages[-1].role == "assistant" else stream.reply_start
+                for chunk in stream:
+                    ask.written.append(start + chunk.raw_text)
+                    start = ""
+                    self.chunks.put(chunk)
+                return _state(chat, stream.reply)
+            finally:
+                self.stream = None
 
 
 def _state(chat: Conversation, reply: Reply | None = None) -> ChatState:
