@@ -106,7 +106,7 @@ class _TimedApp(ChatApp):
     """
 
     # Textual would look for the file beside this script.
-    CSS_PATH = Path(edgespec.__file__).parent / "tui" / ChatApp.CSS_PATH
+    CSS_PATH = str(Path(edgespec.__file__).parent / "tui" / ChatApp.CSS_PATH)
     frames: Sequence[float] = ()
 
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
@@ -159,7 +159,7 @@ async def _row(
     """Act once for each argument, and return the times in milliseconds."""
     times, rest_times, cpu_times = [], [], []
     for argument in arguments:
-        app.frames = ()
+        app.frames = []
         began, cpu = perf_counter(), process_time()
         await act(argument)
         rest_times.append(1000 * (perf_counter() - began))

@@ -36,7 +36,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from itertools import islice
@@ -246,6 +246,7 @@ def run(
     for step in islice(steps, passes):
         tokens += step.tokens
     seconds = now() - started
+    assert isinstance(steps, Generator)
     steps.close()
     return Run(tokens, seconds, stats.target_passes, stats.drafted_tokens)
 

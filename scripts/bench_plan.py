@@ -36,9 +36,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from matrix.cell import Cell
-from matrix.gguf_models import KINDS, Sizes, write_gguf
-from matrix.mlx_models import MLX_KINDS, write_mlx
+from scripts.matrix.cell import Cell
+from scripts.matrix.gguf_models import KINDS, Sizes, write_gguf
+from scripts.matrix.mlx_models import MLX_KINDS, write_mlx
 
 from edgespec.model.memory_estimate import MODEL_MEMORY_KINDS
 
@@ -97,7 +97,8 @@ class Row:
 
     def mib_of(self, *kinds: str) -> float:
         """Return the planned MiB of the given item kinds."""
-        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] in kinds) / _MIB
+        sizes: list[int] = [item["bytes"] for item in self.plan["items"] if item["kind"] in kinds]
+        return sum(sizes) / _MIB
 
 
 def main() -> int:

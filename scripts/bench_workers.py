@@ -86,7 +86,7 @@ class Proxy:
     @property
     def counts(self) -> tuple[int, ...]:
         """Bytes sent, bytes received, and round trips so far."""
-        return tuple(self._counts)
+        return tuple(self._counts[:])
 
     def close(self) -> None:
         self._process.terminate()

@@ -80,8 +80,9 @@ def compare(
     """
     differences: list[Difference] = []
     models: dict[str, ModelInfo] = {}
-    for done, entry in enumerate((*entries, *heads)):
-        progress(f"checking {entry.name}", done / (len(entries) + len(heads)))
+    checked: list[ModelEntry | HeadEntry] = [*entries, *heads]
+    for done, entry in enumerate(checked):
+        progress(f"checking {entry.name}", done / len(checked))
         try:
             if isinstance(entry, HeadEntry):
                 differences += _head_differences(entry, models, folder)

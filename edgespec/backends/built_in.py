@@ -102,6 +102,18 @@ def _network(module: str) -> Callable[[], HeadNetwork]:
     return lambda: cast(HeadNetwork, import_module(f"edgespec.backends.{module}"))
 
 
+def _convert_eagle(folder: Path, target_layers: int, output: Path) -> None:
+    from edgespec.backends.llamacpp.gguf_conversion import convert_eagle_head
+
+    convert_eagle_head(folder, target_layers, output)
+
+
+def _convert_dflash(folder: Path, target_layers: int, output: Path) -> None:
+    from edgespec.backends.llamacpp.gguf_conversion import convert_dflash_head
+
+    convert_dflash_head(folder, target_layers, output)
+
+
 def _taps_layers(_architecture: str) -> bool:
     from edgespec.backends.llamacpp.state_taps import target_layers_api
 
@@ -281,11 +293,14 @@ _GGUF = FileFormat(
             network=_network("llamacpp.eagle"),
             formats=_GGUF_FILES,
             runs_for=lambda architecture: _taps_layers(architecture) and _returns_states(architecture),
-            converts=True,
+            convert=_convert_eagle,
             unconverted=frozenset({"EAGLE-1"}),
         ),
         "dflash": HeadSupport(
-            network=_network("llamacpp.dflash"), formats=_GGUF_FILES, runs_for=_taps_layers, converts=True
+            network=_network("llamacpp.dflash"),
+            formats=_GGUF_FILES,
+            runs_for=_taps_layers,
+            convert=_convert_dflash,
         ),
         # edgespec runs these heads itself, so any version of llama.cpp works.
         "residual": HeadSupport(network=_network("llamacpp.residual_target"), formats=_PUBLISHED),

@@ -116,7 +116,9 @@ class HeadSupport:
         network: Imports the code that runs the heads.
         formats: Names of the head file formats that it can read.
         runs_for: Returns whether the heads can draft for loaded targets with this architecture.
-        converts: Whether heads in other formats are converted first (`edgespec prepare head`).
+        convert: Converts a published head to a file of this format, given the head's folder, the number of
+            layers in the target, and the path of the file (`edgespec prepare head`). Raises ModelFileError or
+            OSError. None if heads are not converted.
         unconverted: Kinds of heads, such as `EAGLE-1`, that are read as published nevertheless.
         can_crash: Whether a damaged head can crash the process, so that it is first loaded in another one.
     """
@@ -124,7 +126,7 @@ class HeadSupport:
     network: Callable[[], HeadNetwork]
     formats: frozenset[str]
     runs_for: Callable[[str], bool] = lambda _architecture: True
-    converts: bool = False
+    convert: Callable[[Path, int, Path], None] | None = None
     unconverted: frozenset[str] = frozenset()
     can_crash: bool = True
 
@@ -223,7 +225,7 @@ class FileFormat:
     @property
     def converted_heads(self) -> frozenset[str]:
         """The methods whose heads can be converted to this format (`edgespec prepare head`)."""
-        return frozenset(name for name, support in self.heads.items() if support.converts)
+        return frozenset(name for name, support in self.heads.items() if support.convert)
 
     @property
     def runs_here(self) -> bool:

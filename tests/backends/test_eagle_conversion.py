@@ -22,6 +22,7 @@ from edgespec.store.prepared.head import prepare_head
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama
+from tests.model.heads import residual_files
 from tests.model.heads.published import Layout
 from tests.raising import raises
 
@@ -81,6 +82,14 @@ def test_an_impossible_config_is_not_converted(
 ) -> None:
     folder = write_published(tmp_path / "published", **changes)
     with raises(ModelFileError, code="model_file_not_supported"):
+        prepare_head(folder, target_path, tmp_path / "head.gguf")
+
+
+def test_a_head_that_runs_as_published_is_not_converted(target_path: Path, tmp_path: Path) -> None:
+    layout = residual_files.Layout("medusa")
+    arrays = residual_files.random_arrays(layout, 32, 40)
+    folder = residual_files.write_heads(tmp_path / "published", layout, arrays)
+    with raises(ModelFileError, str(folder), code="wrong_file"):
         prepare_head(folder, target_path, tmp_path / "head.gguf")
 
 

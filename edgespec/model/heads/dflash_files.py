@@ -16,7 +16,7 @@ from edgespec.model.heads.eagle_files import target_ids
 from edgespec.model.heads.layer_config import LayerConfig, layer_settings, read_config
 from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
 
-__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "DFlashFiles", "is_dflash", "read_dflash"]
+__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "DFlashFiles", "read_dflash"]
 
 # Tensors to ignore: `t2d` repeats what `d2t` says, the rotary frequencies follow from the configuration, and
 # the confidence head is unused because edgespec chooses the draft length from measured acceptance.
@@ -65,11 +65,6 @@ class DFlashConfig(LayerConfig):
     def kv_bytes_per_token(self) -> int:
         """Bytes per token in the KV cache, in float32."""
         return 2 * self.layers * self.kv_heads * self.head_size * 4
-
-
-def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Return whether the settings from `read_config` describe a DFlash or DSpark head."""
-    return config.get("mask_token_id") is not None
 
 
 def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:

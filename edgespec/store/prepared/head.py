@@ -1,8 +1,9 @@
-"""Convert published EAGLE-3, DFlash and DSpark heads to GGUF, for the methods `eagle` and `dflash`."""
+"""Convert published heads to GGUF, for targets whose backend runs them from such files."""
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def convert_once(folder: Path, target: Path) -> Path:
 
 
 def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--to") -> int:
-    """Convert an EAGLE-3, DFlash or DSpark head to a GGUF file.
+    """Convert a published head, such as EAGLE-3, to a GGUF file.
 
     Args:
         folder: Folder of the head, as published on Hugging Face.
@@ -67,23 +68,26 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
 
     Raises:
         ModelNotFoundError: The folder does not exist.
-        ModelFileError: The folder contains no EAGLE-3, DFlash or DSpark head that can be converted.
+        ModelFileError: The folder contains no head that can be converted.
         OptionError: The target is not a GGUF model.
         EdgespecError: The file cannot be written.
     """
-    from edgespec.backends.llamacpp.gguf_conversion import convert_dflash_head, convert_eagle_head
-    from edgespec.model.heads.dflash_files import is_dflash
-    from edgespec.model.heads.layer_config import read_config
-
-    if not format_at(target).converted_heads:
+    file_format = format_at(target)
+    if not file_format.converted_heads:
         raise OptionError(
             f"{target} is not a GGUF model",
             "pass the GGUF model that the head was trained for",
             code="wrong_file",
         )
     require_folder(folder)
-    convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
-    write = partial(convert, folder, _layer_count(target))
+    support = file_format.heads.get(head_at(folder).method)
+    if support is None or support.convert is None:
+        raise ModelFileError(
+            f"the head in {folder} cannot be converted, because it runs as it was published",
+            f"use the folder itself: --head {shlex.quote(str(folder))}",
+            code="wrong_file",
+        )
+    write = partial(support.convert, folder, _layer_count(target))
     return write_conversion(output, f"the head {folder}", write, setting=setting)
 
 
