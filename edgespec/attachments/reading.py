@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -31,6 +32,10 @@ _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
 # Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files can take this long.
 _MAX_SECONDS = 60.0
+# Number of bytes that identify the kind of a file. Chosen, because the mark of a PDF file can follow other
+# data.
+_START_BYTES = 1024
+_PDF_MARK = b"%PDF-"
 # Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -102,32 +107,30 @@ def read_files(path: str) -> ReadFiles:
 
 def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile:
     name = shown_path(path)
-    try:
-        size_bytes = regular_file_bytes(path)
-        with path.open("rb") as file:
-            start = file.read(1024)
-            is_image = looks_like_image(start)
-            limit_bytes = MAX_IMAGE_BYTES if is_image else _MAX_PDF_BYTES if b"%PDF-" in start else _MAX_BYTES
-            data = start + file.read(limit_bytes + 1 - len(start)) if size_bytes <= limit_bytes else b""
-    except (OSError, ValueError) as error:
+    data, size_bytes = _content(path, name, _limit_bytes)
+    start = data[:_START_BYTES]
+    if size_bytes > _limit_bytes(start):
         raise AttachmentError(
-            f"{name} cannot be read: {error_reason(error)}",
-            "choose another file",
-            code="attachment_unreadable",
-        ) from error
-    if max(size_bytes, len(data)) > limit_bytes:
-        raise AttachmentError(
-            f"{name} is {format_bytes(max(size_bytes, len(data)))} in size, which exceeds the limit of"
-            f" {format_bytes(limit_bytes)} for attached files",
+            f"{name} is {format_bytes(size_bytes)} in size, which exceeds the limit of"
+            f" {format_bytes(_limit_bytes(start))} for attached files",
             "copy the part you need to a smaller file",
             code="attachment_too_large",
         )
-    if is_image and not takes_images:
-        raise AttachmentError(f"{name} is an image", "attach images one by one", code="attachment_not_text")
-    if is_image:
+    if looks_like_image(start):
+        if not takes_images:
+            raise AttachmentError(
+                f"{name} is an image", "attach images one by one", code="attachment_not_text"
+            )
         return AttachedFile(name, "", image=Image.read(data, name))
-    is_pdf = b"%PDF-" in start
+    is_pdf = _PDF_MARK in start
     return AttachedFile(name, _pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
+
+
+def _limit_bytes(start: bytes) -> int:
+    """Return the size limit of an attached file, given its first bytes."""
+    if looks_like_image(start):
+        return MAX_IMAGE_BYTES
+    return _MAX_PDF_BYTES if _PDF_MARK in start else _MAX_BYTES
 
 
 def _decoded(name: str, data: bytes) -> str:
@@ -157,17 +160,34 @@ def as_image(source: ImageSource) -> Image:
         )
     path = Path(os.path.expanduser(source))
     name = shown_path(path)
+    # `Image.read` rejects images over the limit, so there is no need to read more of them.
+    return Image.read(_content(path, name, lambda _start: MAX_IMAGE_BYTES)[0], name)
+
+
+def _content(path: Path, name: str, limit_of: Callable[[bytes], int]) -> tuple[bytes, int]:
+    """Return the content of a file, up to one byte beyond its size limit, and the size of the file.
+
+    Args:
+        path: The file.
+        name: Its name in error messages.
+        limit_of: Returns the size limit in bytes, given the first bytes of the file.
+
+    Raises:
+        AttachmentError: The path is no regular file, or the file cannot be read.
+    """
     try:
-        regular_file_bytes(path)
+        size_bytes = regular_file_bytes(path)
         with path.open("rb") as file:
-            data = file.read(MAX_IMAGE_BYTES + 1)
+            start = file.read(_START_BYTES)
+            data = start + file.read(max(0, limit_of(start) + 1 - len(start)))
     except (OSError, ValueError) as error:
         raise AttachmentError(
             f"{name} cannot be read: {error_reason(error)}",
             "choose another file",
             code="attachment_unreadable",
         ) from error
-    return Image.read(data, name)
+    # A file can grow while it is read.
+    return data, max(size_bytes, len(data))
 
 
 def _pdf_text(name: str, data: bytes, max_seconds: float) -> str:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +71,19 @@ def test_descriptions_name_the_limits(described: HttpServer) -> None:
     assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0.0, 100.0)
     assert fields["acceptance"]["enum"] == ["invariant", "rejection", None]
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+
+
+def test_descriptions_do_not_name_functions(described: HttpServer) -> None:
+    """The docstrings of request models are descriptions for people who do not know the code."""
+    document = httpx.get(f"{described.url}/openapi.json").json()
+    schemas = document["components"]["schemas"].values()
+    fields = {name for each in schemas for name in each.get("properties", {})}
+    named = {word for each in schemas for word in re.findall(r"`(\w+)`", each.get("description", ""))}
+    modules = [module for name, module in sys.modules.items() if name.startswith("edgespec.server")]
+    assert {"input_tokens", "type"} <= named
+    assert not [
+        name for name in named - fields if any(callable(getattr(each, name, None)) for each in modules)
+    ]
 
 
 def test_the_prefix_cache_stops_growing_at_its_limit() -> None:

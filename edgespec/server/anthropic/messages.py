@@ -76,7 +76,7 @@ _TYPES = {
 
 
 class ContentBlock(ItemFields):
-    """A content part of a message. `chat_prompt` checks the fields that its type requires."""
+    """A content part of a message. Its `type` determines which fields it needs."""
 
     type: str
     text: str | None = None

@@ -62,7 +62,7 @@ _ResponseParts = TypeAliasType("_ResponseParts", Annotated[list[InputPart], Fail
 
 
 class InputItem(ItemFields):
-    """An item of the conversation. `chat_prompt` checks the fields required by its type.
+    """An item of the conversation. Its `type` determines which fields it needs.
 
     Agents add items of many types, depending on the provider's tools. Items shaped like a tool call or a tool
     result are treated as such. Others, such as web searches, are skipped and reported, because the agent
