@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
 import edgespec
 from edgespec.api.loading import always_draft
 from edgespec.backends.head_view import HeadView
 from edgespec.backends.llamacpp.model import LlamaCppModel, load
-from edgespec.cli.program import program
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.methods.head_method import head_method
@@ -30,9 +28,9 @@ from edgespec.model.model_facts import Capabilities
 from edgespec.model.registry import HeadSupport, register_head
 from edgespec.options.methods import HeadKind, MethodDocs, register
 from edgespec.store.reference import resolve
+from tests.made_up import PROMPT, check_commands
 from tests.safetensors_files import write_safetensors
 
-PROMPT = "How do I list files by size?"
 CONTEXT_TOKENS = 512
 REPLY: dict[str, Any] = {"max_tokens": 40, "seed": 1}
 
@@ -145,22 +143,8 @@ def test_auto_uses_a_head_beside_the_model(folder: Path, tmp_path: Path) -> None
 
 
 def test_the_command_line(folder: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
     target = ("--target", "demo", "--draft", "none", "--context", str(CONTEXT_TOKENS), "--head", str(folder))
-
-    def run(*args: str) -> dict[str, Any]:
-        result = CliRunner().invoke(program, [*args, *target, "--json"])
-        assert result.exit_code == 0, result.output
-        value: dict[str, Any] = json.loads(result.stdout)
-        return value
-
-    assert run("generate", PROMPT, "-n", "20", "--method", "parrot")["method"]["effective"] == "parrot"
-    options = ("--max-tokens", "16", "--temperatures", "0,1", "--draft-lengths", "4")
-    proof = run("verify", "--prompts", str(prompts), *options, "--methods", "parrot,parrot+suffix")
-    assert [method["faults"] for method in proof["methods"].values()] == [0, 0]
-    bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "parrot")
-    assert bench["replies"]
+    check_commands(tmp_path / "prompts.jsonl", PROMPT, *target)
 
 
 @pytest.mark.parametrize("network", ["parrot", "eagle"])

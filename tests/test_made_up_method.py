@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import edgespec
 from edgespec.api.loading import always_draft
-from edgespec.cli.program import program
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -21,9 +18,9 @@ from edgespec.errors import OptionError
 from edgespec.methods.base import Drafter
 from edgespec.methods.context import DrafterContext, MissingDrafter
 from edgespec.options.methods import Method, MethodDocs, register, sources_text
+from tests.made_up import PROMPT, check_commands
 from tests.raising import raises
 
-PROMPT = "How do I list files by size?"
 CONTEXT_TOKENS = 512
 # For models whose replies are not compared.
 QUICK: dict[str, Any] = {"measure_costs": False, "exactness": "off"}
@@ -142,20 +139,6 @@ def test_what_the_record_rules_out_is_refused(
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompt = "Use the command `ls` to list the files in the folder, and to sort the list by size. "
-    prompts.write_text(json.dumps({"prompt": 3 * prompt}) + "\n")
-
-    def run(*args: str) -> dict[str, Any]:
-        options = ("--target", "demo", "--draft", "none", "--context", str(CONTEXT_TOKENS), "--json")
-        result = CliRunner().invoke(program, [*args, *options])
-        assert result.exit_code == 0, result.output
-        value: dict[str, Any] = json.loads(result.stdout)
-        return value
-
-    assert run("generate", PROMPT, "-n", "20", "--method", "parrot")["method"]["effective"] == "parrot"
-    options = ("--max-tokens", "16", "--temperatures", "0,1", "--draft-lengths", "4")
-    proof = run("verify", "--prompts", str(prompts), *options, "--methods", "parrot,parrot+suffix")
-    assert [method["faults"] for method in proof["methods"].values()] == [0, 0]
-    bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "parrot")
-    assert bench["replies"]
+    text = "Use the command `ls` to list the files in the folder, and to sort the list by size. "
+    target = ("--target", "demo", "--draft", "none", "--context", str(CONTEXT_TOKENS))
+    check_commands(tmp_path / "prompts.jsonl", 3 * text, *target)
