@@ -75,9 +75,7 @@ class ReplyStream:
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
-        # The first session may be generating another reply, so this must not run its drafters.
         self._request, self._settings = request, request.settings
-        self._method = session.drafters.report(self._settings.method, request.kind)
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
@@ -112,9 +110,13 @@ class ReplyStream:
     @property
     def method(self) -> MethodReport:
         """The drafting method of this reply and its speed-up so far."""
-        if self._reply or not self.stats.generated_tokens:
-            return self._method
-        report = self._session.report(self._settings.method, self._request.kind)
+        if self._reply:
+            return self._reply.method
+        method, kind = self._settings.method, self._request.kind
+        if not self.stats.generated_tokens:
+            # The session may be generating another reply, so this must not run its drafters.
+            return self._session.drafters.report(method, kind)
+        report = self._session.report(method, kind)
         notes = self._adapter_note(report), report.note
         return replace(report, note=" · ".join(filter(None, notes)))
 
@@ -242,7 +244,6 @@ class ReplyStream:
         self._certain_logprobs(self._text.finish())
         self.stats.peak_memory_bytes = peak_bytes()
         if not failed:
-            self._method = self.method
             text = self._text.text
             split = split_reply(text, self.reply_start, self._syntax, cut=self._is_cut)
             self._reply = Reply(
@@ -252,7 +253,7 @@ class ReplyStream:
                 seed=self._settings.seed,
                 target=self._session.target.facts.name,
                 draft=self._session.draft.facts.name if self._session.draft else None,
-                method=self._method,
+                method=self.method,
                 stats=self.stats,
                 reasoning=split.reasoning,
                 answer=split.answer,
