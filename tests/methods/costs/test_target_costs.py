@@ -270,7 +270,7 @@ def test_tune_shows_the_numbers(
     for module in (target_costs, tuning_module):
         monkeypatch.setattr(module, "usable_cores", lambda **_: 3)
     _set_load(monkeypatch, 0.0)
-    with edgespec.load(str(demo_target), "none", context=256) as runtime:
+    with edgespec.load(str(demo_target), "none", context=256, exactness="off") as runtime:
         assert set(runtime.thread_seconds) == {3, 2}
         tuning = tuning_module.tune(runtime, read_prompts(None)[:1], max_tokens=4)
     _print(tuning)
