@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -30,6 +29,7 @@ from edgespec.model.registry import FileFormat, all_files, backend_of, format_of
 from edgespec.system.facts import Facts
 from edgespec.system.files import file_state
 from edgespec.system.heap import limit_malloc_arenas
+from edgespec.system.installation import package_version
 
 __all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
 
@@ -212,10 +212,7 @@ def _key(model: TrialModel) -> str | None:
         states = [file_state(file) for file in model.files]
     except (OSError, ModelFileError):
         return None
-    versions = []
-    for package in backend_of(model.form.name).packages:
-        with suppress(PackageNotFoundError):
-            versions.append(version(package))
+    versions = [package_version(package) for package in backend_of(model.form.name).packages]
     head = (model.head.method, str(model.head.path)) if model.head else ()
     adapters = [adapter.path for adapter in model.adapters]
     parts = (os.path.abspath(model.path), states, versions, *head, *adapters)

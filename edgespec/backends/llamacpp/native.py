@@ -176,6 +176,11 @@ class _PrivateLog(RotatingFileHandler):
         touch_private(Path(self.baseFilename))
         return super()._open()
 
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
+        """Return whether the file is full. The standard library would format the line a second time for this."""
+        stream = self.stream
+        return bool(stream and os.fstat(stream.fileno()).st_size + len(record.msg) >= self.maxBytes)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Ignore errors such as a full disk, which `logging` would print over the chat's screen."""
 
@@ -246,7 +251,9 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
         return
     # Ignore logging errors, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False
-    _LOG.log(logging.WARNING if level in (_WARN, _ERROR) else logging.INFO, line)
+    severity = logging.WARNING if level in (_WARN, _ERROR) else logging.INFO
+    # `Logger.log` would look for the caller in the stack of each of the several hundred lines of a load.
+    _LOG.handle(logging.LogRecord(_LOG.name, severity, "", 0, line, None, None))
 
 
 def recent_errors(clear: bool = False) -> list[str]:

@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
 from time import perf_counter as now
@@ -36,6 +34,7 @@ from edgespec.model.registry import BenchmarkModels, FileFormat, backends
 from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
 from edgespec.system.facts import Facts
 from edgespec.system.files import error_reason, format_bytes
+from edgespec.system.installation import package_version
 
 __all__ = [
     "MachineSpeed",
@@ -124,15 +123,7 @@ def _bits(type_name: str) -> int:
 def machine_identity() -> tuple[object, ...]:
     """Return values that identify this machine and the versions of its backend packages."""
     names = [name for backend in backends() for name in backend.packages]
-    return platform.node(), platform.machine(), os.cpu_count(), *map(_version, names)
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return platform.node(), platform.machine(), os.cpu_count(), *map(package_version, names)
 
 
 def saved_machine_speed(form: FileFormat) -> MachineSpeed | None:
