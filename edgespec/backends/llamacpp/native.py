@@ -177,7 +177,7 @@ class _PrivateLog(RotatingFileHandler):
         return super()._open()
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        """Return whether the file is full. The standard library would format the line a second time for this."""
+        """Return whether the file is full, without formatting the line, as the standard library does."""
         stream = self.stream
         return bool(stream and os.fstat(stream.fileno()).st_size + len(record.msg) >= self.maxBytes)
 
