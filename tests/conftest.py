@@ -6,10 +6,12 @@ Tests run as if SmolLM2 were not installed, so that the demo model is the defaul
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import astuple, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import hypothesis
 import platformdirs
 import pytest
+from filelock import FileLock
 
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.loading.prepare.layerskip import prepare_layerskip
@@ -24,7 +27,7 @@ from edgespec.methods.costs.target_costs import TargetCosts
 from edgespec.model import trial_load
 from edgespec.options.default_model import package_folder
 from edgespec.store.catalogue import models_folder
-from edgespec.system.files import file_state, sampled_sha256
+from edgespec.system.files import file_state, sampled_sha256, write_private_file
 
 _FOLDER = Path(__file__).parent
 # Keep the demo as the default model: in this process, hide the package of SmolLM2 before any module reads the
@@ -140,14 +143,32 @@ def costs_are_measured_briefly() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for files that all processes of a test run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+def _made_once(path: Path, make: Callable[[], object]) -> None:
+    """Call a function that makes a file or folder, unless another process of the test run has called it."""
+    done = path.with_name(f"{path.name}.done")
+    path.parent.mkdir(exist_ok=True)
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        if not done.exists():
+            make()
+            done.touch()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def exactness_is_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare fewer passes when a model is first loaded, and try each configuration once per process.
+def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
+    """Compare fewer passes when a model is first loaded, and try each configuration once per test run.
 
     This does not apply to child processes, nor to the files that test the trial itself.
     """
     # Not imported before SmolLM2 is hidden, because the options read the default model.
     from edgespec.loading import bit_exactness, exact
+    from edgespec.loading.bit_exactness import WidthClass
     from edgespec.loading.constants import FEWER_PASSES, POSITIONS_AGAIN
 
     if request.path.name in ("test_bit_exactness.py", "test_exact.py", "test_contract.py"):
@@ -162,10 +183,22 @@ def exactness_is_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
         options = self._options(repack)
         # The available memory differs from load to load, and only little of it changes what is loaded.
         options = replace(options, memory_bytes=min(options.memory_bytes or _MUCH_MEMORY, _MUCH_MEMORY))
-        key = target.format, repr(digests), repr(target.adapters), repr(options)
+        key = repr((target.format, digests, target.adapters, options))
         if key in _tried:
             return self.load(self._options(repack)), *_tried[key]
-        loaded, classes, seconds = try_one(self, repack=repack)
+        result = shared_folder / f"classes-{sha256(key.encode()).hexdigest()[:16]}.json"
+        if result.exists():
+            found = json.loads(result.read_text())
+            loaded = self.load(self._options(repack))
+            classes: Sequence[WidthClass] = tuple(
+                WidthClass(tuple(widths), *others) for widths, *others in found["classes"]
+            )
+            seconds = self._measure(loaded.models[0]) if found["measured"] else None
+        else:
+            loaded, classes, seconds = try_one(self, repack=repack)
+            written = {"classes": list(map(astuple, classes)), "measured": seconds is not None}
+            with FileLock(result.with_suffix(".lock")):
+                write_private_file(result, json.dumps(written).encode())
         _tried[key] = classes, seconds
         return loaded, classes, seconds
 
@@ -178,7 +211,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 _MUCH_MEMORY = 2**32
-_tried: dict[tuple[object, ...], tuple[Any, Any]] = {}
+_tried: dict[str, tuple[Any, Any]] = {}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -259,14 +292,16 @@ def demo_draft() -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_in_halves(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_in_halves(demo_target: Path, shared_folder: Path) -> Path:
     """Return the folder of the demo target split after 4 layers, which tests must not change."""
-    return prepare_layerskip(demo_target, 4, to=tmp_path_factory.mktemp("halves") / "demo").folder
+    folder = shared_folder / "halves" / "demo"
+    _made_once(folder, lambda: prepare_layerskip(demo_target, 4, to=folder))
+    return folder
 
 
 @pytest.fixture(scope="session")
-def low_bit_copy(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of a Q2_K copy of the demo target."""
-    copy = tmp_path_factory.mktemp("low-bit") / "copy.gguf"
-    quantise(demo_target, copy, "Q2_K")
+def low_bit_copy(demo_target: Path, shared_folder: Path) -> Path:
+    """Return the path of a Q2_K copy of the demo target, which tests must not change."""
+    copy = shared_folder / "low-bit" / "copy.gguf"
+    _made_once(copy, lambda: quantise(demo_target, copy, "Q2_K"))
     return copy
