@@ -341,7 +341,7 @@ def test_the_demo_pair(acceptance: str, every: int) -> None:
 
 def test_replays_use_the_sampling_settings_of_the_model(smollm2: Path) -> None:
     """SmolLM2 comes with its own top-p, which decides some of these tokens."""
-    with edgespec.load(str(smollm2), "none", context=512, threads=1) as runtime:
+    with edgespec.load(str(smollm2), "none", context=512, threads=1, exactness="off") as runtime:
         assert runtime.reply_defaults()["top_p"] == 0.9
         prompts = [prompt for prompt in read_prompts() if prompt.name in ("howto-01", "multi-turn-01")]
         report = verify(
