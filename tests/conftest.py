@@ -218,17 +218,18 @@ _tried: dict[str, tuple[Any, Any]] = {}
 def embedded_models_are_estimated_once() -> Iterator[None]:
     """Keep the metadata of edgespec's own models open, and measure each context's buffers once per process.
 
-    Reading the metadata takes almost half of the time of loading one of these small models. This applies neither
-    to other files nor to child processes.
+    Reading the metadata takes almost half of the time of loading one of these small models. This applies
+    neither to other files nor to child processes.
     """
-    from edgespec.backends.llamacpp import memory_estimate
+    from edgespec.backends.llamacpp import devices, memory_estimate
 
-    estimators: dict[tuple[str, str], KeptEstimator] = {}
+    estimators: dict[object, KeptEstimator] = {}
 
     class KeptEstimator(memory_estimate.GgufMemoryEstimator):
-        def __init__(self, path: str, name: str) -> None:
+        def _open(self, gpu_layers: int | None) -> None:
             self._measured: dict[str, memory_estimate.ContextBuffers] = {}
-            super().__init__(path, name)
+            original.close(self)
+            super()._open(gpu_layers)
 
         def _buffers(self, part: int, plan: Any, options: Any) -> memory_estimate.ContextBuffers:
             key = repr((plan, replace(options, choose_context_tokens=None, memory_bytes=None)))
@@ -242,9 +243,11 @@ def embedded_models_are_estimated_once() -> Iterator[None]:
     def open_estimator(path: str, name: str, *, split: bool = False) -> memory_estimate.GgufMemoryEstimator:
         if split or Path(path).parent != models_folder():
             return original(path, name, split=split)
-        if (path, name) not in estimators:
-            estimators[path, name] = KeptEstimator(path, name)
-        return estimators[path, name]
+        # Some tests pretend that there is a GPU.
+        key = path, name, devices.has_own_memory()
+        if key not in estimators:
+            estimators[key] = KeptEstimator(path, name)
+        return estimators[key]
 
     original = memory_estimate.GgufMemoryEstimator
     with pytest.MonkeyPatch.context() as patch:
