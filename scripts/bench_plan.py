@@ -36,11 +36,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.model.memory_estimate import MODEL_MEMORY_KINDS
 from scripts.matrix.cell import Cell
 from scripts.matrix.gguf_models import KINDS, Sizes, write_gguf
 from scripts.matrix.mlx_models import MLX_KINDS, write_mlx
-
-from edgespec.model.memory_estimate import MODEL_MEMORY_KINDS
 
 _MIB = 2**20
 _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
