@@ -231,7 +231,7 @@ def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     # A folder is a model that was split for early exit.
     if path.is_dir() or options.streamed_layers:
         return False
-    return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers)
+    return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers, options.experts)
 
 
 def _llama_cpp_streams() -> bool:
@@ -370,7 +370,7 @@ BUILT_IN = (
         preload=_preload_mlx,
         cache_follows_text=True,
         build_identity=_mlx_build,
-        ignored_options=frozenset({"threads", "gpu_layers", "flash_attention", "mmap", "mlock"}),
+        ignored_options=frozenset({"threads", "gpu_layers", "experts", "flash_attention", "mmap", "mlock"}),
         shares_kv_type=False,
     ),
 )

@@ -56,6 +56,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         _line(f"KV cache type {plan.kv_type}"),
         *([] if preview.spread else [_line(f"expected speed {_expected_speed(preview)}")]),
         *([_line(f"larger than memory: {plan.streaming.text}")] if plan.streaming else []),
+        *([_line(f"experts: {plan.experts.text}")] if plan.experts else []),
     ]
     if preview.draft_window:
         parts.append(_line(f"in longer chats, the draft model sees only {preview.draft_window.description}"))

@@ -21,6 +21,9 @@ from edgespec.options.settings import MODEL_OPTIONS, as_bytes
 
 __all__ = ["LoadRequest"]
 
+# More layers than any model has.
+_ALL_LAYERS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
@@ -81,6 +84,13 @@ class LoadRequest:
         )
 
 
+def _layers_with_experts_in_memory(experts: str | int) -> int | None:
+    """Return the value of `LoadOptions.experts` for a value of `--experts`."""
+    if isinstance(experts, int):
+        return experts
+    return {"auto": None, "gpu": 0}.get(experts, _ALL_LAYERS)
+
+
 def _backend_options(drafting: DraftingOptions) -> LoadOptions:
     arguments = drafting.arguments
     memory_bytes = as_bytes(arguments["memory"])
@@ -89,6 +99,7 @@ def _backend_options(drafting: DraftingOptions) -> LoadOptions:
         initial_context_tokens=None if arguments["reserve_full_context"] else INITIAL_CONTEXT_TOKENS,
         threads=arguments["threads"],
         gpu_layers=arguments["gpu_layers"],
+        experts=_layers_with_experts_in_memory(arguments["experts"]),
         kv_type=arguments["kv_type"],
         flash_attention=arguments["flash_attention"],
         mmap=arguments["mmap"],

@@ -124,6 +124,8 @@ class PairEstimator:
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
+            # Keep None for "not set", because only a number of layers that was set can have no effect.
+            experts=choice.experts or self._options.experts,
             streamed_layers=choice.streamed_layers,
         )
 
@@ -185,7 +187,13 @@ class PairEstimator:
             items += [Item(method.name, f"{method.name} drafter", "cache", size)] if size else []
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(
-            self._budget, target.context_tokens, target.kv_type, tuple(items), machines=target.machines
+            self._budget,
+            target.context_tokens,
+            target.kv_type,
+            tuple(items),
+            machines=target.machines,
+            experts=target.experts,
+            why_experts_stay=target.why_experts_stay,
         )
 
     def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> Sequence[Item]:

@@ -46,6 +46,7 @@ from edgespec.system.heap import address_space_is_limited, limit_malloc_arenas
 __all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
 
 _ADVICE: Mapping[PlanOption, str] = {
+    "experts": "use --experts {experts} or more, or omit it",
     "gpu_layers": "use --gpu-layers {gpu_layers} or less, or omit it",
     "context": "use --context {context} or less, or raise --memory",
     "draft_window": "omit --draft-window, or raise --memory",
@@ -87,6 +88,7 @@ class PlanRequest:
             "context": options.context_tokens is not None,
             "kv_type": options.kv_type != "auto",
             "draft": draft not in (None, "auto", "none"),
+            "experts": options.experts is not None,
             "gpu_layers": options.gpu_layers is not None,
         }
         fixed = frozenset(name for name, is_fixed in named.items() if is_fixed)
@@ -162,7 +164,13 @@ class LoadPlan:
             images = f"images are off to save memory: --mmproj {self.dropped_projector} turns them on"
         elif self.options.small_images:
             images = "images are reduced to about a megapixel to save memory: raise --memory to avoid it"
-        return " · ".join(filter(None, (streaming, fitted, in_turns, images)))
+        return " · ".join(filter(None, (streaming, fitted, in_turns, images, self.unused_experts)))
+
+    @property
+    def unused_experts(self) -> str:
+        """Message about why the option `experts` has no effect. Empty if it has one, or is not set."""
+        why = self.plan.why_experts_stay
+        return f"--experts has no effect: {why}" if why else ""
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
@@ -231,6 +239,7 @@ def _plan_pair(
             pair.draft is not None,
             drafting.window_tokens,
             options.gpu_layers,
+            options.experts or 0,
             heads=len(pair.heads),
         )
         forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start)
@@ -419,7 +428,9 @@ def _find_advice(
         if name in fixed:
             choice, plan = fit(fixed - {name})
             if plan.fits:
-                return text.format(context=choice.context_tokens, gpu_layers=choice.gpu_layers)
+                return text.format(
+                    context=choice.context_tokens, gpu_layers=choice.gpu_layers, experts=choice.experts
+                )
     room = budget.total_bytes
     more = "raise --memory"
     target_bytes = pair.target.file_format.read_info(pair.target.path).size_bytes

@@ -32,7 +32,7 @@ __all__ = ["SpreadPrediction", "connect_workers", "for_workers", "predict_spread
 
 # Options that are rejected with `--workers`, because they have no effect or are not implemented there.
 _UNSUPPORTED = (
-    "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
+    "parallel", "gpu_layers", "experts", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
 )  # fmt: skip
 _HERE = "this machine"
 

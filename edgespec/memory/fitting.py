@@ -29,6 +29,7 @@ PlanOption = Literal[
     "draft",
     "copy",
     "heads",
+    "experts",
     "gpu_layers",
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` stands for `context_tokens`."""
@@ -60,6 +61,7 @@ class PlanChoice:
         draft: Whether to load the draft model.
         draft_window: Size of the draft model's attention window in tokens. None means the default.
         gpu_layers: Number of layers on GPUs. None means all layers.
+        experts: Number of layers whose experts are in main memory instead of on GPUs.
         float32: Whether MLX converts 16-bit weights to float32 where that is faster.
         copy: Whether to load a low-bit copy of the target for drafting, if one exists.
         draft_kv_type: Data type of the draft model's KV cache. Empty means the target's data type.
@@ -74,6 +76,7 @@ class PlanChoice:
     draft: bool = True
     draft_window: int | None = None
     gpu_layers: int | None = None
+    experts: int = 0
     float32: bool = True
     copy: bool = True
     draft_kv_type: str = ""
@@ -112,7 +115,8 @@ def fit_to_budget(
         OptionError: The model cannot be loaded with the options of `start`.
         MemoryBudgetError: There is not even enough memory to make an estimate.
     """
-    choice = start
+    # Move experts first. This slows down replies, but all other steps take something away from the user.
+    choice = start if "experts" in fixed else _with_fewest_experts_in_memory(start, plan)
     passed = [start]
     for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
         if plan(choice).fits:
@@ -122,6 +126,7 @@ def fit_to_budget(
             choice = changed
             passed.append(choice)
     if plan(choice).fits:
+        choice = choice if "experts" in fixed else _with_fewest_experts_in_memory(choice, plan)
         choice = _restore_options(choice, passed, plan)
         choice = _maximise_context(choice, start.context_tokens, plan)
     if start.draft and not choice.draft:
@@ -133,14 +138,37 @@ def fit_to_budget(
 
 def stream_least(choice: PlanChoice, plan: _Plan) -> PlanChoice:
     """Return the choice with as few streamed layers as fit the memory budget."""
-    fewest, most = 0, choice.streamed_layers
+    fewest = _fewest(
+        choice.streamed_layers, lambda count: _fits(plan, replace(choice, streamed_layers=count))
+    )
+    return replace(choice, streamed_layers=fewest)
+
+
+def _with_fewest_experts_in_memory(choice: PlanChoice, plan: _Plan) -> PlanChoice:
+    """Return the choice with as many experts on the GPUs as fit there, after everything else."""
+    experts = plan(choice).experts
+    if experts is None:
+        return choice
+
+    def fits_on_gpu(count: int) -> bool:
+        try:
+            return plan(replace(choice, experts=count)).free_bytes("gpu") >= 0
+        except (OptionError, MemoryBudgetError):
+            return False
+
+    return replace(choice, experts=_fewest(experts.layers, fits_on_gpu))
+
+
+def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
+    """Return the smallest number that is enough, or `most` if no smaller one is."""
+    fewest = 0
     while fewest < most:
         middle = (fewest + most) // 2
-        if _fits(plan, replace(choice, streamed_layers=middle)):
+        if is_enough(middle):
             most = middle
         else:
             fewest = middle + 1
-    return replace(choice, streamed_layers=most)
+    return most
 
 
 def _fits(plan: _Plan, choice: PlanChoice) -> bool:
@@ -259,6 +287,10 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         "draft": ("no draft model", no_drafter),
         "copy": ("no copy of the model with fewer bits", no_drafter),
         "heads": (f"only {choice.heads} of {start.heads} heads" if choice.heads else "no head", no_drafter),
+        "experts": (
+            f"the experts of {choice.experts} layers in main memory",
+            "a token uses few of them, so the GPU's memory is better used for the rest",
+        ),
         "gpu_layers": (
             f"only {choice.gpu_layers} layers on graphics cards",
             "the CPU computes the other layers, but more slowly",

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from edgespec.memory.budget import Budget
 from edgespec.memory.constants import HEADROOM_SHARE, MIN_HEADROOM_BYTES
 from edgespec.memory.prefix_cache import PrefixCacheUsage
-from edgespec.model.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
+from edgespec.model.memory_estimate import ExpertShares, MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.system.files import format_bytes
 
 __all__ = ["Decision", "Item", "MemoryPlan", "MemoryUse", "Streaming", "create_items", "shared_items"]
@@ -101,6 +101,8 @@ class MemoryPlan:
         prefix_cache_bytes: Size limit of the prefix cache, which uses the memory that the items leave over.
         machines: The target's shares on several machines, this machine's first. Empty without workers.
         streaming: What is read from disk in every pass, or None if the models fit in memory.
+        experts: Where the target's experts are. None without experts, or without a GPU with its own memory.
+        why_experts_stay: Why the option `experts` has no effect. Empty if it has one, or is not set.
     """
 
     budget: Budget
@@ -111,6 +113,8 @@ class MemoryPlan:
     prefix_cache_bytes: int = 0
     machines: tuple[MachineShare, ...] = ()
     streaming: Streaming | None = None
+    experts: ExpertShares | None = None
+    why_experts_stay: str = ""
 
     @property
     def fits(self) -> bool:
@@ -170,6 +174,8 @@ class MemoryPlan:
                 {"what": each.what, "why": each.why, "bytes": each.bytes} for each in self.decisions
             ],
             **({"streaming": self.streaming.to_json()} if self.streaming else {}),
+            **({"experts": asdict(self.experts)} if self.experts else {}),
+            **({"why_experts_stay": self.why_experts_stay} if self.why_experts_stay else {}),
             **({"machines": [_share_json(share) for share in self.machines]} if self.machines else {}),
         }
 

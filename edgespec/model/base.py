@@ -51,6 +51,9 @@ class LoadOptions:
         initial_context_tokens: Initial size of the KV cache, which `resize` can enlarge. None allocates the
             full size immediately.
         gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
+        experts: Number of layers whose experts stay in main memory, although the rest of the layer is on the
+            GPU. These are the first layers that have experts. None leaves no experts in main memory, unless
+            the planner changes it.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
         flash_attention: `auto`, `on` or `off`.
@@ -86,6 +89,7 @@ class LoadOptions:
     initial_context_tokens: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
+    experts: int | None = None
     kv_type: str = "auto"
     flash_attention: str = "auto"
     mmap: bool = True
@@ -116,6 +120,7 @@ class LoadOptions:
             adapters=(),
             exact=False,
             low_bits=False,
+            experts=None,
             own_head=False,
             workers=None,
             streamed_layers=0,

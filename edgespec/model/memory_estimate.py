@@ -19,6 +19,7 @@ __all__ = [
     "GPU",
     "MEMORY",
     "MODEL_MEMORY_KINDS",
+    "ExpertShares",
     "MachineShare",
     "MemoryEstimate",
     "MemoryEstimator",
@@ -107,6 +108,32 @@ class MachineShare:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShares:
+    """Where the experts of a mixture-of-experts model are, if a GPU holds the model's other weights.
+
+    Attributes:
+        layers: Number of layers with experts.
+        layers_in_memory: Number of layers whose experts are in main memory. The others are on the GPU.
+        memory_bytes: Size of the experts in main memory, in bytes.
+        gpu_bytes: Size of the experts on the GPU, in bytes.
+    """
+
+    layers: int
+    layers_in_memory: int
+    memory_bytes: int
+    gpu_bytes: int
+
+    @property
+    def text(self) -> str:
+        """A user-facing list of the layers and bytes per device."""
+        on_gpu = self.layers - self.layers_in_memory
+        return (
+            f"{on_gpu} layers on the GPU ({format_bytes(self.gpu_bytes)}),"
+            f" {self.layers_in_memory} in main memory ({format_bytes(self.memory_bytes)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """Estimated memory use of a model with a full context.
 
@@ -116,12 +143,16 @@ class MemoryEstimate:
         parts: The memory on this machine.
         machines: The share of each machine, starting with this one. Empty if the whole target is on this
             machine.
+        experts: Where the experts are. None without experts, or without a GPU with its own memory.
+        why_experts_stay: Why `LoadOptions.experts` has no effect. Empty if it has one, or is not set.
     """
 
     context_tokens: int
     kv_type: str
     parts: tuple[MemoryPart, ...]
     machines: tuple[MachineShare, ...] = ()
+    experts: ExpertShares | None = None
+    why_experts_stay: str = ""
 
     def for_replies(self, count: int) -> MemoryEstimate:
         """Scale an estimate for one reply to `count` concurrent replies."""

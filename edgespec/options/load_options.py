@@ -13,6 +13,7 @@ from edgespec.options.option import (
     Adapters,
     Branches,
     Choice,
+    ExpertPlacement,
     Flag,
     HeadName,
     Integer,
@@ -75,6 +76,11 @@ class LoadArguments(TypedDict, total=False):
     gpu_layers: Annotated[int | None, Option(Integer(0), "model",
         "Number of the model's layers to run on the GPU; 0 uses only the CPU.",
         default_text="as many as fit")]
+    experts: Annotated[str | int, Option(ExpertPlacement(), "model",
+        "Where the experts of a mixture-of-experts model are: `gpu`, `cpu` (main memory), or the number of"
+        " layers whose experts are in main memory. `auto` puts as many on the GPU as fit there, after"
+        " everything else. GGUF models on a GPU only.",
+        default="auto", in_chat=("Experts", "auto, gpu, cpu or a number of layers"))]
     kv_type: Annotated[str, Option(Text("TYPE", "auto, f16, q8_0 or another type"), "model",
         "Data type of the KV cache, which holds the context: auto, f32, f16, bf16, q8_0, q5_1, q5_0, iq4_nl,"
         " q4_1, q4_0, or separate types for keys and values, such as q8_0/q4_0. Smaller types save memory.",

@@ -43,6 +43,7 @@ __all__ = [
     "Branches",
     "Choice",
     "Choices",
+    "ExpertPlacement",
     "Flag",
     "HeadName",
     "Integer",
@@ -365,6 +366,27 @@ class Branches(Kind):
                 "use smaller numbers",
             )
         return value
+
+
+class ExpertPlacement(Kind):
+    """Where the experts of a model are: `auto`, `gpu`, `cpu`, or the number of layers that use the CPU."""
+
+    metavar = "auto|gpu|cpu|N"
+    _WORDS: ClassVar = ("auto", "gpu", "cpu")
+
+    def parse(self, text: str) -> Any:
+        return converted(text, int)
+
+    def check(self, name: str, value: Any) -> Any:
+        if value in self._WORDS:
+            return value
+        number = as_integer(value)
+        if number is None or not 0 <= number <= _NO_LIMIT:
+            raise OptionError(
+                f"{name} must be auto, gpu, cpu or a number of layers, not {value!r}",
+                "for example, use auto, or 12",
+            )
+        return number
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import shutil
 import sys
 import threading
@@ -31,9 +33,11 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Memor
 from edgespec.loading import planning
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.model.base import LanguageModel, LoadOptions
+from edgespec.model.formats.gguf_header import read_header
 from tests.backends.contract import Rows, row_of, step, step_all, tokens_for
 from tests.backends.tiny_gguf import finish
 from tests.backends.tiny_models import write_deci
+from tests.backends.tiny_mtp_models import write_mtp_model
 from tests.raising import raises
 
 pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
@@ -231,6 +235,24 @@ def test_layers_that_only_draft_are_not_streamed(tmp_path: Path) -> None:
         finish(writer, {f"blk.{layer}.ffn_up.weight": np.ones((64, 64), np.float32) for layer in layers})
     found = streamable_layers(tmp_path / "model-00001-of-00002.gguf")
     assert [layer.layer for layer in found] == [1, 2]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_experts_are_streamed(tmp_path: Path, fused: bool) -> None:
+    """Shared experts too, and experts whose gate and up projections are one tensor."""
+    path = write_mtp_model(tmp_path / "moe.gguf", "cohere2moe", mtp_layers=0, fuse_experts=fused)
+    tensors = [each for each in read_header(path).tensors if re.search(r"1\.ffn_.*_(exps|shexp)", each.name)]
+    assert len(tensors) == (5 if fused else 6)
+    (layer,) = streamable_layers(path)
+    tensor_bytes = sum(4 * int(np.prod(each.shape)) for each in tensors)
+    # Pages at the ends of a tensor that also hold other weights are not streamed.
+    assert 0 <= tensor_bytes - layer.size_bytes < 2 * mmap.PAGESIZE * len(tensors)
+    model = load(str(path), "moe", _OPTIONS)
+    expected = _rows(model)
+    model.close()
+    model = _load(path)
+    assert _same(_rows(model), expected)
+    model.close()
 
 
 def test_a_model_is_closed_while_it_reads(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

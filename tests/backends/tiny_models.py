@@ -115,17 +115,17 @@ def write_deci(path: Path, *, layers: int, without_feed_forward: int, seed: int 
     return path
 
 
-def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
+def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0, layers: int = 2) -> Path:
     """Write a mixture of experts: two of four experts per token, and two heads that share their keys."""
     random = np.random.default_rng(seed)
-    writer = open_writer(path, "llama", layers=2)
+    writer = open_writer(path, "llama", layers=layers)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_expert_count(EXPERTS)
     writer.add_expert_used_count(2)
     vocab = add_vocabulary(writer, WORDS, template)
     tensors = ends(random, vocab)
-    for layer in range(2):
+    for layer in range(layers):
         tensors |= attention(random, layer)
         tensors |= {
             f"blk.{layer}.attn_norm.weight": ones(SIZE),

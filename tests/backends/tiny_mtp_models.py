@@ -64,9 +64,18 @@ SHAPES = {
 
 
 def write_mtp_model(
-    path: Path, architecture: str, *, template: str | None = CHATML, seed: int = 0, mtp_layers: int = 1
+    path: Path,
+    architecture: str,
+    *,
+    template: str | None = CHATML,
+    seed: int = 0,
+    mtp_layers: int = 1,
+    fuse_experts: bool = False,
 ) -> Path:
-    """Write a model of two layers, followed by layers that each predict one more token."""
+    """Write a model of two layers, followed by layers that each predict one more token.
+
+    With `fuse_experts`, the experts' gate and up projections are one tensor.
+    """
     random = np.random.default_rng(seed)
     shape, layers = SHAPES[architecture], 2
     feed_forward = 0 if shape.mamba else FEED_FORWARD
@@ -87,6 +96,9 @@ def write_mtp_model(
                 tensors[f"blk.{layer}.layer_output_norm.weight"] = tensors.pop(
                     f"blk.{layer}.nextn.shared_head_norm.weight"
                 )
+    for name in [name for name in tensors if fuse_experts and "ffn_gate_exps" in name]:
+        gate_and_up = [tensors.pop(name), tensors.pop(name.replace("gate", "up"))]
+        tensors[name.replace("gate", "gate_up")] = np.concatenate(gate_and_up, axis=1)
     finish(writer, {name: _quiet(name, tensor) for name, tensor in tensors.items()})
     return path
 

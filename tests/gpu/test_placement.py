@@ -21,6 +21,7 @@ from edgespec.backends.llamacpp.native import captured_log
 from edgespec.errors import MemoryBudgetError
 from edgespec.model.formats.gguf_header import read_header
 from tests.api.questions import HOWTO
+from tests.backends.tiny_models import write_moe
 
 pytestmark = pytest.mark.gpu
 
@@ -131,6 +132,23 @@ def test_the_plan_chooses_how_many_layers_fit(demo_target: Path, card: Gpu) -> N
         assert runtime.generate(HOWTO, max_tokens=4).tokens
         on_card = sum(sizes(lines, kind)[card.name] for kind in ("model", "KV", "compute"))
         assert on_card * _MIB <= plan.budget_bytes("gpu")
+
+
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_experts_are_where_the_option_says(tmp_path: Path, card: Gpu, count: int) -> None:
+    path = write_moe(tmp_path / "moe.gguf", layers=8)
+    shares = edgespec.plan(str(path), "none", context=512, experts=count).plan.experts
+    assert shares is not None
+    with (
+        loaded(path, context=512, experts=count) as (runtime, lines),
+        loaded(path, context=512, experts=0) as (alone, whole),
+    ):
+        on_card = sizes(last_load(lines), "model").get(card.name, 0)
+        assert sizes(last_load(whole), "model")[card.name] - on_card == pytest.approx(
+            shares.memory_bytes / _MIB, abs=0.02
+        )
+        replies = [each.generate(HOWTO, max_tokens=24, temperature=0).tokens for each in (runtime, alone)]
+        assert len(replies[0]) == len(replies[1]) > 0
 
 
 def test_layers_that_do_not_fit_are_an_error_before_loading(demo_target: Path, card: Gpu) -> None:

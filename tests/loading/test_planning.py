@@ -16,6 +16,7 @@ import pytest
 import edgespec
 from edgespec.backends.llamacpp import devices
 from edgespec.backends.llamacpp.devices import Gpu
+from edgespec.backends.llamacpp.experts import expert_bytes
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.errors import MemoryBudgetError, OptionError
@@ -23,6 +24,7 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.loading.preview import Preview
 from edgespec.memory import Budget
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
@@ -30,6 +32,7 @@ from edgespec.model.model_facts import Adapter
 from edgespec.store.catalogue import models_folder
 from edgespec.store.reference import resolve
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.backends.tiny_models import write_moe
 from tests.raising import raises
 from tests.store.conftest import own_home as own_home
 from tests.store.fake_stores import add_to_lmstudio
@@ -306,6 +309,95 @@ def test_too_many_layers_on_the_gpu_are_advised_against(small_card: None) -> Non
         edgespec.load("demo", "none", gpu_layers=99, **options)
     (layers,) = re.findall(r"--gpu-layers (\d+) or less", error.value.next_step)
     assert edgespec.plan("demo", "none", gpu_layers=int(layers), **options).plan.fits
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write_moe(tmp_path / "moe.gguf", layers=64)
+
+
+def _notes_on_experts(preview: Preview) -> list[str]:
+    return [note for note in preview.notes if note.startswith("--experts has no effect")]
+
+
+def test_experts_that_do_not_fit_on_the_gpu_stay_in_main_memory(small_card: None, moe: Path) -> None:
+    options: dict[str, Any] = {"context": 512, "reserve": "0", "headroom": "0"}
+    whole = edgespec.plan(str(moe), "none", **options).plan.planned_bytes("gpu")
+    free = {"reserve": 20 * 2**20 - whole + 5 * 2**20 // 2}
+    plan = edgespec.plan(str(moe), "none", **options | free).plan
+    experts = plan.experts
+    assert experts is not None
+    assert plan.fits
+    assert experts.layers == 64
+    assert 0 < experts.layers_in_memory < 64
+    assert 0 <= plan.free_bytes("gpu") < experts.gpu_bytes // (64 - experts.layers_in_memory)
+    assert [each.what for each in plan.decisions] == [
+        f"the experts of {experts.layers_in_memory} layers in main memory"
+    ]
+    report = plan.to_json()["experts"]
+    assert report["memory_bytes"] + report["gpu_bytes"] == sum(expert_bytes(str(moe)).values())
+    # One layer fewer in main memory does not fit on the GPU.
+    fixed = options | free | {"experts": experts.layers_in_memory - 1, "gpu_layers": 99}
+    with pytest.raises(MemoryBudgetError) as error:
+        edgespec.load(str(moe), "none", **fixed)
+    assert f"--experts {experts.layers_in_memory} or more" in error.value.next_step
+
+
+@pytest.mark.parametrize(("experts", "in_memory"), [("auto", 0), ("gpu", 0), (3, 3), ("cpu", 64), (99, 64)])
+def test_experts_are_where_the_option_says(
+    small_card: None, moe: Path, experts: str | int, in_memory: int
+) -> None:
+    options: dict[str, Any] = {"context": 512, "reserve": "0"}
+    preview = edgespec.plan(str(moe), "none", experts=experts, **options)
+    shares = preview.plan.experts
+    assert shares is not None
+    assert shares.layers_in_memory == in_memory
+    assert shares.memory_bytes == in_memory * expert_bytes(str(moe))[0]
+    assert not _notes_on_experts(preview)
+    all_on_gpu = edgespec.plan(str(moe), "none", experts="gpu", **options).plan
+    weights, others = (
+        sum(item.bytes for item in each.items if (item.kind, item.pool) == ("weights", "gpu"))
+        for each in (preview.plan, all_on_gpu)
+    )
+    assert others - weights == shares.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"experts": 3}, "llama.cpp can use no GPU here"),
+        ({"experts": "gpu"}, "llama.cpp can use no GPU here"),
+        ({"experts": "auto"}, ""),
+    ],
+)
+def test_an_option_for_experts_without_effect_is_reported(
+    moe: Path, options: dict[str, Any], why: str
+) -> None:
+    preview = edgespec.plan(str(moe), "none", **options)
+    notice = f"--experts has no effect: {why}" if why else ""
+    assert _notes_on_experts(preview) == ([notice] if notice else [])
+    assert preview.plan.experts is None
+    with edgespec.load(str(moe), "none", method="none", exactness="off", **options) as runtime:
+        assert ("--experts" in runtime.target.notice) == bool(why)
+        assert notice in runtime.target.notice
+
+
+@pytest.mark.parametrize(
+    ("target", "gpu_layers", "why"), [("demo", None, "has no experts"), ("moe", 0, "--gpu-layers 0")]
+)
+def test_other_reasons_why_experts_stay(
+    small_card: None, request: pytest.FixtureRequest, target: str, gpu_layers: int | None, why: str
+) -> None:
+    path = target if target == "demo" else str(request.getfixturevalue("moe"))
+    preview = edgespec.plan(path, "none", experts="cpu", gpu_layers=gpu_layers, context=512)
+    (note,) = _notes_on_experts(preview)
+    assert why in note
+
+
+@pytest.mark.parametrize("value", [-1, "some", 1.5, True])
+def test_an_invalid_value_for_experts_is_refused(value: Any) -> None:
+    with raises(OptionError, "auto, gpu, cpu or a number of layers"):
+        edgespec.plan("demo", "none", experts=value)
 
 
 def test_models_prepared_for_early_exit_count_towards_the_gpu(small_card: None, demo_in_halves: Path) -> None:

@@ -20,6 +20,7 @@ from edgespec.memory import (
     Preference,
     fit_to_budget,
 )
+from edgespec.model.memory_estimate import ExpertShares
 
 _KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}
 _WEIGHTS, _WIDENED, _DRAFT, _DRAFT_KV, _LAYERS = 50_000, 4_000, 9_000, 2, 16
@@ -158,6 +159,55 @@ class TestCards:
             gpu_layers=_LAYERS,
         )
         assert choice == start
+        assert not plan.fits
+
+
+class TestExperts:
+    """A card, and a model most of whose layers consist of experts."""
+
+    _EXPERTS, _REST = 2_000, 500
+
+    def _measure(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
+        there = _LAYERS if choice.gpu_layers is None else choice.gpu_layers
+        there, experts = min(there, _LAYERS), _LAYERS - min(_LAYERS, choice.experts)
+        on_card = there * self._REST + min(there, experts) * self._EXPERTS
+        cache = choice.context_tokens * _KV_BYTES[choice.kv_type] // 8
+        items = (
+            Item("target", "target weights", "weights", _LAYERS * (self._REST + self._EXPERTS) - on_card),
+            Item("target", "target weights", "weights", on_card, "gpu"),
+            Item("target", "target cache", "cache", cache, "gpu"),
+            *((Item("draft", "draft weights", "weights", _DRAFT, "gpu"),) if choice.draft else ()),
+        )
+        shares = ExpertShares(_LAYERS, _LAYERS - experts, 0, 0)
+        return MemoryPlan(budget, choice.context_tokens, "f16", items, experts=shares)
+
+    def _fit(
+        self, card_bytes: int, start: PlanChoice, fixed: frozenset[PlanOption] = frozenset()
+    ) -> tuple[PlanChoice, MemoryPlan]:
+        budget = Budget(100_000, "here", gpu_bytes=card_bytes)
+        return fit_to_budget(start, partial(self._measure, budget=budget), fixed=fixed, gpu_layers=_LAYERS)
+
+    @pytest.mark.parametrize("in_memory", [0, 1, 7, _LAYERS])
+    def test_the_card_gets_as_many_experts_as_fit_after_everything_else(self, in_memory: int) -> None:
+        others = _LAYERS * self._REST + 8192 * 2 + _DRAFT
+        card_bytes = others + (_LAYERS - in_memory) * self._EXPERTS
+        choice, plan = self._fit(card_bytes + self._EXPERTS - 1, START)
+        assert choice == replace(START, experts=in_memory)
+        assert plan.fits
+        what = [decision.what for decision in plan.decisions]
+        assert what == ([f"the experts of {in_memory} layers in main memory"] if in_memory else [])
+        assert sum(each.bytes for each in plan.decisions) == in_memory * self._EXPERTS
+
+    def test_layers_follow_only_if_moving_all_experts_is_not_enough(self) -> None:
+        choice, plan = self._fit(_LAYERS * self._REST // 2, PlanChoice(256, draft=False))
+        assert plan.fits
+        assert choice.experts == _LAYERS
+        assert choice.gpu_layers is not None
+
+    def test_a_fixed_number_is_unchanged(self) -> None:
+        start = PlanChoice(256, draft=False, experts=3)
+        choice, plan = self._fit(_LAYERS * self._REST * 2, start, frozenset({"experts", "gpu_layers"}))
+        assert choice.experts == 3
         assert not plan.fits
 
 

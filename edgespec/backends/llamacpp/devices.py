@@ -11,6 +11,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from edgespec.backends.llamacpp.experts import expert_bytes
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import split_layers
@@ -19,7 +20,7 @@ from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
-from edgespec.model.memory_estimate import MachineShare
+from edgespec.model.memory_estimate import ExpertShares, MachineShare
 from edgespec.system.files import format_bytes
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LayerPlacement",
     "cards",
     "device_split",
+    "expert_shares",
     "gpus",
     "has_own_memory",
     "in_main_memory",
@@ -106,7 +108,9 @@ def has_own_memory() -> bool:
     return bool(cards())
 
 
-def device_split(paths: str | Sequence[str], layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
+def device_split(
+    paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int = 0
+) -> tuple[int, float, int]:
     """Return how much of a model is in GPU memory when `gpu_layers` layers are offloaded.
 
     llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
@@ -116,6 +120,7 @@ def device_split(paths: str | Sequence[str], layers: int, gpu_layers: int | None
         paths: The model file, or all files of the model.
         layers: The number of layers without the output layer.
         gpu_layers: The number of offloaded layers, including the output layer. None means all.
+        experts: The number of layers whose experts stay in main memory. See `LoadOptions.experts`.
 
     Returns:
         A tuple of the weight bytes on the GPU, the fraction of the KV cache on the GPU, and the weight bytes
@@ -140,7 +145,32 @@ def device_split(paths: str | Sequence[str], layers: int, gpu_layers: int | None
             on_gpu += size_bytes
         elif name == "token_embd.weight" and tied:
             tied_bytes = size_bytes
+    if experts:
+        on_gpu -= sum(
+            size_bytes
+            for layer, size_bytes in list(expert_bytes(paths).items())[:experts]
+            if layer >= layers - offloaded
+        )
     return on_gpu + tied_bytes, offloaded / layers, tied_bytes
+
+
+def expert_shares(
+    paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int
+) -> ExpertShares:
+    """Return where the experts of a model are. The arguments are those of `device_split`.
+
+    Raises:
+        ModelFileError: A file cannot be read or is truncated.
+    """
+    sizes = expert_bytes(paths) if layers and gpu_layers != 0 else {}
+    offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    in_memory = {
+        layer: size_bytes
+        for number, (layer, size_bytes) in enumerate(sizes.items())
+        if number < experts or layer < layers - offloaded
+    }
+    memory_bytes = sum(in_memory.values())
+    return ExpertShares(len(sizes), len(in_memory), memory_bytes, sum(sizes.values()) - memory_bytes)
 
 
 def _layer_bytes(path: str) -> list[int]:

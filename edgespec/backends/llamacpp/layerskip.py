@@ -25,6 +25,7 @@ from edgespec.backends.llamacpp.context_planning import (
     work_bytes,
 )
 from edgespec.backends.llamacpp.devices import in_main_memory
+from edgespec.backends.llamacpp.experts import experts_per_part
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import (
@@ -77,16 +78,22 @@ def load_layerskip(
     paths = {file: str(Path(folder) / file) for file in FILES}
     check_weights_fit(name, sum(Path(file).stat().st_size for file in paths.values()), options)
     splits = [[paths[part] for part in parts] for parts in PARTS]
+    experts = experts_per_part(splits, options.experts)
     if (
         options.mmap
         and options.repack
-        and any(repacks_weights(parts, options.gpu_layers) for parts in splits)
+        and any(
+            repacks_weights(parts, options.gpu_layers, count)
+            for parts, count in zip(splits, experts, strict=True)
+        )
     ):
         options = replace(options, mmap=False)
     with ExitStack() as undo:
         loaded = []
         for i, parts in enumerate(splits):
-            weights = load_files(parts, name, options, progress and scaled_progress(progress, i / 2, 1 / 2))
+            part_options = replace(options, experts=experts[i])
+            part_progress = progress and scaled_progress(progress, i / 2, 1 / 2)
+            weights = load_files(parts, name, part_options, part_progress)
             undo.callback(library().llama_model_free, weights)
             loaded.append(weights)
         model = LayerSkipModel(loaded[0], loaded[1], folder, name, options)

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.experts import keep_experts_in_memory
 from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
@@ -82,7 +83,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
         CancelledError: `progress` returned False.
     """
     check_weights_fit(name, check_file(path), options)
-    if options.mmap and options.repack and repacks_weights(path, options.gpu_layers):
+    if options.mmap and options.repack and repacks_weights(path, options.gpu_layers, options.experts):
         options = replace(options, mmap=False)
     return load_files(path, name, options, progress)
 
@@ -172,6 +173,7 @@ def load_files(
     be memory-mapped. `place` sets the devices in llama.cpp's parameters.
     """
     params = model_params(options.gpu_layers)
+    keep_experts_in_memory(params, paths, options.experts or 0)
     if place is not None:
         place(params)
     params.use_extra_bufts &= repack and options.repack
@@ -200,30 +202,36 @@ def load_files(
         raise
 
 
-def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
-    """Return whether llama.cpp would repack the weights in these files for this CPU."""
+def repacks_weights(paths: Paths, gpu_layers: int | None, experts: int | None = None) -> bool:
+    """Return whether llama.cpp would repack the weights in these files for this CPU.
+
+    See `LoadOptions` for `gpu_layers` and `experts`.
+    """
     every = (paths,) if isinstance(paths, str) else tuple(paths)
     with suppress(EdgespecError, OSError):
         states = tuple(file_state(part) for part in _all_files(paths))
-        return _repacks_weights(every, gpu_layers, states)
+        return _repacks_weights(every, gpu_layers, experts or 0, states)
     return False
 
 
 @lru_cache(maxsize=64)  # Opening a model is slow, so check each version of its files once.
-def _repacks_weights(paths: tuple[str, ...], gpu_layers: int | None, _file_states: tuple[str, ...]) -> bool:
+def _repacks_weights(
+    paths: tuple[str, ...], gpu_layers: int | None, experts: int, _file_states: tuple[str, ...]
+) -> bool:
     with captured_log() as lines:
-        skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers)
+        skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers, experts)
         library().llama_model_free(skeleton)
     return any("_REPACK model buffer" in line for line in lines)
 
 
-def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
-    """Open a GGUF model without loading its weights.
+def load_skeleton(paths: Paths, gpu_layers: int | None, experts: int = 0) -> Any:
+    """Open a GGUF model without loading its weights. See `LoadOptions` for `gpu_layers` and `experts`.
 
     Returns:
         A llama_model handle with the size and device of each tensor.
     """
     params = model_params(gpu_layers)
+    keep_experts_in_memory(params, paths, experts)
     params.no_alloc = True
     params.load_mode = library().LLAMA_LOAD_MODE_NONE
     return _open(paths, params)

@@ -27,11 +27,13 @@ from edgespec.backends.llamacpp.context_planning import (
 from edgespec.backends.llamacpp.devices import (
     LayerPlacement,
     device_split,
+    expert_shares,
     has_own_memory,
     in_main_memory,
     on_cpu,
     place_layers,
 )
+from edgespec.backends.llamacpp.experts import expert_bytes, experts_per_part
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import (
     architecture_metadata,
@@ -53,7 +55,7 @@ from edgespec.backends.llamacpp.weight_stream import (
 from edgespec.errors import CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.layerskip_files import PARTS, SHARED_BYTES_KEY
-from edgespec.model.memory_estimate import GPU, MachineShare, MemoryEstimate, MemoryPart
+from edgespec.model.memory_estimate import GPU, ExpertShares, MachineShare, MemoryEstimate, MemoryPart
 from edgespec.system.heap import release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
@@ -131,7 +133,7 @@ class GgufMemoryEstimator:
         split_files = [[str(Path(path) / file) for file in files] for files in PARTS]
         self._files: list[Paths] = [*split_files] if split else [path]
         self._weights: list[Any] = []
-        self._open(None)
+        self._open(None, None)
         lib, weights = library(), self._weights[0]
         self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
@@ -159,28 +161,31 @@ class GgufMemoryEstimator:
     def streamed_bytes(self, layers: int) -> int:
         return sum(layer.size_bytes for layer in spread_evenly(self._streamable_layers(), layers))
 
-    def _open(self, gpu_layers: int | None) -> None:
+    def _open(self, gpu_layers: int | None, experts: int | None) -> None:
         self.close()
-        self._gpu_layers = gpu_layers
+        self._placement = gpu_layers, experts
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
-            for files in self._files:
-                self._weights.append(load_skeleton(files, gpu_layers))
+            for files, count in zip(self._files, experts_per_part(self._files, experts), strict=True):
+                self._weights.append(load_skeleton(files, gpu_layers, count))
         except BaseException:
             self.close()
             raise
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model needs with these load options."""
-        if self.layers and options.gpu_layers != self._gpu_layers:
-            self._open(options.gpu_layers)
+        if self.layers and self._placement != (options.gpu_layers, options.experts):
+            self._open(options.gpu_layers, options.experts)
         plans, part_options = self._plans(options)
         cache_bytes = compute_bytes = output_bytes = 0
         gpu_weights = gpu_cache = gpu_compute = doubled = 0
+        experts = experts_per_part(self._files, options.experts)
         for part, (weights, plan, each) in enumerate(zip(self._weights, plans, part_options, strict=True)):
             buffers = self._buffers(part, plan, each)
             cache_bytes += buffers.cache_bytes
-            on_gpu = device_split(self._files[part], self._part_layers[part], options.gpu_layers)
+            on_gpu = device_split(
+                self._files[part], self._part_layers[part], options.gpu_layers, experts[part]
+            )
             gpu_weights += on_gpu[0]
             gpu_cache += round(buffers.cache_bytes * on_gpu[1])
             doubled += on_gpu[2]
@@ -208,7 +213,37 @@ class GgufMemoryEstimator:
             MemoryPart("vocabulary", sum(map(vocabulary_size, self._weights)) * _TOKEN_BYTES),
         )
         present = tuple(part for part in parts if part.bytes)
-        return MemoryEstimate(plans[0].share.tokens, plans[0].kv_types.text, present)
+        return MemoryEstimate(
+            plans[0].share.tokens,
+            plans[0].kv_types.text,
+            present,
+            experts=self._expert_shares(options, experts),
+            why_experts_stay=self._why_experts_stay(options),
+        )
+
+    def _expert_shares(self, options: LoadOptions, in_memory: Sequence[int]) -> ExpertShares | None:
+        shares = [
+            expert_shares(files, layers, options.gpu_layers, count)
+            for files, layers, count in zip(self._files, self._part_layers, in_memory, strict=True)
+        ]
+        layers = sum(share.layers for share in shares)
+        if not layers:
+            return None
+        return ExpertShares(
+            layers,
+            sum(share.layers_in_memory for share in shares),
+            sum(share.memory_bytes for share in shares),
+            sum(share.gpu_bytes for share in shares),
+        )
+
+    def _why_experts_stay(self, options: LoadOptions) -> str:
+        if options.experts is None:
+            return ""
+        if not any(map(expert_bytes, self._files)):
+            return f"{self.name} has no experts"
+        if options.gpu_layers == 0:
+            return "--gpu-layers 0 uses only the CPU"
+        return "llama.cpp can use no GPU here" if not self.layers and on_cpu(options) else ""
 
     def _estimate_local(
         self, options: LoadOptions, plan: ContextPlan, cache_bytes: int, compute_bytes: int, output_bytes: int

@@ -144,6 +144,7 @@ def ggml() -> Any:
         ("ggml_backend_free", None, [pointer]),
         ("ggml_backend_get_device", pointer, [pointer]),
         ("ggml_backend_get_default_buffer_type", pointer, [pointer]),
+        ("ggml_backend_cpu_buffer_type", pointer, []),
         ("ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
         ("ggml_backend_buffer_free", None, [pointer]),
         ("ggml_backend_tensor_set", None, [pointer, pointer, size, size]),

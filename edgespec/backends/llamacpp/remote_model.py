@@ -101,7 +101,6 @@ class _Placer:
         self._devices = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         self._split = (ctypes.c_float * _MAX_DEVICES)(*counts)
         buffer_type = ggml().ggml_backend_cpu_buffer_type
-        buffer_type.restype = ctypes.c_void_p
         local = _LOCAL_TENSORS_WITHOUT_OUTPUT if placement.has_remote_output else _LOCAL_TENSORS
         pattern = ctypes.cast(ctypes.c_char_p(local), ctypes.c_void_p)
         self._overrides = (ctypes.c_void_p * 4)(pattern, buffer_type(), None, None)

@@ -44,8 +44,9 @@ __all__ = [
 
 # Number of streamed layers in memory at a time: one is being computed, one is ready, one is being read.
 LAYERS_IN_MEMORY = 3
-# The weights that can be streamed. They make up most of a model, and one read serves all tokens of a pass.
-_FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down)(?:_exps)?\.weight")
+# The weights that can be streamed, including experts and shared experts. They make up most of a model, and
+# one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
+_FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
 _POLL_SECONDS = 0.05

@@ -81,6 +81,7 @@ def check_options(options: LoadOptions) -> None:
     for name, is_set, reason in (
         ("threads", options.threads is not None, "MLX chooses the number of threads itself"),
         ("gpu_layers", options.gpu_layers is not None, "MLX runs the whole model on one device"),
+        ("experts", options.experts is not None, "MLX keeps all weights in the same memory"),
         ("flash_attention", options.flash_attention != "auto", "MLX has only one attention kernel"),
         ("mlock", options.mlock, "MLX always keeps the weights in memory"),
         ("mmap", not options.mmap, "MLX always reads the weights into memory"),

@@ -147,6 +147,7 @@ def settings_key(options: LoadOptions) -> str:
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
     # The key omits the number of streamed layers, because it depends on the memory that happens to be free.
     kernels += " streamed" * (options.streamed_layers > 0)
+    kernels += f" experts {options.experts}" if options.experts else ""
     links = options.workers.links if options.workers else ()
     workers = "".join(f" {link.address}" for link in links)
     split = " tensors" * options.split_tensors + " output" * options.output_on_worker
