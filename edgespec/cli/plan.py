@@ -11,7 +11,7 @@ from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import LOAD_NAMES, WORKER_NAMES, declared_options, json_option
-from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
+from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width, warn
 
 if TYPE_CHECKING:
     from edgespec.loading.preview import Preview
@@ -45,6 +45,8 @@ def command(as_json: bool, **options: Any) -> int:
     should check `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
+    if preview.plan.unused_experts:
+        warn(preview.plan.unused_experts)
     if as_json:
         print_json(
             {"target": preview.target, "draft": preview.draft}

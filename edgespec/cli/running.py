@@ -18,7 +18,7 @@ import click
 
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.options import KindType
-from edgespec.cli.screen import ProgressLine, is_terminal, note
+from edgespec.cli.screen import ProgressLine, is_terminal, note, warn
 from edgespec.errors import OptionError
 from edgespec.options.option import Integer, ListOf, MethodName, Number
 from edgespec.options.settings import MAX_DRAFT_LENGTH
@@ -68,6 +68,8 @@ def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
         for head in runtime.heads:
             note(_file_line("head", head.name, head.path or head.name))
         note(runtime.target.notice.replace(" · ", "\n"))
+        if runtime.plan and runtime.plan.unused_experts and not is_terminal(sys.stderr):
+            warn(runtime.plan.unused_experts)
         stop.on_request(runtime.cancel)
         yield runtime
 

@@ -164,13 +164,7 @@ class LoadPlan:
             images = f"images are off to save memory: --mmproj {self.dropped_projector} turns them on"
         elif self.options.small_images:
             images = "images are reduced to about a megapixel to save memory: raise --memory to avoid it"
-        return " · ".join(filter(None, (streaming, fitted, in_turns, images, self.unused_experts)))
-
-    @property
-    def unused_experts(self) -> str:
-        """Message about why the option `experts` has no effect. Empty if it has one, or is not set."""
-        why = self.plan.why_experts_stay
-        return f"--experts has no effect: {why}" if why else ""
+        return " · ".join(filter(None, (streaming, fitted, in_turns, images, self.plan.unused_experts)))
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:

@@ -41,8 +41,8 @@ class Preview:
 
     Attributes:
         target, draft: Names of the models. `draft` is None if there is no draft model.
-        notes: User-facing notes on how the model names were resolved to files, on draft models that cannot
-            be loaded, and on an option that has no effect.
+        notes: User-facing notes on how the model names were resolved to files, and on draft models that
+            cannot be loaded.
         why_no_draft: Why there is no draft model. Empty if there is one.
         heads: Names of the heads to draft with, most preferred first.
         why_no_head: Why there is no head, or why heads were dropped. Empty otherwise.
@@ -68,8 +68,7 @@ class Preview:
         self.target: str = pair.target.name
         self.draft: str | None = pair.draft.name if pair.draft else None
         resolved = tuple(each.note for each in (pair.target, pair.draft) if each)
-        more = filter(None, [pair.failed_drafts, planned.unused_experts])
-        self.notes: tuple[str, ...] = (*resolved, *more)
+        self.notes: tuple[str, ...] = (*resolved, *filter(None, [pair.failed_drafts]))
         self.why_no_draft: str = pair.why_no_draft
         self.heads: tuple[str, ...] = tuple(head.name for head in pair.heads)
         self.why_no_head: str = pair.why_no_head

@@ -127,6 +127,11 @@ class MemoryPlan:
         return self.fits and self.streaming is None
 
     @property
+    def unused_experts(self) -> str:
+        """User-facing message if the option `experts` has no effect. Empty otherwise."""
+        return f"--experts has no effect: {self.why_experts_stay}" if self.why_experts_stay else ""
+
+    @property
     def pools(self) -> tuple[Pool, ...]:
         """This machine's memory pools: system memory and, if separate, GPU memory."""
         return ("memory",) if self.budget.gpu_bytes is None else ("memory", "gpu")

@@ -96,6 +96,7 @@ def loaded_value(name: str, runtime: ChatModel) -> str:
         "draft": runtime.draft.name if runtime.draft is not None else "none",
         "head": ", ".join(_head_names(runtime)) or "none",
         "context": count(runtime.context_tokens),
+        "experts": str(plan.experts.layers_in_memory) if plan and plan.experts else "auto",
         "kv_type": plan.kv_type if plan else "auto",
         "memory": format_bytes(plan.budget.total_bytes) if plan else "available memory",
     }

@@ -81,6 +81,14 @@ def test_how_drafts_are_made_is_part_of_it(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("command", [("plan", "--json"), ("generate", "-n", "1", "--exactness", "off", "hi")])
+def test_an_option_for_experts_without_effect_is_a_warning(run: Run, command: tuple[str, ...]) -> None:
+    done = run(*command, "--target", "demo", "--draft", "none", "--experts", "cpu")
+    assert done.exit_code == 0
+    assert done.stderr == "warning: --experts has no effect: demo has no experts\n"
+    assert "experts" not in run(*command, "--target", "demo", "--draft", "none").stderr
+
+
 def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     done = run("plan", "--memory", "20MiB", "--json")
     assert done.exit_code == 0

@@ -24,7 +24,6 @@ from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, find_pair
 from edgespec.loading.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.loading.prepare.lowbit import prepare_lowbit
-from edgespec.loading.preview import Preview
 from edgespec.memory import Budget
 from edgespec.model.base import LoadOptions
 from edgespec.model.memory_estimate import MemoryEstimate
@@ -316,10 +315,6 @@ def moe(tmp_path: Path) -> Path:
     return write_moe(tmp_path / "moe.gguf", layers=64)
 
 
-def _notes_on_experts(preview: Preview) -> list[str]:
-    return [note for note in preview.notes if note.startswith("--experts has no effect")]
-
-
 def test_experts_that_do_not_fit_on_the_gpu_stay_in_main_memory(small_card: None, moe: Path) -> None:
     options: dict[str, Any] = {"context": 512, "reserve": "0", "headroom": "0"}
     whole = edgespec.plan(str(moe), "none", **options).plan.planned_bytes("gpu")
@@ -353,7 +348,7 @@ def test_experts_are_where_the_option_says(
     assert shares is not None
     assert shares.layers_in_memory == in_memory
     assert shares.memory_bytes == in_memory * expert_bytes(str(moe))[0]
-    assert not _notes_on_experts(preview)
+    assert preview.plan.unused_experts == ""
     all_on_gpu = edgespec.plan(str(moe), "none", experts="gpu", **options).plan
     weights, others = (
         sum(item.bytes for item in each.items if (item.kind, item.pool) == ("weights", "gpu"))
@@ -375,7 +370,7 @@ def test_an_option_for_experts_without_effect_is_reported(
 ) -> None:
     preview = edgespec.plan(str(moe), "none", **options)
     notice = f"--experts has no effect: {why}" if why else ""
-    assert _notes_on_experts(preview) == ([notice] if notice else [])
+    assert preview.plan.unused_experts == notice
     assert preview.plan.experts is None
     with edgespec.load(str(moe), "none", method="none", exactness="off", **options) as runtime:
         assert ("--experts" in runtime.target.notice) == bool(why)
@@ -389,9 +384,9 @@ def test_other_reasons_why_experts_stay(
     small_card: None, request: pytest.FixtureRequest, target: str, gpu_layers: int | None, why: str
 ) -> None:
     path = target if target == "demo" else str(request.getfixturevalue("moe"))
-    preview = edgespec.plan(path, "none", experts="cpu", gpu_layers=gpu_layers, context=512)
-    (note,) = _notes_on_experts(preview)
-    assert why in note
+    plan = edgespec.plan(path, "none", experts="cpu", gpu_layers=gpu_layers, context=512).plan
+    assert why in plan.unused_experts
+    assert plan.to_json()["why_experts_stay"] == plan.why_experts_stay
 
 
 @pytest.mark.parametrize("value", [-1, "some", 1.5, True])
