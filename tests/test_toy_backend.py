@@ -38,8 +38,8 @@ class ToyEstimator:
         self.name = name
         self._weight_bytes = _table(path).nbytes
 
-    def streamed_bytes(self, _layers: int) -> int:
-        return 0
+    def streamed_bytes(self, _options: LoadOptions) -> dict[int, int]:
+        return {}
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         tokens = options.context_tokens or CONTEXT_TOKENS

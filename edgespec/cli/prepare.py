@@ -10,9 +10,17 @@ import click
 
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import Decorator, OutputPath, head_reference, json_option, model_reference
+from edgespec.cli.options import (
+    Decorator,
+    KindType,
+    OutputPath,
+    head_reference,
+    json_option,
+    model_reference,
+)
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable, warn
 from edgespec.errors import OptionError
+from edgespec.options.option import Size
 from edgespec.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -95,28 +103,57 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @command.command(
     "lowbit",
     short_help="Make a smaller copy of a model that works as its draft model.",
-    examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
+    examples=(
+        "edgespec prepare lowbit ./my-f16.gguf",
+        "edgespec prepare lowbit ./my-f16.gguf --type Q2_K",
+        "edgespec prepare lowbit 70b-q8 --for-memory 48GiB",
+    ),
 )
 @model_reference("reference")
 @click.option(
     "--type", "type_name", metavar="TYPE", help="Quantisation of the copy, such as Q2_K. [default: Q4_0]"
 )
+@click.option(
+    "--for-memory",
+    type=KindType(Size()),
+    metavar="SIZE",
+    help="Copy only the parts of the model that are read from disk with this --memory, such as 12GiB.",
+)
 @_to_option
 @json_option
-def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
+def lowbit(
+    reference: str, type_name: str | None, for_memory: str | None, to: Path | None, as_json: bool
+) -> None:
     """Make a copy of MODEL with fewer bits per weight, which works as its draft model.
 
     The copy is used with `--method lowbit`. MODEL can also be a folder made by `edgespec prepare layerskip`.
+
+    With --for-memory, the copy is for a model that is larger than memory. It contains only the parts of the
+    model that are read from disk for every token, and stays in memory. `--method auto` uses it.
     """
 
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
         from edgespec.loading.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
+        from edgespec.loading.streamed_blocks import prepare_substitutes
 
+        if for_memory is not None:
+            memory_bytes = Size().check("for_memory", for_memory)
+            return prepare_substitutes(
+                path, memory_bytes, type_name or DEFAULT_TYPE, to=to, progress=progress
+            )
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
 
     prepared = _resolve_and_prepare(reference, "lowbit", make)
     if as_json:
         print_json(_json(prepared))
+        return
+    if for_memory is not None:
+        facts = prepared.facts
+        _print_result(
+            prepared,
+            f"{facts['type']} copies of {len(facts['layer_bytes'])} layers, instead of"
+            f" {format_bytes(facts['streamed_bytes'])} that are read from disk for each token",
+        )
         return
     _print_result(
         prepared,

@@ -24,12 +24,15 @@ class DraftingOptions:
             the limit is the context length that the draft model was trained for.
         has_room_for_copy: Whether the memory plan leaves room for a low-bit copy of the target for `auto` to
             draft with.
+        uses_substitutes: Whether the memory plan includes low-bit copies of the blocks that the target
+            streams.
         draft_kv_type: Data type of the draft model's KV cache. Empty means the target's data type.
     """
 
     arguments: LoadArguments
     window_tokens: int | None = None
     has_room_for_copy: bool = True
+    uses_substitutes: bool = False
     draft_kv_type: str = ""
 
     @classmethod

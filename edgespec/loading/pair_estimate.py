@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from edgespec.errors import EdgespecError, ModelFileError, about_option
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pairing import ModelPair, draft_load_options, loading_draft, options_in_pair
 from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, Streaming, create_items, shared_items
+from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow, choose_draft_window
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import estimate_projector
-from edgespec.model.memory_estimate import GPU, MemoryEstimator
+from edgespec.model.memory_estimate import GPU, MemoryEstimator, MemoryPart
+from edgespec.options.methods import Method, methods
 from edgespec.options.methods import method as method_of_name
-from edgespec.options.methods import methods
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
 from edgespec.system.disks import read_bytes_per_second
@@ -36,9 +38,11 @@ class PairEstimator:
         undo: Exit stack that closes the opened model files.
         budget: The memory budget.
         headroom_bytes: Additional memory that each plan reserves, or None for the default.
+        substitutes: Low-bit copies of blocks to plan with, or None to look for prepared ones.
 
     Attributes:
         target: Estimates the memory of the target alone.
+        substitutes: Low-bit copies of blocks to draft with while the target streams these blocks, or None.
         why_in_turns: Why replies run one at a time although the user asked for concurrent ones. Empty
             otherwise.
     """
@@ -51,6 +55,7 @@ class PairEstimator:
         undo: ExitStack,
         budget: Budget,
         headroom_bytes: int | None = None,
+        substitutes: Substitutes | None = None,
     ) -> None:
         self._pair, self._drafting = pair, drafting
         self._budget, self._headroom_bytes = budget, headroom_bytes
@@ -79,6 +84,9 @@ class PairEstimator:
         if copy is not None:
             self._copy = open_estimator(copy, replace(options, adapters=()))
             undo.callback(self._copy.close)
+        self.substitutes = substitutes
+        if substitutes is None and options.workers is None:
+            self.substitutes = _find_substitutes(pair, drafting)
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
@@ -118,6 +126,7 @@ class PairEstimator:
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
         heads = [option.head for option in self._pair.heads[: choice.heads] if option.head]
+        copies = self._substitutes_of(choice)
         return replace(
             self._options,
             own_head=any(head.path is None for head in heads),
@@ -127,7 +136,11 @@ class PairEstimator:
             # Keep None for "not set", because only a number of layers that was set can have no effect.
             experts=choice.experts or self._options.experts,
             streamed_layers=choice.streamed_layers,
+            streamable=tuple(copies.layer_bytes) if copies else None,
         )
+
+    def _substitutes_of(self, choice: PlanChoice) -> Substitutes | None:
+        return self.substitutes if choice.substitutes else None
 
     def streaming(self, choice: PlanChoice) -> Streaming | None:
         """Return which weights every pass would read from disk. Measures the speed of the disk.
@@ -147,8 +160,15 @@ class PairEstimator:
             raise ModelFileError(
                 f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
             ) from error
-        streamed = self.target.streamed_bytes(choice.streamed_layers)
-        return Streaming(choice.streamed_layers, self.target.streamable_layers, streamed, speed)
+        streamed = self.target.streamed_bytes(self.load_options(choice))
+        copies = self._substitutes_of(choice)
+        return Streaming(
+            len(streamed),
+            self.target.streamable_layers,
+            sum(streamed.values()),
+            speed,
+            copies.bytes_of(list(streamed)) if copies else 0,
+        )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
         """Return the memory plan for a choice of load options. May raise OptionError or MemoryBudgetError."""
@@ -172,7 +192,9 @@ class PairEstimator:
             items += create_items("projector", projector)
         if self._drafts and choice.draft:
             items += self._draft_items(choice, options, target.context_tokens)
-        if self._copy and choice.copy:
+        if copies := self._substitutes_of(choice):
+            items += self._substitute_items(choice, copies, options, target.context_tokens)
+        elif self._copy and choice.copy:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
             copy_options = replace(options, adapters=(), projector="", context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
@@ -208,6 +230,19 @@ class PairEstimator:
             choose_context_tokens=lambda trained: self._draft_tokens(choice, target_tokens, trained),
         )
         return create_items("draft", estimator.estimate(draft_options))
+
+    def _substitute_items(
+        self, choice: PlanChoice, copies: Substitutes, options: LoadOptions, target_tokens: int
+    ) -> Sequence[Item]:
+        """Return the items of the drafting model, which shares all other weights with the target."""
+        from edgespec.backends.llamacpp.lowbit import partial_copy_options
+
+        tokens = self._copy_context_tokens(choice, target_tokens)
+        estimate = self.target.estimate(replace(partial_copy_options(options), context_tokens=tokens))
+        layers = list(self.target.streamed_bytes(options))
+        parts = [part for part in estimate.parts if part.kind != "weights"]
+        weights = MemoryPart("weights", copies.bytes_of(layers))
+        return create_items("low-bit copy", replace(estimate, parts=(weights, *parts)))
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
         return choose_draft_window(
@@ -251,17 +286,26 @@ def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
+def _find_substitutes(pair: ModelPair, drafting: DraftingOptions) -> Substitutes | None:
+    """Return low-bit copies of the target's blocks, or None. Raises the same errors as `_find_copy`."""
+    return next(filter(None, _copies(pair, drafting, lambda method: method.find_substitutes)), None)
+
+
 def _find_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
     """Return the copy of the target that a method drafts with, or None if there is none.
 
     Raises:
         ModelFileError: The user named the method, but the copy is damaged or outdated.
     """
+    return next(filter(None, _copies(pair, drafting, lambda method: method.find_copy)), None)
+
+
+def _copies(
+    pair: ModelPair, drafting: DraftingOptions, finder: Callable[[Method], Callable[[Any, bool], Any]]
+) -> Iterator[Any]:
+    """Yield what `finder` finds for each method that may draft with copies of the target."""
     automatic = "auto" in drafting.methods and pair.draft is None and not pair.target.file_format.fixed_exit
     for each in methods():
         is_named = each.name in drafting.named_drafters
         if is_named or (automatic and each.auto == "fallback"):
-            copy: Resolved | None = each.find_copy(pair.target, is_named)
-            if copy is not None:
-                return copy
-    return None
+            yield finder(each)(pair.target, is_named)

@@ -285,7 +285,7 @@ def _prepared_target(found: Resolved, drafting: DraftingOptions, drafts_otherwis
         if not is_named:
             if "auto" not in drafting.methods or drafts_otherwise or each not in fallbacks:
                 continue
-            if any(other.find_copy(found, False) for other in fallbacks):
+            if any(o.find_copy(found, False) or o.find_substitutes(found, False) for o in fallbacks):
                 continue
         files: Resolved = each.find_target(found, is_named)
         if files is not found:

@@ -29,6 +29,7 @@ from edgespec.memory import (
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.prefix_cache import default_memory_bytes
+from edgespec.methods.lowbit.substitutes import Substitutes
 from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import read_projector
@@ -66,6 +67,7 @@ class PlanRequest:
         prefix_cache_bytes: Size limit of the prefix cache in memory, or None for the default.
         headroom_bytes: Additional memory to reserve, or None for the default.
         may_drop_projector: Whether the planner may load the target without its projector.
+        substitutes: Low-bit copies of blocks to plan with, or None to look for prepared ones.
     """
 
     fixed: frozenset[PlanOption] = frozenset()
@@ -73,6 +75,7 @@ class PlanRequest:
     prefix_cache_bytes: int | None = 0
     headroom_bytes: int | None = None
     may_drop_projector: bool = False
+    substitutes: Substitutes | None = None
 
     @classmethod
     def from_options(
@@ -225,7 +228,9 @@ def _plan_pair(
     """See `plan_pair`."""
     fixed = _fixed_options(request, drafting)
     with ExitStack() as undo:
-        estimator = PairEstimator(pair, drafting, options, undo, budget, request.headroom_bytes)
+        estimator = PairEstimator(
+            pair, drafting, options, undo, budget, request.headroom_bytes, request.substitutes
+        )
         target, why_in_turns = estimator.target, estimator.why_in_turns
         start = PlanChoice(
             requested_context(options, target.trained_context_tokens),
@@ -259,6 +264,11 @@ def _plan_pair(
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)
             all_streamed = replace(start, context_tokens=tokens, streamed_layers=target.streamable_layers)
             streamed, streamed_plan = fit(fixed, all_streamed)
+            if estimator.substitutes:
+                # Do not shrink anything else to make room for the copies.
+                with_copies, copies_plan = fit({*fixed, "copy"}, replace(all_streamed, substitutes=True))
+                if copies_plan.fits and len(copies_plan.decisions) <= len(streamed_plan.decisions):
+                    streamed, streamed_plan = with_copies, copies_plan
             if streamed_plan.fits:
                 choice = stream_least(streamed, estimator.plan)
                 plan = replace(
@@ -293,6 +303,7 @@ def _plan_pair(
         window_tokens=choice.draft_window,
         # If the draft model does not fit in memory, do not use a low-bit copy of the target instead.
         has_room_for_copy=choice.copy and start.draft == choice.draft and options.workers is None,
+        uses_substitutes=choice.substitutes,
         draft_kv_type=choice.draft_kv_type,
     )
     checked = ("weights", "cache", "headroom")

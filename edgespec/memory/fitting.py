@@ -69,6 +69,8 @@ class PlanChoice:
             one.
         heads: Number of heads to load.
         streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass.
+        substitutes: Whether only layers that have low-bit copies are streamed, and the target drafts with the
+            copies in place of these layers.
     """
 
     context_tokens: int
@@ -83,6 +85,7 @@ class PlanChoice:
     draft_form: str = ""
     heads: int = 0
     streamed_layers: int = 0
+    substitutes: bool = False
 
 
 _Plan = Callable[[PlanChoice], MemoryPlan]

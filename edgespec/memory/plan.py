@@ -58,12 +58,15 @@ class Streaming:
         all_layers: Number of layers that could be streamed.
         bytes_per_pass: Number of bytes that each pass reads.
         disk_bytes_per_second: Measured speed of the disk.
+        substitute_bytes: Size of the low-bit copies of these weights, in bytes, with which the target drafts.
+            0 if there are none.
     """
 
     layers: int
     all_layers: int
     bytes_per_pass: int
     disk_bytes_per_second: float
+    substitute_bytes: int = 0
 
     @property
     def seconds_per_pass(self) -> float:
@@ -73,9 +76,11 @@ class Streaming:
     @property
     def text(self) -> str:
         """A user-facing clause: how many bytes each pass reads, and how long that takes."""
+        copies = f"; it drafts with low-bit copies of them ({format_bytes(self.substitute_bytes)})"
         return (
             f"{format_bytes(self.bytes_per_pass)} of the model are read from disk for every token, which"
             f" takes about {self.seconds_per_pass:.2g} s at {self.disk_bytes_per_second / 1e9:.1f} GB/s"
+            + (copies if self.substitute_bytes else "")
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +90,7 @@ class Streaming:
             "bytes_per_pass": self.bytes_per_pass,
             "disk_bytes_per_second": round(self.disk_bytes_per_second),
             "seconds_per_pass": round(self.seconds_per_pass, 3),
+            "substitute_bytes": self.substitute_bytes,
         }
 
 

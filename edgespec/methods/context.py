@@ -55,6 +55,7 @@ class DrafterContext:
         calibration_prompt: Returns the tokens of a prompt for measurements.
         window_tokens: Number of most recent tokens that a draft model attends to. See `DraftingOptions`.
         has_room_for_copy: Whether the memory plan leaves room for a copy of the target.
+        uses_substitutes: Whether the planner chose low-bit copies of the blocks that the target streams.
         draft: The loaded draft model, or None.
         draft_drafter: The drafter that must be used with the draft model, or None for any.
         heads: The heads to draft with, at most one for each method.
@@ -74,6 +75,7 @@ class DrafterContext:
     calibration_prompt: Callable[[], list[int]]
     window_tokens: int | None = None
     has_room_for_copy: bool = True
+    uses_substitutes: bool = False
     draft: LanguageModel | None = None
     draft_drafter: Drafter | None = None
     heads: Sequence[HeadOption] = ()

@@ -78,6 +78,8 @@ class LoadOptions:
         split_tensors: Whether each worker holds a shard of every layer instead of whole layers.
         streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass, because
             the model is larger than memory.
+        streamable: Numbers of the layers to choose the streamed ones from. None means all that can be
+            streamed.
         output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
             memory.
         projector: Path of the projector (mmproj file) that encodes images. Empty if there is none.
@@ -109,6 +111,7 @@ class LoadOptions:
     split_tensors: bool = False
     output_on_worker: bool = False
     streamed_layers: int = 0
+    streamable: tuple[int, ...] | None = None
     projector: str = ""
     small_images: bool = False
 
@@ -124,6 +127,7 @@ class LoadOptions:
             own_head=False,
             workers=None,
             streamed_layers=0,
+            streamable=None,
             projector="",
         )
 
@@ -440,12 +444,15 @@ class LowBit:
             arXiv 2408.11049).
         window_tokens: Number of most recent tokens in the attention window. None attends to the whole
             context.
+        is_partial: Whether `copy` replaces only the weights that the target reads from disk in every pass.
+            All other weights are the target's own (SubSpec, arXiv 2509.18344).
     """
 
     method: ClassVar[str] = "lowbit"
     copy: str | None = None
     sink_tokens: int = 4
     window_tokens: int | None = None
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ that do not fit in a context, and drafts that do not fit in a pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -197,8 +198,8 @@ class MemoryEstimator(Protocol):
     @property
     def streamable_layers(self) -> int: ...
 
-    def streamed_bytes(self, layers: int) -> int:
-        """Return how many bytes each pass reads if the weights of `layers` layers are streamed."""
+    def streamed_bytes(self, options: LoadOptions) -> Mapping[int, int]:
+        """Return how many bytes each pass reads with these load options, by layer."""
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.

@@ -54,6 +54,7 @@ class GgufModel(BaseModel):
         cells: The KV cells of the context that computes the model's logits.
         max_plan: The size and layout of the KV cache at the maximum context length.
         options: The options that the model was loaded with.
+        streamed_layers: Numbers of the layers whose feed-forward weights are read from disk in every pass.
         low_bit_error: Why the model cannot draft with a low-bit copy of itself. None if it can.
     """
 
@@ -68,6 +69,7 @@ class GgufModel(BaseModel):
         self.weights, self._contexts, self._all_cells = weights, contexts, cells
         self.cells, self._context = cells[-1], self._contexts[-1]
         self.max_plan, self.options = max_plan, options
+        self.streamed_layers: tuple[int, ...] = ()
         self.low_bit_error: CapabilityError | None = None
         self._vocabulary = LlamaVocabulary(weights[0])
         self.vocabulary: Vocabulary = self._vocabulary

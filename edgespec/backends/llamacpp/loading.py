@@ -22,9 +22,9 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.weight_stream import (
     WeightStream,
     can_stream,
+    choose_streamed,
     file_mappings,
     saved_bytes,
-    spread_evenly,
     streamable_layers,
 )
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
@@ -104,8 +104,7 @@ def load_all(
     """
     if not options.streamed_layers:
         return load_weights(path, name, options, progress), None
-    layers = streamable_layers(Path(path))
-    streamed = spread_evenly(layers, min(options.streamed_layers, len(layers)))
+    streamed = choose_streamed(streamable_layers(Path(path)), options)
     if not can_stream() or not streamed:
         raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
     check_weights_fit(name, check_file(path) - saved_bytes(streamed), options)

@@ -1,8 +1,9 @@
 """Draft with a low-bit copy of the target model that reuses the target's KV cells.
 
-The method is QSpec (arXiv 2410.11305). The target's verified cells overwrite the draft model's, so the draft
-model never needs a prefill. With a sparse attention window, the draft model attends only to the first and
-last tokens, so its memory does not grow with the context (MagicDec, arXiv 2408.11049).
+The method is QSpec (arXiv 2410.11305). If only the weights that the target streams have a low-bit copy, it is
+SubSpec (arXiv 2509.18344). The target's verified cells overwrite the draft model's, so the draft model never
+needs a prefill. With a sparse attention window, the draft model attends only to the first and last tokens, so
+its memory does not grow with the context (MagicDec, arXiv 2408.11049).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from edgespec.backends.llamacpp.loading import (
 from edgespec.backends.llamacpp.metadata import all_metadata, has_state, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.llamacpp.substitutes import load_substituted, loaded_bytes
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
@@ -42,7 +44,13 @@ from edgespec.model.memory_estimate import (
     round_up_to_block,
 )
 
-__all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
+__all__ = [
+    "WINDOW_EXTRA_TOKENS",
+    "LowBitView",
+    "check_can_share_cache",
+    "load_low_bit_view",
+    "partial_copy_options",
+]
 
 # Number of KV cells reserved for drafted tokens if the draft model has an attention window.
 _DRAFT_TOKENS = 64
@@ -55,7 +63,17 @@ _ALL_TOKENS = 1 << 62
 # The maximum number of KV cells to copy from the target at once. Small chunks need little memory and can be
 # interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
+# Maximum number of tokens in a pass of a drafting model that shares weights with the target. Chosen to be
+# enough for all but unusually wide draft trees. Each token takes memory for logits and intermediate results,
+# and memory is short if the target is streamed.
+_SHARED_ROWS = 96
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
+
+
+def partial_copy_options(options: LoadOptions) -> LoadOptions:
+    """Return the load options of a drafting model that shares weights with the target."""
+    rows = min(options.batch_tokens, _SHARED_ROWS)
+    return replace(options, adapters=(), projector="", batch_tokens=rows, max_logit_rows=rows)
 
 
 def check_can_share_cache(path: Path) -> None:
@@ -100,11 +118,21 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
-    check_weights_fit(name, check_file(method.copy), options)
-    weights = load_weights(method.copy, name, options, None)
+    if method.is_partial:
+        options = partial_copy_options(options)
+        streamed = target.streamed_layers
+        weight_bytes = loaded_bytes(Path(method.copy), streamed)
+        check_weights_fit(name, weight_bytes, options)
+        weights = load_substituted(
+            target.weights[0], target.facts.path, Path(method.copy), streamed, name, options
+        )
+    else:
+        check_weights_fit(name, check_file(method.copy), options)
+        weights = load_weights(method.copy, name, options, None)
+        weight_bytes = library().llama_model_size(weights)
     try:
         _check_same_model(target.weights, weights, method.copy)
-        return LowBitView(target, weights, method.copy, method, options, name)
+        return LowBitView(target, weights, weight_bytes, method.copy, method, options, name)
     except BaseException:
         library().llama_model_free(weights)
         raise
@@ -136,19 +164,25 @@ def _identity(weights: Sequence[Any]) -> dict[str, str]:
     return {"architecture": architecture, **shape, "vocabulary size": f"{size:,}", "vocabulary hash": tokens}
 
 
-def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
+def _plan(
+    target: GgufModel, weights: Any, weight_bytes: int, method: LowBit, options: LoadOptions
+) -> ContextPlan:
     tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
         tokens = min(tokens, round_up_to_block(windowed))
     per_token = kv_bytes_per_token(weights, target.max_plan.kv_types)
     plan = replace(target.max_plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
-    check_contexts_fit([plan], library().llama_model_size(weights), options)
+    if options.max_logit_rows is not None:
+        plan = replace(plan, rows=max(plan.sequences, min(plan.rows, options.max_logit_rows)))
+    check_contexts_fit([plan], weight_bytes, options)
     return plan
 
 
 class LowBitView(SelfDraftView[GgufModel]):
     """A draft model with the weights of a low-bit copy and the KV cells of the target.
+
+    `weight_bytes` is the memory that the copy takes. The view frees `weights`.
 
     Its KV cache contains copies of the target's cells, followed by the drafted tokens. With an attention
     window, only the cells of the first tokens and of those in the window are copied. Without one, all cells
@@ -156,12 +190,19 @@ class LowBitView(SelfDraftView[GgufModel]):
     """
 
     def __init__(
-        self, target: GgufModel, weights: Any, path: str, method: LowBit, options: LoadOptions, name: str
+        self,
+        target: GgufModel,
+        weights: Any,
+        weight_bytes: int,
+        path: str,
+        method: LowBit,
+        options: LoadOptions,
+        name: str,
     ) -> None:
         super().__init__(target)
         self._weights = weights
         self.vocabulary = target.vocabulary
-        max_plan = _plan(target, weights, method, options)
+        max_plan = _plan(target, weights, weight_bytes, method, options)
         full = self._has_full_context = (
             method.window_tokens is None or max_plan.tokens == target.max_plan.tokens
         )
@@ -191,6 +232,7 @@ class LowBitView(SelfDraftView[GgufModel]):
         facts = describe(weights, path, name, max_plan, self.vocabulary, result)
         self.facts = replace(
             facts,
+            weight_bytes=weight_bytes,
             context_tokens=target.facts.context_tokens,
             requested_context_tokens=target.max_plan.tokens,
             kv_bytes=plan.kv_bytes,

@@ -48,8 +48,8 @@ from edgespec.backends.llamacpp.shared_context import check_slots, why_not_share
 from edgespec.backends.llamacpp.weight_stream import (
     LayerRanges,
     can_stream,
+    choose_streamed,
     saved_bytes,
-    spread_evenly,
     streamable_layers,
 )
 from edgespec.errors import CapabilityError
@@ -158,8 +158,10 @@ class GgufMemoryEstimator:
             self._streamable = [] if self._split or not can_stream() else streamable_layers(Path(self._path))
         return self._streamable
 
-    def streamed_bytes(self, layers: int) -> int:
-        return sum(layer.size_bytes for layer in spread_evenly(self._streamable_layers(), layers))
+    def streamed_bytes(self, options: LoadOptions) -> dict[int, int]:
+        return {
+            layer.layer: layer.size_bytes for layer in choose_streamed(self._streamable_layers(), options)
+        }
 
     def _open(self, gpu_layers: int | None, experts: int | None) -> None:
         self.close()
@@ -199,7 +201,7 @@ class GgufMemoryEstimator:
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
         weight_bytes += adapter_bytes(options.adapters)
         if options.streamed_layers:
-            weight_bytes -= saved_bytes(spread_evenly(self._streamable_layers(), options.streamed_layers))
+            weight_bytes -= saved_bytes(choose_streamed(self._streamable_layers(), options))
         if options.mmap and not options.mlock and in_main_memory(options):
             weight_bytes -= self._shared_bytes
         parts = (

@@ -102,6 +102,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
             super().__init__([weights], [context], [cells], max_plan, options)
+            self.streamed_layers = stream.layers if stream else ()
             facts = describe(weights, path, name, max_plan, self.vocabulary, result)
             self.facts: ModelFacts = replace(
                 facts,

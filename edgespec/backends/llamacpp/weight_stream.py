@@ -27,16 +27,20 @@ from typing import Any, NamedTuple
 
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, CancelledError, CapabilityError, EdgespecError
-from edgespec.model.base import Progress
+from edgespec.model.base import LoadOptions, Progress
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.system.disks import PARALLEL_READS, READ_BYTES, open_uncached
 
 __all__ = [
+    "FEED_FORWARD",
     "LayerRanges",
     "WeightStream",
     "can_stream",
+    "choose_streamed",
     "file_mappings",
+    "forget_peak_memory",
+    "replace_mapping",
     "saved_bytes",
     "spread_evenly",
     "streamable_layers",
@@ -46,7 +50,7 @@ __all__ = [
 LAYERS_IN_MEMORY = 3
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
 # one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
-_FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
+FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
 _POLL_SECONDS = 0.05
@@ -103,7 +107,7 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
         ends = sorted({*(tensor.offset_bytes for tensor in header.tensors)})
         following = dict(zip(ends, [*ends[1:], file.stat().st_size - header.size_bytes], strict=True))
         for tensor in header.tensors:
-            match = _FEED_FORWARD.fullmatch(tensor.name)
+            match = FEED_FORWARD.fullmatch(tensor.name)
             if match is None or int(match[1]) >= layers:
                 continue
             begin = header.size_bytes + tensor.offset_bytes
@@ -116,6 +120,13 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
         for before, layer in pairwise(sorted(found))
         if found[layer]
     ]
+
+
+def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list[LayerRanges]:
+    """Return the layers to stream, out of those that can be streamed."""
+    allowed = options.streamable
+    layers = layers if allowed is None else [layer for layer in layers if layer.layer in allowed]
+    return spread_evenly(layers, min(options.streamed_layers, len(layers)))
 
 
 def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges]:
@@ -140,6 +151,7 @@ class WeightStream:
         progress: Called while reading. Returning False raises CancelledError.
 
     Attributes:
+        layers: Numbers of the streamed layers.
         bytes_per_pass: Number of bytes that a pass reads.
         saved_bytes: Number of bytes of memory that the model saves.
 
@@ -154,6 +166,7 @@ class WeightStream:
         streamed: Sequence[LayerRanges],
         progress: Progress | None = None,
     ) -> None:
+        self.layers = tuple(layer.layer for layer in streamed)
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
@@ -186,11 +199,8 @@ class WeightStream:
                 undo.callback(os.close, self._files[-1])
                 self._states.append(_state(self._files[-1]))
             for _, _, begin, end in mapped:
-                _replace_mapping(begin, end)
-            # llama.cpp has mapped all pages of the files. The kernel could have reused their memory at any
-            # time, so do not count them in this process's peak memory.
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
+                replace_mapping(begin, end)
+            forget_peak_memory()
             self._read_kept(progress)
             undo.pop_all()
         self._reader = threading.Thread(target=self._run, name="edgespec-weights", daemon=True)
@@ -410,7 +420,7 @@ def _libc() -> Any:
     return libc
 
 
-def _replace_mapping(begin: int, end: int) -> None:
+def replace_mapping(begin: int, end: int) -> None:
     """Replace mapped pages of a file with private memory, which takes up no memory until it is written."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | getattr(mmap, "MAP_NORESERVE", 0)
     if _libc().mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != begin:
@@ -419,6 +429,15 @@ def _replace_mapping(begin: int, end: int) -> None:
             "raise the limit on address space (ulimit -v)",
             code="out_of_memory",
         )
+
+
+def forget_peak_memory() -> None:
+    """Reset this process's peak memory after the mapping of a file was replaced.
+
+    llama.cpp has mapped all pages of the file. The kernel could have reused their memory at any time.
+    """
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> None:

@@ -96,8 +96,8 @@ class MlxMemoryEstimator:
         self._shape = _read_shape(path, name, options.adapters, options.low_bits, self._stamps)
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
-    def streamed_bytes(self, layers: int) -> int:  # noqa: ARG002
-        return 0
+    def streamed_bytes(self, options: LoadOptions) -> dict[int, int]:  # noqa: ARG002
+        return {}
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         check_options(options)

@@ -9,6 +9,7 @@ from edgespec.options.methods import Method, MethodDocs
 if TYPE_CHECKING:
     from edgespec.methods.base import Drafter
     from edgespec.methods.context import DrafterContext, MissingDrafter
+    from edgespec.methods.lowbit.substitutes import Substitutes
     from edgespec.store.reference import Resolved
 
 __all__ = ["METHOD"]
@@ -21,6 +22,8 @@ def _make(context: DrafterContext) -> Drafter | MissingDrafter:
 
 
 def _is_ready(context: DrafterContext) -> bool:
+    if context.uses_substitutes:
+        return True
     return context.has_room_for_copy and _find_copy(context.files, False) is not None
 
 
@@ -34,6 +37,12 @@ def _find_copy(target: Resolved, is_named: bool) -> Resolved | None:
     from edgespec.methods.lowbit.drafter import lowbit_model
 
     return lowbit_model(target, is_named=is_named)
+
+
+def _find_substitutes(target: Resolved, is_named: bool) -> Substitutes | None:
+    from edgespec.methods.lowbit.substitutes import find_usable_substitutes
+
+    return find_usable_substitutes(target, is_named=is_named)
 
 
 METHOD = Method(
@@ -57,4 +66,5 @@ METHOD = Method(
     is_ready=_is_ready,
     preparation=_preparation,
     find_copy=_find_copy,
+    find_substitutes=_find_substitutes,
 )

@@ -10,6 +10,7 @@ from edgespec.errors import ModelFileError
 from edgespec.methods.base import Drafter
 from edgespec.methods.constants import MAX_COPY_SHARE
 from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
+from edgespec.methods.lowbit.substitutes import find_substitutes, find_usable_substitutes
 from edgespec.methods.model.making import draft_with
 from edgespec.model.base import LowBit
 from edgespec.store.prepared.prepared_files import (
@@ -53,19 +54,36 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
     facts, uses_copy = context.target.facts, bool(context.file_format.low_bit_copy_format)
     if "lowbit" not in facts.capabilities.self_draft_methods:
         return why_no_view(context.target, LowBit(facts.path if uses_copy else None))
-    copy = None
+    copy, is_partial = None, False
     if uses_copy:
-        prepared = find_lowbit(context.files.path)
-        if prepared is None:
-            return MissingDrafter(
-                f"there is no low-bit copy of {facts.name}", f"run `{preparation(context)}` once"
-            )
-        check_lowbit(prepared, context.files.path)
-        copy = str(lowbit_file(prepared))
+        found = _copy_to_use(context)
+        if isinstance(found, MissingDrafter):
+            return found
+        copy, is_partial = str(found), context.uses_substitutes
     view = context.target.self_draft(
-        LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None)
+        LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None, is_partial)
     )
     return draft_with(context, view, "lowbit")
+
+
+def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
+    """Return the file of the low-bit copies to draft with. Raises ModelFileError if it is damaged."""
+    facts, path = context.target.facts, context.files.path
+    if context.uses_substitutes:
+        substitutes = find_usable_substitutes(context.files, is_named=True)
+        assert substitutes is not None  # The planner has found them.
+        return substitutes.file
+    prepared = find_lowbit(path)
+    if prepared is not None:
+        check_lowbit(prepared, path)
+        return lowbit_file(prepared)
+    if find_substitutes(path) is not None:
+        return MissingDrafter(
+            f"the low-bit copies of blocks of {facts.name} are for another amount of memory",
+            f"run `edgespec prepare lowbit {context.reference} --for-memory SIZE` with the memory that you"
+            f" use, or `edgespec prepare lowbit {context.reference}` for a copy of the whole model",
+        )
+    return MissingDrafter(f"there is no low-bit copy of {facts.name}", f"run `{preparation(context)}` once")
 
 
 def can_save_time(copy_bytes: int, source_bytes: int) -> bool:

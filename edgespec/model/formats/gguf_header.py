@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +25,7 @@ __all__ = [
     "parse_header",
     "read_general",
     "read_header",
+    "write_header",
 ]
 
 # Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
@@ -177,6 +178,41 @@ def parse_header(data: bytes) -> GgufHeader:
     return GgufHeader(metadata, tensors, -(-reader.at // alignment) * alignment)
 
 
+def write_header(path: Path, source: Path, tensors: Sequence[GgufTensor], data_bytes: int) -> None:
+    """Write a GGUF file with the metadata of another file, other tensors, and a hole in place of their data.
+
+    Args:
+        path: The file to write.
+        source: A GGUF file. Metadata that marks it as a part of a split model is omitted.
+        tensors: The tensors of the new file.
+        data_bytes: Size of the data of all tensors, including the padding between them.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ModelFileError: `source` is damaged.
+    """
+    size_bytes = read_header(source).size_bytes
+    with source.open("rb") as file:
+        reader = _Reader(file.read(size_bytes))
+    _, count = reader.counts()
+    values, alignment = [], 32
+    for _ in range(count):
+        key, value, raw = reader.raw_pair()
+        if not key.startswith("split."):
+            values.append(raw)
+        if key == "general.alignment":
+            alignment = value
+    with path.open("wb") as target:
+        target.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)) + b"".join(values))
+        for tensor in tensors:
+            name, dimensions = tensor.name.encode(), len(tensor.shape)
+            target.write(
+                struct.pack(f"<Q{len(name)}sI", len(name), name, dimensions)
+                + struct.pack(f"<{dimensions}QIQ", *tensor.shape, tensor.kind, tensor.offset_bytes)
+            )
+        target.truncate(-(-target.tell() // alignment) * alignment + data_bytes)
+
+
 def read_general(path: Path) -> dict[str, str]:
     """Return the text values in the `general` part of a GGUF header, such as `general.name`.
 
@@ -214,6 +250,12 @@ class _Reader:
     def pair(self) -> tuple[str, Any]:
         """Read the next metadata key and its value."""
         return self.text(), self.value(self.scalar(4))
+
+    def raw_pair(self) -> tuple[str, Any, bytes]:
+        """Read the next metadata key, its value, and the bytes of both."""
+        begin = self.at
+        key, value = self.pair()
+        return key, value, self._data[begin : self.at]
 
     def scalar(self, kind: int) -> Any:
         form = _SCALARS.get(kind)

@@ -1,0 +1,67 @@
+"""Find the prepared low-bit copies of the blocks that a model streams because it is larger than memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.errors import ModelFileError
+from edgespec.store.prepared.prepared_files import PreparedModel, check_prepared, find_prepared
+from edgespec.store.reference import Resolved
+
+__all__ = ["KIND", "SUBSTITUTES_FILE", "Substitutes", "find_substitutes", "find_usable_substitutes"]
+
+# The kind of prepared model in the store.
+KIND = "substitutes"
+SUBSTITUTES_FILE = "substitutes.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class Substitutes:
+    """Low-bit copies of feed-forward blocks.
+
+    Attributes:
+        file: The GGUF file with the copies. An empty path if they have not been made yet.
+        layer_bytes: Size of each layer's copy in bytes, by the number of the layer.
+    """
+
+    file: Path
+    layer_bytes: Mapping[int, int]
+
+    def bytes_of(self, layers: Sequence[int]) -> int:
+        """Return the size of the copies of some layers in bytes."""
+        return sum(self.layer_bytes[layer] for layer in layers)
+
+
+def find_substitutes(path: Path) -> PreparedModel | None:
+    """Find the newest low-bit copies of blocks of the model at `path` without checking their file."""
+    return find_prepared(KIND, path)
+
+
+def find_usable_substitutes(target: Resolved, *, is_named: bool) -> Substitutes | None:
+    """Return the low-bit copies of the target's blocks, or None if there are none to draft with.
+
+    Args:
+        target: The target.
+        is_named: Whether the user named the method. If not, damaged or outdated copies are ignored.
+
+    Raises:
+        ModelFileError: The user named the method, but the copies are damaged or outdated.
+    """
+    if not target.file_format.low_bit_copy_format or target.path.is_dir():
+        return None
+    prepared = find_substitutes(target.path)
+    if prepared is None:
+        return None
+    try:
+        check_prepared(prepared, target.path)
+    except ModelFileError:
+        if is_named:
+            raise
+        return None
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        sizes = {int(layer): int(size) for layer, size in prepared.facts["layer_bytes"].items()}
+        return Substitutes(prepared.path(SUBSTITUTES_FILE), sizes)
+    return None
