@@ -10,10 +10,10 @@ from tests.backends.tiny_models import write_llama
 COUNT = 3
 
 
-def write_parts(folder: Path, name: str = "d", seed: int = 0) -> list[Path]:
+def write_parts(folder: Path, name: str = "d", seed: int = 0, layers: int = 1) -> list[Path]:
     """Write a tiny model in three parts, as `llama-gguf-split` does."""
     folder.mkdir(parents=True, exist_ok=True)
-    whole = GgufParts([write_llama(folder / "whole.gguf", seed=seed)])
+    whole = GgufParts([write_llama(folder / "whole.gguf", seed=seed, layers=layers)])
     metadata, names = whole.metadata(0, whole.layer_count), [*whole.tensors]
     paths = []
     for number in range(COUNT):

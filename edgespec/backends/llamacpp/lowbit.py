@@ -43,6 +43,7 @@ from edgespec.model.memory_estimate import (
     check_weights_fit,
     round_up_to_block,
 )
+from edgespec.system.heap import release_free_memory
 
 __all__ = [
     "WINDOW_EXTRA_TOKENS",
@@ -345,3 +346,4 @@ class LowBitView(SelfDraftView[GgufModel]):
         self._target.cells.untrack_prefix(self._unchanged)
         self._context.close()
         library().llama_model_free(self._weights)
+        release_free_memory()
