@@ -148,7 +148,16 @@ def lowbit(
         print_json(_json(prepared))
         return
     if for_memory is not None:
+        from edgespec.loading.constants import MAX_READS_WITH_COPIES
+
         facts = prepared.facts
+        before = facts["streamed_without_copies_bytes"]
+        if facts["streamed_bytes"] > MAX_READS_WITH_COPIES * before:
+            warn(
+                f"the copies take so much memory that {format_bytes(facts['streamed_bytes'])} are read from"
+                f" disk for each token instead of {format_bytes(before)}, so auto does not use them; use"
+                " --method lowbit, or choose a --type with fewer bits"
+            )
         _print_result(
             prepared,
             f"{facts['type']} copies of {len(facts['layer_bytes'])} layers, instead of"

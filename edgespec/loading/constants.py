@@ -27,6 +27,7 @@ __all__ = [
     "LONG_TRIAL_SECONDS",
     "LONG_TRIAL_STEPS",
     "MAX_PADDING_LOSS",
+    "MAX_READS_WITH_COPIES",
     "MAX_SHARE_OF_SINGLE_PASSES",
     "MAX_TESTED_WIDTH",
     "MAX_WEIGHTS_SHARE",
@@ -177,6 +178,13 @@ MIN_SUGGESTED_CONTEXT_TOKENS = 512
 # Rows of logits per pass when deciding where the output layer is. Derived: the same as in passes over a draft
 # of `FIXED_DRAFT_LENGTH` tokens, because the draft length changes with the text.
 OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
+
+# --- Models larger than memory (`planning.py`) ---
+
+# `auto` drafts with low-bit copies of streamed blocks if each pass then reads at most this many times as much
+# from disk as without them. Chosen because Q4_0 copies of two thirds of an F16 model gave 2.8 tokens per pass
+# with the method `lowbit`, and 1.9 in the first reply of `auto`.
+MAX_READS_WITH_COPIES = 2.0
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---
 

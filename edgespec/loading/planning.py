@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.errors import EdgespecError, MemoryBudgetError, OptionError
-from edgespec.loading.constants import MAX_WEIGHTS_SHARE, MIN_SUGGESTED_CONTEXT_TOKENS
+from edgespec.loading.constants import (
+    MAX_READS_WITH_COPIES,
+    MAX_WEIGHTS_SHARE,
+    MIN_SUGGESTED_CONTEXT_TOKENS,
+)
 from edgespec.loading.drafting_options import DraftingOptions
 from edgespec.loading.pair_estimate import PairEstimator, open_estimator
 from edgespec.loading.pairing import ModelPair
@@ -264,13 +268,22 @@ def _plan_pair(
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)
             all_streamed = replace(start, context_tokens=tokens, streamed_layers=target.streamable_layers)
             streamed, streamed_plan = fit(fixed, all_streamed)
-            if estimator.substitutes:
-                # Do not shrink anything else to make room for the copies.
-                with_copies, copies_plan = fit({*fixed, "copy"}, replace(all_streamed, substitutes=True))
-                if copies_plan.fits and len(copies_plan.decisions) <= len(streamed_plan.decisions):
-                    streamed, streamed_plan = with_copies, copies_plan
             if streamed_plan.fits:
                 choice = stream_least(streamed, estimator.plan)
+                if estimator.substitutes:
+                    # Do not shrink anything else to make room for the copies.
+                    streamed, copies_plan = fit({*fixed, "copy"}, replace(all_streamed, substitutes=True))
+                    with_copies = stream_least(streamed, estimator.plan)
+                    if (
+                        copies_plan.fits
+                        and len(copies_plan.decisions) <= len(streamed_plan.decisions)
+                        and (
+                            drafting.names_copy
+                            or request.substitutes is not None
+                            or _save_time(estimator, with_copies, choice)
+                        )
+                    ):
+                        choice, streamed_plan = with_copies, copies_plan
                 plan = replace(
                     estimator.plan(choice),
                     decisions=streamed_plan.decisions,
@@ -326,6 +339,18 @@ def _plan_pair(
         why_in_turns,
         "context" in fixed,
     )
+
+
+def _save_time(estimator: PairEstimator, with_copies: PlanChoice, without: PlanChoice) -> bool:
+    """Return whether drafting with low-bit copies of blocks saves more time than it costs.
+
+    The copies take memory, so more blocks are streamed.
+    """
+    more, fewer = (
+        sum(estimator.target.streamed_bytes(estimator.load_options(choice)).values())
+        for choice in (with_copies, without)
+    )
+    return more <= MAX_READS_WITH_COPIES * fewer
 
 
 def _may_stream(options: LoadOptions, drafting: DraftingOptions) -> bool:

@@ -34,7 +34,8 @@ def prepare_substitutes(
         progress: Reports progress while reading and writing.
 
     Returns:
-        The copies. See `write_substitutes`.
+        The copies, with the facts of `write_substitutes`, `for_memory_bytes`, and
+        `streamed_without_copies_bytes`, which is what each pass would read from disk without them.
 
     Raises:
         OptionError: The type is unknown, the copies would not be smaller, or the whole model fits in memory.
@@ -61,11 +62,15 @@ def prepare_substitutes(
         raise CapabilityError(f"{path.name} cannot run from disk on this machine", "omit --for-memory")
     copies = estimate_substitutes(path, available, type_name)
     layers = _streamed(_plan(path, memory_bytes, copies, progress), path, memory_bytes)
-    facts = {"for_memory_bytes": memory_bytes}
+    without = _plan(path, memory_bytes, None, progress).plan.streaming
+    facts = {
+        "for_memory_bytes": memory_bytes,
+        "streamed_without_copies_bytes": without.bytes_per_pass if without else 0,
+    }
     return write_substitutes(path, layers, facts, type_name, to=to, progress=progress)
 
 
-def _plan(path: Path, memory_bytes: int, copies: Substitutes, progress: Progress | None) -> LoadPlan:
+def _plan(path: Path, memory_bytes: int, copies: Substitutes | None, progress: Progress | None) -> LoadPlan:
     """Plan how `load` would load the model with this memory and these copies, and with no other drafter."""
     request = LoadRequest.read(path, "none", {"memory": memory_bytes, "method": "none"})
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)

@@ -1,4 +1,4 @@
-"""Low-bit copies of streamed blocks: which are prepared, when they are used, and that replies stay the same."""
+"""Low-bit copies of streamed blocks: what is prepared, when it is used, and that replies stay the same."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from edgespec.backends.llamacpp.substitutes import substitute_bytes
 from edgespec.backends.llamacpp.weight_stream import FEED_FORWARD, can_stream, streamable_layers
 from edgespec.cli.program import program
 from edgespec.errors import CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError, OptionError
+from edgespec.loading import constants, planning
 from edgespec.loading.streamed_blocks import prepare_substitutes
 from edgespec.methods.lowbit.substitutes import SUBSTITUTES_FILE, find_substitutes
 from edgespec.model.formats.gguf_header import read_header
@@ -46,7 +47,7 @@ def own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def memory_bytes(big: Path) -> int:
     """A budget that lacks half of what low-bit copies of all streamed blocks save."""
-    return _plan(big, 1 << 40).plan.total_bytes - 20 * _MIB
+    return int(_plan(big, 1 << 40).plan.total_bytes) - 20 * _MIB
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,24 @@ def test_auto_drafts_with_them(big: Path, memory_bytes: int, prepared: PreparedM
         reply = runtime.generate(_PROMPT, max_tokens=8, temperature=0, method="lowbit")
         assert reply.stats.drafted_tokens
         assert reply.stats.draft_weight_bytes == prepared.facts["weight_bytes"]
+
+
+def test_auto_ignores_copies_that_cost_too_many_reads(
+    big: Path, memory_bytes: int, prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_copies = _plan(big, memory_bytes).plan.streaming
+    without = _plan(big, memory_bytes, method="suffix").plan.streaming
+    assert with_copies.bytes_per_pass > without.bytes_per_pass
+    assert prepared.facts["streamed_without_copies_bytes"] == without.bytes_per_pass
+    ratio = with_copies.bytes_per_pass / without.bytes_per_pass
+    for limit, is_used in ((ratio * 1.01, True), (ratio * 0.99, False)):
+        monkeypatch.setattr(planning, "MAX_READS_WITH_COPIES", limit)
+        assert bool(_plan(big, memory_bytes).plan.streaming.substitute_bytes) == is_used
+        assert _plan(big, memory_bytes, method="lowbit").plan.streaming.substitute_bytes
+        assert prepare_substitutes(big, memory_bytes, "Q4_0") == prepared
+        monkeypatch.setattr(constants, "MAX_READS_WITH_COPIES", limit)
+        done = CliRunner().invoke(program, ["prepare", "lowbit", str(big), "--for-memory", str(memory_bytes)])
+        assert ("auto does not use" in done.stderr) != is_used
 
 
 @pytest.fixture
