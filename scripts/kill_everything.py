@@ -29,6 +29,7 @@ import edgespec.backends.llamacpp  # Import once, before any fork.
 from edgespec.errors import ModelNotFoundError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.loading.prepare.lowbit import prepare_lowbit
+from edgespec.loading.prepare.substitutes import write_substitutes
 from edgespec.store.catalogue import load_catalogue
 from edgespec.store.download import fetch
 from edgespec.store.installed import find_installed
@@ -45,7 +46,16 @@ from scripts.kill_chats import fork
 REPOSITORY = "someone/tiny-GGUF"
 SINGLE_FILE, PART = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
 # Each task's share of the kills.
-SHARES = {"chats": 0.2, "shared-chats": 0.2, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
+SHARES = {
+    "chats": 0.2,
+    "shared-chats": 0.2,
+    "downloads": 0.3,
+    "layerskip": 0.1,
+    "lowbit": 0.1,
+    "substitutes": 0.1,
+}
+# Layers of the demo model to make low-bit copies of.
+_STREAMED_LAYERS = (2, 4, 6, 8)
 # Number of programs that use the same chats at once.
 CHAT_PROCESSES = {"chats": 1, "shared-chats": 2}
 
@@ -98,6 +108,9 @@ def main() -> int:
             "downloads": _download_work(folder / "hub"),
             "layerskip": _prepare_work(folder, lambda path, to: prepare_layerskip(path, 4, to=to)),
             "lowbit": _prepare_work(folder, lambda path, to: prepare_lowbit(path, "Q4_0", to=to)),
+            "substitutes": _prepare_work(
+                folder, lambda path, to: write_substitutes(path, _STREAMED_LAYERS, {}, "Q4_0", to=to)
+            ),
         }
         for kind, share in shares.items():
             kills = max(1, round(args.kills * share))

@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -260,6 +261,24 @@ def test_a_model_is_closed_while_it_reads(copy: Path, monkeypatch: pytest.Monkey
     _slow(monkeypatch, 0.2)
     step(model, 5)
     model.close()
+
+
+_NOT_CLOSED = """
+import sys
+from edgespec.backends.llamacpp.model import load
+from edgespec.model.base import LoadOptions
+from tests.backends.contract import step
+model = load(sys.argv[1], "demo", LoadOptions(context_tokens=512, repack=False, streamed_layers=100))
+for token in range(5, 25):
+    step(model, token)
+"""
+
+
+def test_a_program_can_end_without_closing_the_model(demo_target: Path) -> None:
+    command = [sys.executable, "-c", _NOT_CLOSED, str(demo_target)]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_paths_can_contain_separators_of_lines(

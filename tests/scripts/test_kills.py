@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edgespec.backends.llamacpp.weight_stream import can_stream
 from tests.scripts.running import run_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -31,8 +32,16 @@ def test_killed_terminal_chats_lose_no_question() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
+def test_disturbed_streams_lose_nothing_and_do_not_end_the_program() -> None:
+    results = run_script("disturb_streams.py", "--disturbances", "18")
+    assert results["errors"] == []
+    assert results["disturbances"] == 18
+
+
+@pytest.mark.long
 def test_many_kills_leave_no_incomplete_data() -> None:
     results = kill(200)
-    assert set(results) == {"chats", "shared-chats", "downloads", "layerskip", "lowbit"}
+    assert set(results) == {"chats", "shared-chats", "downloads", "layerskip", "lowbit", "substitutes"}
     assert sum(each["kills"] for each in results.values()) >= 200
     assert not [error for each in results.values() for error in each["errors"]]

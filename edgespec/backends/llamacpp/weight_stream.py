@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -284,7 +284,13 @@ class WeightStream:
             if not self._is_outdated(restarts):
                 self._load(part)
 
-        reads = [pool.submit(load, part) for each in layer.ranges for part in _parts(each)]
+        reads: list[Future[None]] = []
+        try:
+            reads.extend(pool.submit(load, part) for each in layer.ranges for part in _parts(each))
+        except RuntimeError:
+            # Python starts no more reads, because the program ends without having closed the model.
+            wait(reads)
+            return BackendError("the weights cannot be read, because the program is ending")
         # Wait for all reads, because none may still write when the memory is used, freed or read again.
         wait(reads)
         try:

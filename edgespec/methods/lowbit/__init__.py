@@ -52,7 +52,8 @@ METHOD = Method(
     docs=MethodDocs(
         source="the target at lower precision, sharing its KV cache "
         "([QSpec](https://arxiv.org/abs/2410.11305))",
-        requires="any MLX model; for GGUF, `edgespec prepare lowbit MODEL`",
+        requires="any MLX model; for GGUF, `edgespec prepare lowbit MODEL`, with `--for-memory` if the model"
+        " is larger than memory",
         memory="only scales for 8-bit MLX; otherwise the copy",
     ),
     order=20,
