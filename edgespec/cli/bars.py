@@ -27,6 +27,9 @@ _COLOURS = {
     "low-bit copy weights": "green",
     "low-bit copy cache": "bright_green",
 }
+_DRAFT_WITH_ITSELF = (
+    "To speed it up without a draft model, run `edgespec prepare lowbit MODEL --for-memory SIZE` once."
+)
 _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
@@ -75,6 +78,8 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if plan.streaming:
         parts += [Text(), _line(f"To keep the whole model in memory, {preview.advice}.")]
+        if not (preview.draft or preview.heads or plan.streaming.substitute_bytes):
+            parts.append(_line(_DRAFT_WITH_ITSELF))
     if not plan.fits:
         parts += [Text(), _line(f"This does not fit in memory: {preview.advice}.", "bold red")]
     return Group(*parts)

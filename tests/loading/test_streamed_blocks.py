@@ -176,6 +176,15 @@ def test_auto_drafts_with_them(big: Path, memory_bytes: int, prepared: PreparedM
         assert reply.stats.draft_weight_bytes == prepared.facts["weight_bytes"]
 
 
+def test_a_plan_without_copies_says_how_to_make_them(
+    big: Path, memory_bytes: int, prepared: PreparedModel
+) -> None:
+    command = ["plan", "--target", str(big), "--draft", "none", "--memory", str(memory_bytes), "--method"]
+    shown = {name: CliRunner().invoke(program, [*command, name]).stdout for name in ("auto", "suffix")}
+    assert "low-bit copy weights" in shown["auto"]
+    assert {name: "prepare lowbit" in text for name, text in shown.items()} == {"auto": False, "suffix": True}
+
+
 def test_auto_ignores_copies_that_cost_too_many_reads(
     big: Path, memory_bytes: int, prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
