@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.native import ggml
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
+from edgespec.system.files import file_state
 
 __all__ = ["expert_bytes", "experts_per_part", "keep_experts_in_memory"]
 
@@ -41,14 +42,21 @@ def expert_bytes(paths: str | Sequence[str]) -> dict[int, int]:
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
-    files = gguf_files(Path(paths)) if isinstance(paths, str) else map(Path, paths)
+    files = tuple(gguf_files(Path(paths)) if isinstance(paths, str) else map(Path, paths))
+    return dict(_expert_bytes(files, tuple(map(file_state, files))))
+
+
+@lru_cache(
+    maxsize=64
+)  # Reading a header with a large vocabulary is slow, and planning needs the sizes often.
+def _expert_bytes(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     found: dict[int, int] = {}
     for file in files:
         for name, size_bytes in tensor_bytes(file, read_header(file)):
             if match := _EXPERT.match(name):
                 layer = int(match[1])
                 found[layer] = found.get(layer, 0) + size_bytes
-    return dict(sorted(found.items()))
+    return tuple(sorted(found.items()))
 
 
 def experts_per_part(parts: Sequence[str | Sequence[str]], count: int | None) -> list[int]:
