@@ -27,7 +27,7 @@ from tests.raising import raises
 
 pytestmark = pytest.mark.skipif(not can_stream(), reason="weights are streamed only on a Linux CPU")
 
-_LAYERS, _MIB = 16, 2**20
+_LAYERS, _MIB = 32, 2**20
 _PROMPT = "List the files of the file, the list of files, the files."
 
 
@@ -35,7 +35,7 @@ _PROMPT = "List the files of the file, the list of files, the files."
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 100 MB that consists nearly only of feed-forward blocks."""
     path = tmp_path_factory.mktemp("big") / "big.gguf"
-    return write_llama(path, layers=_LAYERS, feed_forward=16384)
+    return write_llama(path, layers=_LAYERS, feed_forward=8192)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,8 +47,8 @@ def own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def memory_bytes(big: Path) -> int:
-    """A budget that lacks half of what low-bit copies of all streamed blocks save."""
-    return int(_plan(big, 1 << 40).plan.total_bytes) - 20 * _MIB
+    """A budget for which about two thirds of the model must be streamed."""
+    return int(_plan(big, 1 << 40).plan.total_bytes) - 40 * _MIB
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_fewer_copies_are_loaded_if_there_is_more_memory(
     assert 0 < plan.streaming.substitute_bytes < prepared.facts["weight_bytes"]
 
 
-@pytest.mark.parametrize("more", [-20, 30])
+@pytest.mark.parametrize("more", [-20, 50])
 def test_copies_for_another_amount_of_memory_are_not_used(
     big: Path, memory_bytes: int, prepared: PreparedModel, more: int
 ) -> None:
@@ -189,7 +189,7 @@ def test_replies_of_a_real_model_are_those_of_plain_decoding(real_models: Path) 
             for temperature, tokens in plain.items():
                 reply = _answer(runtime, temperature)
                 assert reply.tokens == tokens
-                assert reply.stats.tokens_per_target_pass > 1.5
+                assert reply.stats.accepted_tokens > 8
 
 
 def _answer(runtime: edgespec.Runtime, temperature: float) -> edgespec.Reply:
