@@ -181,10 +181,10 @@ OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 
 # --- Models larger than memory (`planning.py`) ---
 
-# `auto` drafts with low-bit copies of streamed blocks if each pass then reads at most this many times as much
-# from disk as without them. Chosen between two measured cases. Q4_0 copies for which an F16 model read 1.5 times
-# as much made its first reply with `auto` 1.24 times as fast. Copies for which a Q8_0 model read 2.7 times as
-# much made a reply with `lowbit` slower (0.75x).
+# `auto` drafts with low-bit copies of streamed blocks if each pass then reads at most this many times as
+# much from disk as without them. Chosen between two measured cases. An F16 model that read 1.5 times as
+# much made its first reply with `auto` 1.24 times as fast. A Q8_0 model that read 2.7 times as much made a
+# reply with `lowbit` slower (0.75x).
 MAX_READS_WITH_COPIES = 1.6
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---
