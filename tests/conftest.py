@@ -226,10 +226,10 @@ def embedded_models_are_estimated_once() -> Iterator[None]:
     estimators: dict[object, KeptEstimator] = {}
 
     class KeptEstimator(memory_estimate.GgufMemoryEstimator):
-        def _open(self, gpu_layers: int | None) -> None:
+        def _open(self, gpu_layers: int | None, experts: int | None) -> None:
             self._measured: dict[str, memory_estimate.ContextBuffers] = {}
             original.close(self)
-            super()._open(gpu_layers)
+            super()._open(gpu_layers, experts)
 
         def _buffers(self, part: int, plan: Any, options: Any) -> memory_estimate.ContextBuffers:
             key = repr((plan, replace(options, choose_context_tokens=None, memory_bytes=None)))
