@@ -34,6 +34,7 @@ from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
+from edgespec.tui.terminal_input import guard_input
 from edgespec.tui.texts import rounding_warning, sentences
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
@@ -84,6 +85,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
     """
     check_textual_variables()
     app = ChatApp(load, **options)
+    guard_input(app.driver_class)
     with EndWatch(app.save_turn, app.leave_soon, app.stop_model, is_open=is_input_open) as watch:
         try:
             with quick_screen():

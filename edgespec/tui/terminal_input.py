@@ -1,0 +1,101 @@
+"""Read what the terminal sends so that no bytes close the chat, and pasted text is only text.
+
+Textual decodes the terminal's bytes strictly, so that one byte of another encoding, such as a pasted Latin-1
+character, ends the app. It also takes control characters within pasted text for keys.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
+
+if TYPE_CHECKING:
+    from textual.driver import Driver
+    from textual.message import Message
+
+__all__ = ["InputParser", "guard_input", "pasted_text"]
+
+# Matches escape sequences, such as those of colours and titles, and all control characters but tabs and line
+# breaks.
+_SEQUENCES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
+_LINE_BREAK = re.compile(r"\r\n?")
+
+
+def guard_input(driver: type[Driver]) -> None:
+    """Let a driver decode invalid bytes as U+FFFD, and read keys with `InputParser`.
+
+    Textual has no option for either, so this replaces two names in the module of the driver.
+    """
+    module = sys.modules[driver.__module__]
+    if hasattr(module, "XTermParser"):
+        module.XTermParser = InputParser
+    if hasattr(module, "getincrementaldecoder"):
+        module.getincrementaldecoder = _lenient_decoder
+
+
+def _lenient_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+    """Take the place of `codecs.getincrementaldecoder`."""
+    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
+
+
+def pasted_text(text: str) -> str:
+    """Return pasted text with `\\n` as line break, and without escape sequences and control characters."""
+    return _SEQUENCES.sub("", _LINE_BREAK.sub("\n", text))
+
+
+class InputParser(XTermParser):
+    """Textual's parser, which receives pasted text only once it is complete and without control characters.
+
+    Otherwise, an escape character within the text would end the paste, and the rest would act as keys: a line
+    break would send the message.
+    """
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._pasted: list[str] | None = None
+        # The last characters that were received, because a marker can be split between two reads.
+        self._tail = ""
+        self._found = False
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """Parse what the terminal has sent. An empty text ends the input."""
+        if not data:
+            yield from super().feed(data)
+            return
+        while data:
+            if self._pasted is None:
+                passed, data = self._split(data, BRACKETED_PASTE_START)
+                if passed:
+                    yield from super().feed(passed)
+                if self._found:
+                    self._pasted = []
+            else:
+                text, data = self._split(data, BRACKETED_PASTE_END)
+                self._pasted.append(text)
+                if self._found:
+                    whole, self._pasted = "".join(self._pasted), None
+                    text = pasted_text(whole.removesuffix(BRACKETED_PASTE_END))
+                    yield from super().feed(text + BRACKETED_PASTE_END)
+
+    def _split(self, data: str, marker: str) -> tuple[str, str]:
+        """Split data behind the marker, the start of which may have been received before.
+
+        `_found` then says whether the marker is in the data.
+        """
+        before = len(self._tail)
+        end = (self._tail + data).find(marker)
+        self._found = end >= 0
+        if not self._found:
+            self._tail = (self._tail + data)[1 - len(marker) :]
+            return data, ""
+        self._tail = ""
+        position = end + len(marker) - before
+        return data[:position], data[position:]
