@@ -35,10 +35,9 @@ def guard_input(driver: type[Driver]) -> None:
     Textual has no option for either, so this replaces two names in the module of the driver.
     """
     module = sys.modules[driver.__module__]
-    if hasattr(module, "XTermParser"):
-        module.XTermParser = InputParser
-    if hasattr(module, "getincrementaldecoder"):
-        module.getincrementaldecoder = _lenient_decoder
+    for name, guarded in (("XTermParser", InputParser), ("getincrementaldecoder", _lenient_decoder)):
+        if hasattr(module, name):
+            setattr(module, name, guarded)
 
 
 def _lenient_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:

@@ -83,9 +83,8 @@ def test_no_byte_closes_the_chat(tmp_path: Path) -> None:
     environment = {**os.environ, "TERM": "xterm-256color"}
     log = tmp_path / "log"
     log.touch()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, log], stdin=terminal, stdout=terminal, stderr=terminal, env=environment
-    )
+    arguments = [sys.executable, "-c", PROGRAM, str(log)]
+    process = subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     try:
         sent = False
