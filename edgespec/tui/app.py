@@ -31,15 +31,17 @@ from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
+from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.terminal_input import guard_input
-from edgespec.tui.texts import rounding_warning, sentences
+from edgespec.tui.texts import rounding_warning, sentences, switched_note
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.markdown_blocks import load_parsers
-from edgespec.tui.widgets.prompt import History
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, too_long_text
+from edgespec.tui.widgets.prompt import History, WaitingMessages
 from edgespec.tui.worker import (
     Load,
     LoadOther,
@@ -280,7 +282,7 @@ class ChatApp(App[None]):
             chat.call_later(offer_unfinished, chat)
         else:
             chat.call_later(resume, chat, self._resume)
-        chat.call_later(chat.send_text, self._loading.take_message())
+        chat.call_later(chat.send_typed, self._loading.take_messages())
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
 
@@ -315,11 +317,14 @@ class ChatApp(App[None]):
         while chat.writing:
             chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
+        before = chat.runtime.target
         load = self._load_other(reference) if changed is None else self._load_other(reference, changed)
         switched = await self._loaded(self.model_thread.switch(load))
         if switched is None:
             return
+        note = ""
         if switched.failure is None:
+            note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
             # Do this before the chat handles input again, because the next command may change these options.
             chat.models = references_after(chat.models, reference, changed)
             chat.changed_load_options = changed or {}
@@ -328,21 +333,19 @@ class ChatApp(App[None]):
         await self.pop_screen()
         await chat.use_runtime(switched.runtime)
         chat.holds_waiting = False
-        chat.call_later(chat.send_waiting)
-        message = self._loading.take_message()
-        if message and (switched.failure is not None or chat.prompt.text.strip()):
-            chat.prompt.insert(message + "\n")
-        else:
-            chat.call_later(chat.send_text, message)
+        messages = self._loading.take_messages()
+        if messages and (switched.failure is not None or chat.prompt.text.strip()):
+            chat.prompt.insert("\n\n".join(messages) + "\n")
+            messages = []
+        chat.call_later(chat.send_typed, messages)
         chat.prompt.insert(self._loading.take_typed().rstrip("\n"))
-        name = switched.runtime.target.name
         if switched.failure is None:
             # In an empty chat, the welcome box contains the warning.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""
-            await chat.transcript.note(f"This chat now uses {name}. {warning}".rstrip())
+            await chat.transcript.note(f"{note} {warning}".rstrip())
         else:
             await chat.show_error(switched.failure)
-            await chat.transcript.note(f"This chat still uses {name}.")
+            await chat.transcript.note(f"This chat still uses {switched.runtime.target.name}.")
 
     def action_cancel_load(self) -> None:
         """Stop loading the model. If called again, quit immediately."""
@@ -381,7 +384,7 @@ class ChatApp(App[None]):
         Returns:
             A line that tells the user where the text is. Empty if nothing was typed.
         """
-        typed = filter(None, (self._loading.take_message(), self._loading.take_typed()))
+        typed = (*self._loading.take_messages(), self._loading.take_typed())
         if not (text := "\n".join(typed).strip()):
             return ""
         if not self._remember:
@@ -434,7 +437,8 @@ class LoadingScreen(Screen[None]):
     """Screen that shows the model name and the loading progress, and keeps what the user types meanwhile.
 
     Attributes:
-        message: The text that the user ended with Enter, to be sent once the model is loaded. May be empty.
+        waiting: The messages and commands that the user ended with Enter. They are sent in this order once the
+            model is loaded.
         typed: The text that the user has typed and not sent.
     """
 
@@ -444,18 +448,28 @@ class LoadingScreen(Screen[None]):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.message = ""
         self.typed = ""
         self._model = name
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
         self._what = Static(Content("Starting"), id="loading-what")
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
+        self.waiting = WaitingMessages(id="loading-waiting")
+        self._promise = Static(id="loading-promise")
         self._shown_text = Static(id="loading-text")
-        self._shown_text.display = False
+        self._promise.display = self._shown_text.display = False
 
     def compose(self) -> ComposeResult:
         heading = Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
-        yield Vertical(heading, self._bar, self._what, self._hint, self._shown_text, id="loading")
+        yield Vertical(
+            heading,
+            self._bar,
+            self._what,
+            self._hint,
+            self.waiting,
+            self._promise,
+            self._shown_text,
+            id="loading",
+        )
 
     def show(self, description: str, fraction: float) -> None:
         """Show what is being loaded, and the completed fraction from 0 to 1."""
@@ -463,39 +477,46 @@ class LoadingScreen(Screen[None]):
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect what the user types while the model loads. Enter ends the message."""
+        """Collect what the user types while the model loads. Enter ends a message, Up takes one back."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
-        elif event.key == "enter" and not self.message and self.typed.strip():
-            self.message, self.typed = self.typed, ""
-        elif event.key in ("enter", "ctrl+j"):
+        elif event.key == "enter" and self.typed.strip() and not self._is_in_block:
+            text, self.typed = self.typed, ""
+            self.waiting.add(block_text(text.rstrip().split("\n")) if text.startswith(QUOTES) else text)
+        elif event.key in ("enter", "ctrl+j", "shift+enter"):
             self.typed += "\n"
+        elif event.key in ("backspace", "up") and not self.typed and self.waiting.texts:
+            self.typed = self.waiting.take(-1)
         elif event.key == "backspace":
-            if not self.typed:
-                self.typed, self.message = self.message + " ", ""
             self.typed = self.typed[:-1]
         self._show_typed()
 
+    @property
+    def _is_in_block(self) -> bool:
+        """Whether the text starts with triple quotes that are not closed yet. See `PromptInput`."""
+        return self.typed.startswith(QUOTES) and not ends_block(self.typed.rstrip().split("\n"))
+
     def on_paste(self, event: events.Paste) -> None:
         """Collect pasted text like typed text."""
+        if len(event.text) > MAX_INPUT_CHARACTERS:
+            self.notify(too_long_text(len(event.text)), markup=False)
+            return
         self.typed += event.text
         self._show_typed()
 
     def _show_typed(self) -> None:
         """Show the end of the collected text, so that the user sees that it is not lost."""
-        shown = (self.message or self.typed).rstrip("\n").split("\n")[-_SHOWN_LINES:]
-        content = Content("\n".join(shown)[-_SHOWN_CHARACTERS:])
-        if self.message:
-            content += Content.styled("\nThis is sent as soon as the model is loaded.", "$muted")
-            if self.typed.strip():
-                content += Content("\n" + self.typed.rstrip("\n").split("\n")[-1][-_SHOWN_CHARACTERS:])
-        self._shown_text.update(content)
-        self._shown_text.display = bool(self.message or self.typed)
+        many = len(self.waiting.texts) > 1
+        subject = "These messages are sent one after the other" if many else "This is sent"
+        self._promise.update(Content.styled(f"{subject} as soon as the model is loaded.", "$muted"))
+        self._promise.display = bool(self.waiting.texts)
+        shown = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]
+        self._shown_text.update(Content("\n".join(shown)[-_SHOWN_CHARACTERS:]))
+        self._shown_text.display = bool(self.typed)
 
-    def take_message(self) -> str:
-        """Return the text that the user ended with Enter, and clear it."""
-        message, self.message = self.message, ""
-        return message
+    def take_messages(self) -> list[str]:
+        """Return the texts that the user ended with Enter, and clear them."""
+        return self.waiting.take_texts()
 
     def take_typed(self) -> str:
         """Return the text typed so far and clear it."""

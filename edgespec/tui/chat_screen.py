@@ -6,6 +6,7 @@ Messages are sent together with the files that they refer to, and edited message
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from time import monotonic
 from typing import ClassVar
 
@@ -111,11 +112,26 @@ class ChatScreen(TurnScreen):
         place, self.editing = self.editing, None
         await _send(self, text, place)
 
+    async def send_typed(self, texts: Sequence[str]) -> None:
+        """Send messages and run commands that the user typed while a model loaded, one after the other."""
+        for text in texts:
+            if table.read(text) is None:
+                self.history.add(text)
+            self.waiting.add(text)
+        await self.send_waiting()
+
     @on(TurnScreen.Free)
     async def send_waiting(self) -> None:
-        """Send the message that has waited longest, unless another one is being sent or answered."""
-        if self.waiting.texts and not (self.writing or self.chips.reading or self.holds_waiting):
-            await _send(self, self.waiting.take(0), None)
+        """Send the message that has waited longest, unless another one is being sent or answered.
+
+        Commands that were typed while a model loaded wait too. They run before the messages after them.
+        """
+        while self.waiting.texts and not (self.writing or self.chips.reading or self.holds_waiting):
+            text = self.waiting.take(0)
+            if (typed := table.read(text)) is None:
+                await _send(self, text, None)
+                break
+            await self._run_command(typed, text)
         self.refresh_facts(details=False)
 
     async def _run_command(self, typed: table.Typed, text: str) -> None:

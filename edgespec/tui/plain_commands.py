@@ -32,7 +32,7 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.plain import PlainChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import with_load_setting
-from edgespec.tui.texts import rounding_warning, sentences
+from edgespec.tui.texts import rounding_warning, sentences, switched_note
 from edgespec.tui.worker import own_models, references_after
 
 __all__ = ["ACTIONS", "run"]
@@ -243,6 +243,7 @@ def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | 
     """
     chat.console.note(f"Loading {reference}.")
     chat.console.interrupted.clear()
+    before = chat.runtime.target
     load = chat.load_other(reference) if changed is None else chat.load_other(reference, changed)
     job = chat.model_thread.switch(load)
     while not wait([job], _WAIT_SECONDS).done:
@@ -253,10 +254,11 @@ def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | 
     chat.use_runtime(switched.runtime)
     name = switched.runtime.target.name
     if switched.failure is None:
+        note = switched_note(before, switched.runtime, chat.changed_load_options, changed)
         chat.models = references_after(chat.models, reference, changed)
         chat.changed_load_options = changed or {}
         chat.remember_models()
-        chat.console.answer(f"This chat now uses {name}.")
+        chat.console.answer(note)
         if warning := rounding_warning(switched.runtime):
             chat.console.note(warning)
         return

@@ -68,7 +68,7 @@ async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = Tr
             await note(sentences("One setting in this chat was ignored", problem))
         models = await asyncio.to_thread(own_models, saved, target) if switches else None
         if models is not None:
-            screen.post_message(screen.ModelChosen(models.target, {"draft": models.draft or "auto"}))
+            screen.load_model(models.target, {"draft": models.draft or "auto"})
         elif (other := saved.target) and other != target:
             switch = f"/model {saved.models.target}".rstrip()
             await note(f"This chat used {other}, and now uses {target}. Type {switch} to switch.")

@@ -279,7 +279,7 @@ async def edit_settings(screen: TurnScreen) -> None:
         await screen.transcript.note("The new settings take effect with your next message.")
         await screen.save()
     if edited.loading:
-        screen.post_message(screen.ModelChosen(screen.models.target, changed))
+        screen.load_model(screen.models.target, changed)
 
 
 async def _rename(screen: TurnScreen) -> None:
@@ -305,13 +305,13 @@ async def _theme(screen: TurnScreen, name: str) -> None:
 
 
 async def _switch(screen: TurnScreen, reference: str) -> None:
-    screen.post_message(screen.ModelChosen(reference))
+    screen.load_model(reference)
 
 
 async def _reload(screen: TurnScreen, setting: str) -> None:
     name, _, text = setting.partition(" ")
     changed = with_load_setting(screen.changed_load_options, name, text)
-    screen.post_message(screen.ModelChosen(screen.models.target, changed))
+    screen.load_model(screen.models.target, changed)
 
 
 async def _show_tools(screen: TurnScreen, _value: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.options.default_model import is_demo, why_toy
@@ -40,6 +40,7 @@ __all__ = [
     "show_rows",
     "speed_up_short",
     "speed_up_text",
+    "switched_note",
     "takeover_note",
     "welcome_rows",
     "worst_case",
@@ -58,6 +59,8 @@ _ROUGH_GAIN = 0.1
 _SAME_SPEED = 0.95
 # An option of the command line in a text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+# Separates the notices in `ModelFacts.notice`.
+_NOTICE_SEPARATOR = " · "
 _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
@@ -241,11 +244,45 @@ def notices(runtime: ChatModel, open_list: str = "Press F9") -> list[str]:
         runtime: The loaded models.
         open_list: How the user opens the list of models.
     """
+    from edgespec.store.catalogue import load_catalogue
+
     shared = list(filter(None, [sharing_note(runtime)]))
-    texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
+    loaded = (facts for facts in (runtime.target, runtime.draft) if facts is not None)
+    texts = [text for facts in loaded for text in _notices(facts)]
     if larger := _larger_models(runtime, open_list):
-        return [*shared, *larger, *filter(None, [rounding_warning(runtime)])]
-    return [*shared, *dict.fromkeys(texts)]
+        # The suggestion replaces the catalogue's remark on the model.
+        found = load_catalogue().find(runtime.target.name)
+        others = [text for text in texts if found is None or text != found[0].notice]
+        return [*shared, *larger, *map(sentences, others), *filter(None, [rounding_warning(runtime)])]
+    return [*shared, *map(sentences, dict.fromkeys(texts)), *filter(None, [rounding_warning(runtime)])]
+
+
+def _notices(facts: ModelFacts) -> list[str]:
+    """Return the notices about a model, without the one about rounding (see `rounding_warning`)."""
+    rounding = facts.exactness.reason if facts.exactness is not None else ""
+    return [text for text in facts.notice.split(_NOTICE_SEPARATOR) if text not in ("", rounding)]
+
+
+def switched_note(
+    before: ModelFacts,
+    runtime: ChatModel,
+    options_before: Mapping[str, Any],
+    changed: Mapping[str, Any] | None,
+) -> str:
+    """Return a note for a chat that has loaded a model: the new model or options, and its new notices.
+
+    Args:
+        before: The model that was loaded before.
+        runtime: The loaded models.
+        options_before: The load options that the user had changed in the chat.
+        changed: The load options that the user has changed now. None for another model.
+    """
+    target, values = runtime.target, []
+    if changed is not None and target.path == before.path:
+        names = [name for name in LOAD_SETTINGS if changed.get(name) != options_before.get(name)]
+        values = [f"{name} is now {loaded_value(name, runtime)}" for name in names]
+    new = [text for text in _notices(target) if text not in _notices(before)]
+    return sentences(*(values or [f"This chat now uses {target.name}"]), *new)
 
 
 def sharing_note(runtime: ChatModel) -> str:

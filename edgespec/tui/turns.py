@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic, thread_time
@@ -88,6 +88,16 @@ class TurnScreen(ChatView):
         if problem:
             await self.transcript.note(problem)
         await self.save()
+
+    def load_model(self, reference: str, changed: Mapping[str, Any] | None = None) -> None:
+        """Ask the app to load a model on this machine. Messages wait until it is loaded.
+
+        Args:
+            reference: A reference to the model.
+            changed: The load options that the user has changed in the chat. None for another model.
+        """
+        self.holds_waiting = True
+        self.post_message(self.ModelChosen(reference, changed))
 
     async def _show_current_chat(self) -> None:
         chat = self.current_chat

@@ -22,6 +22,7 @@ __all__ = [
     "limited_chunks",
     "limited_markdown",
     "limited_text",
+    "too_long_text",
 ]
 
 # Maximum number of characters in text that is pasted into the input. Wrapping longer text would block the
@@ -37,6 +38,14 @@ _CHARACTER_SECONDS, _ITEM_SECONDS = 3e-6, 6e-5
 # Maximum estimated time in seconds for showing a reply. The rest of a longer reply is hidden.
 _MAX_SECONDS = 1.0
 _LINE_BREAK = re.compile(r"\r\n?")
+
+
+def too_long_text(characters: int) -> str:
+    """Say that pasted text is too long for the input, and how to send it nevertheless."""
+    return (
+        f"The pasted text has {count(characters)} characters, but the input takes at most"
+        f" {count(MAX_INPUT_CHARACTERS)}. Save it to a file, and attach that with @ and its path."
+    )
 
 
 def limited_text(text: str, advice: str = "") -> str:

@@ -36,7 +36,7 @@ from edgespec.tui.input_syntax import (
 )
 from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.files import FileChips, PathList
-from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, too_long_text
 
 __all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages"]
 
@@ -203,11 +203,7 @@ class PromptInput(TextArea):
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > MAX_INPUT_CHARACTERS:
-            self.notify(
-                f"The pasted text has {len(event.text):,} characters, but the input takes at most"
-                f" {MAX_INPUT_CHARACTERS:,}. Save it to a file and pipe that to `edgespec generate`.",
-                markup=False,
-            )
+            self.notify(too_long_text(len(event.text)), markup=False)
             event.stop()
             event.prevent_default()
         elif not event.text:
@@ -321,7 +317,7 @@ class History:
 
 
 class WaitingMessages(Static):
-    """Messages that the user sent during a reply. They are sent one after the other when it ends.
+    """Messages that the user sent during a reply or while a model loaded. They are sent one after the other.
 
     Attributes:
         texts: The messages, oldest first.
@@ -342,11 +338,15 @@ class WaitingMessages(Static):
         self._show()
         return text
 
-    def take_all(self) -> str:
-        """Remove all messages and return them as one text, separated by blank lines."""
+    def take_texts(self) -> list[str]:
+        """Remove all messages and return them, oldest first."""
         texts, self.texts = self.texts, []
         self._show()
-        return "\n\n".join(texts)
+        return texts
+
+    def take_all(self) -> str:
+        """Remove all messages and return them as one text, separated by blank lines."""
+        return "\n\n".join(self.take_texts())
 
     def _show(self) -> None:
         rows = [Content.assemble(("Waiting  ", "$primary"), " ".join(text.split())) for text in self.texts]
