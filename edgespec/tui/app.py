@@ -39,8 +39,8 @@ from edgespec.tui.terminal_input import guard_input
 from edgespec.tui.texts import rounding_warning, sentences, switched_note
 from edgespec.tui.textual_guards import KeyOrder, NoControls, check_textual_variables
 from edgespec.tui.themes import DARK, find_theme
-from edgespec.tui.widgets.markdown_blocks import load_parsers
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, too_long_text
+from edgespec.tui.widgets.markdown_blocks import load_parsers
 from edgespec.tui.widgets.prompt import History, WaitingMessages
 from edgespec.tui.worker import (
     Load,
@@ -437,8 +437,8 @@ class LoadingScreen(Screen[None]):
     """Screen that shows the model name and the loading progress, and keeps what the user types meanwhile.
 
     Attributes:
-        waiting: The messages and commands that the user ended with Enter. They are sent in this order once the
-            model is loaded.
+        waiting: The messages and commands that the user ended with Enter. They are sent in this order once
+            the model is loaded.
         typed: The text that the user has typed and not sent.
     """
 

@@ -61,6 +61,30 @@ _SAME_SPEED = 0.95
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 # Separates the notices in `ModelFacts.notice`.
 _NOTICE_SEPARATOR = " · "
+_AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
+_NO_IMAGES = "images are off to save memory; a smaller /context or a higher /set memory can turn them on"
+_OTHER_MODEL = "type /model to choose another model"
+# Advice for the command line, and what to do in the chat instead.
+_IN_CHAT = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"`edgespec models list` shows", "/model shows"),
+        (r"`edgespec recommend` suggests", "/model suggests"),
+        (r"`edgespec models show [^`]+` lists (?:the heads for a model|them)", "/set head lists them"),
+        (
+            r"uses heads in the model's files, its folder and the Hugging Face cache \(see [^)]+\)",
+            _AUTO_HEADS,
+        ),
+        (r"chooses the best one on this machine \(see `edgespec models show`\)", "chooses the best one"),
+        (r"\(see `edgespec models show [^`]+`\)", "(/set head lists them)"),
+        (r"images are off to save memory: --mmproj \S+ turns them on", _NO_IMAGES),
+        (r"continue plain text with `edgespec generate --raw` or /v1/completions", _OTHER_MODEL),
+        (r"use `edgespec generate --raw` or another model", _OTHER_MODEL),
+        (r", or use `edgespec generate --raw`", ""),
+        (r"put its mmproj file into its folder, or use --mmproj", "put its mmproj file into its folder"),
+        (r"download it with `edgespec models pull ([^`]+)`", r"type /model \1 to download it"),
+    )
+)
 _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
@@ -472,7 +496,8 @@ def sentences(*texts: str) -> str:
 
 def in_chat(text: str) -> str:
     """Return a text in which commands of the chat replace options and commands of the command line."""
-    text = text.replace("`edgespec models list` shows", "/model shows")
+    for pattern, words in _IN_CHAT:
+        text = pattern.sub(words, text)
     return _OPTION.sub(_chat_command, text)
 
 

@@ -27,10 +27,11 @@ async def test_the_chat_goes_on_with_the_changed_options(tmp_path: Path) -> None
         await d.say(ASK)
         messages = d.chat.current_chat.messages
         await d.send("/context 768")
-        await until(d.pilot, lambda: d.chat.runtime.context_tokens == 768)
+        await d.said("context is now 768.")
         await d.settled()
         assert d.chat.current_chat.messages == messages
         await d.send("/draft demo-draft")
+        await d.said("draft is now demo-draft.")
         await until(d.pilot, lambda: d.chat.runtime.draft is not None)
         await d.settled()
         assert d.chat.runtime.context_tokens == 768
@@ -126,3 +127,32 @@ async def test_options_that_fail_leave_the_model_as_it_was(tmp_path: Path) -> No
         assert d.chat.changed_load_options == {}
         await d.say(ASK)
         assert len(d.chat.current_chat.messages) == 2
+
+
+async def test_a_context_beyond_the_trained_one_comes_with_a_warning(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.say(ASK)
+        trained = d.chat.runtime.target.trained_context_tokens
+        await d.send(f"/context {trained * 2}")
+        await d.said(f"context is now {trained * 2:,}.")
+        await d.said(f"so consider /context {trained}.")
+        await d.settled()
+
+
+async def test_messages_after_a_changed_option_wait_for_the_model(tmp_path: Path) -> None:
+    """Both were typed while the first model loaded."""
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.chat.send_typed(["/context 768", ASK])
+        await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 2, "the reply", seconds=30)
+        await d.settled()
+        assert d.chat.runtime.context_tokens == 768
+
+
+async def test_draft_and_head_without_a_value_list_the_choices(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.send("/draft")
+        await d.said("demo-draft: 2.7 MiB, expected speed-up")
+        await d.send("/set head")
+        await d.said("demo-head")
+        await d.send("/set head nonsense")
+        await d.said("/set head lists them")

@@ -73,6 +73,56 @@ async def test_enter_while_loading_can_be_taken_back(tmp_path: Path) -> None:
         assert not d.chat.current_chat.entries
 
 
+async def test_every_message_typed_while_loading_is_sent_in_order(tmp_path: Path) -> None:
+    gate = threading.Event()
+    runtime = ScriptedRuntime(scripts=[Script("First."), Script("Second.")])
+
+    def load(_progress: Progress) -> Runtime:
+        gate.wait(60)
+        return as_runtime(runtime)
+
+    async with driving(load, tmp_path, wait=False) as d:
+        await d.write("/set seed 7")
+        await d.press("enter")
+        await d.write("one")
+        await d.press("enter")
+        await d.sees("Waiting  one")
+        await d.sees("These messages are sent one after the other")
+        await d.write('"""two')
+        await d.press("enter")
+        await d.write('lines"""')
+        await d.press("enter")
+        await d.write("three")
+        await d.press("enter", "enter")
+        await d.press("backspace", "up")
+        await d.write("!")
+        gate.set()
+        await d.settled()
+        await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 4, "two replies")
+        await d.settled()
+        said = [entry.content for entry in d.chat.current_chat.entries if entry.role == "user"]
+        assert said == ["one", "two\nlines"]
+        assert d.chat.current_chat.settings == {"seed": 7}
+        assert runtime.asked[0][2]["seed"] == 7, "a command runs before the messages after it"
+        assert d.chat.prompt.text == "three!"
+
+
+async def test_a_pasted_text_that_is_too_long_is_refused_while_loading_too(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def load(_progress: Progress) -> Runtime:
+        gate.wait(60)
+        return as_runtime(ScriptedRuntime())
+
+    async with driving(load, tmp_path, wait=False) as d:
+        await until(d.pilot, lambda: isinstance(d.app.screen, LoadingScreen))
+        d.app.post_message(events.Paste("x" * 500_001))
+        await d.sees("500,001 characters")
+        gate.set()
+        await d.settled()
+        assert d.chat.prompt.text == ""
+
+
 @pytest.mark.parametrize("key", first(["ctrl+c", "escape", "ctrl+q"]))
 async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
     app = ChatApp(

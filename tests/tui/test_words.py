@@ -26,7 +26,7 @@ from edgespec.tui.model_texts import details_text, row_text
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
-from edgespec.tui.texts import show_rows
+from edgespec.tui.texts import _IN_CHAT, in_chat, sentences, show_rows
 from edgespec.tui.widgets.details import StatusFacts, details_content, wrapped
 from edgespec.tui.widgets.messages import pairs_content
 from edgespec.tui.widgets.prompt import History
@@ -318,3 +318,42 @@ def test_the_licence_of_a_gated_model_must_be_accepted_first(is_gated: bool) -> 
     details = details_text(model, None, is_used=False, plan=None, drafters=None, is_downloading=False).plain
     terms = " First, accept its licence at huggingface.co/some/model."
     assert (f"in the background.{terms}" in details) == is_gated
+
+
+def raised_texts() -> list[str]:
+    """The texts of all errors and notes, and the notes on the models in the catalogue."""
+    lines = Path("tests/messages.txt").read_text().splitlines()
+    return [*(line.strip() for line in lines), *(entry.notice for entry in load_catalogue().entries)]
+
+
+def test_texts_name_the_chats_own_way_instead_of_the_command_line() -> None:
+    """Advice such as "use `edgespec models show`" is a dead end within the chat."""
+    texts = raised_texts()
+    for pattern, words in _IN_CHAT:
+        found = [text for text in texts if pattern.search(text)]
+        assert found, f"{pattern.pattern} is in no text any more"
+        for text in found:
+            assert words.partition("\\")[0] in in_chat(text)
+    # The chat does not show the server's errors and the help of --target.
+    left = [
+        text
+        for text in map(in_chat, texts)
+        if re.search("`edgespec (models (?!alias)|generate|recommend)", text)
+    ]
+    assert all("the server" in text or text.startswith("The model to run:") for text in left), left
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("worse in longer contexts, so consider --context 8192", "so consider /context 8192."),
+        (
+            "did you mean x? `edgespec models show TARGET` lists the heads for a model",
+            "/set head lists them.",
+        ),
+        ("download it with `edgespec models pull qwen3:4b`", "Type /model qwen3:4b to download it."),
+    ],
+)
+def test_advice_in_the_chat(text: str, shown: str) -> None:
+    assert shown in sentences(text)
+    assert "edgespec" not in sentences(text)

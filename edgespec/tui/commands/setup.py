@@ -49,10 +49,14 @@ from edgespec.tui.tool_access import ToolAccess, no_servers_text, server_state
 if TYPE_CHECKING:
     from edgespec import AvailableModel
     from edgespec.api.sharing.base import ChatModel
+    from edgespec.store.drafts import DraftOption
+    from edgespec.store.heads import HeadOption
     from edgespec.store.reference import Resolved
 
 __all__ = ["APPEARANCE", "COMMANDS", "check_load_setting", "chosen_model", "system_change"]
 
+# Maximum number of draft models that /draft lists.
+_MAX_CHOICES = 8
 _NO_PRESETS = (
     "There are no presets yet. Type /preset save NAME to save the current system prompt, model and settings"
     " under a name."
@@ -151,9 +155,52 @@ def _reload(context: Context, name: str, text: str) -> Result:
     if not text:
         value = f"{name}: {loaded_value(name, context.runtime)}"
         advice = f"To change it, which loads the model again, type /set {name} and a value"
-        return Text(sentences(value, LOAD_SETTINGS[name].help, advice))
+        described = sentences(value, LOAD_SETTINGS[name].help, advice)
+        return Text("\n".join((described, *_choices(name, context))))
     check_load_setting(name, text)
     return Action("reload", f"{name} {text}")
+
+
+def _choices(name: str, context: Context) -> list[str]:
+    """Return a line for each draft model or head for the loaded model. Empty for other load options."""
+    if name not in ("draft", "head") or (found := _check_known(context.model_name)) is None:
+        return []
+    # Imported only when used, because these imports would delay the first prompt.
+    from edgespec.store.drafts import draft_options
+    from edgespec.store.heads import head_options
+    from edgespec.store.installed import find_installed
+
+    target = context.runtime.target.name
+    if name == "head":
+        lines = [f"  {_head_line(head)}" for head in head_options(found)]
+        return [f"Heads for {target}:", *lines] if lines else [f"No head for {target} is known."]
+    drafts = draft_options(found, find_installed(include_embedded=True))
+    lines = [f"  {_draft_line(draft)}" for draft in drafts[:_MAX_CHOICES]]
+    if len(drafts) > _MAX_CHOICES:
+        lines.append(f"  and {count(len(drafts) - _MAX_CHOICES)} more")
+    return [f"Draft models for {target}:", *lines] if lines else [f"No draft model for {target} is known."]
+
+
+def _draft_line(draft: DraftOption) -> str:
+    parts = (
+        format_bytes(draft.size_bytes),
+        f"expected speed-up {draft.speedup:.1f}x",
+        "" if draft.path is not None else "not on this machine",
+    )
+    return f"{draft.reference}: {', '.join(filter(None, parts))}"
+
+
+def _head_line(head: HeadOption) -> str:
+    if head.problem:
+        state = f"cannot be used, because {head.problem}"
+    elif head.head is None:
+        state = "not on this machine"
+    elif head.must_be_named:
+        state = "used only if you choose it"
+    else:
+        state = "on this machine"
+    parts = (head.kind if head.reference else "", head.expectation, state)
+    return f"{head.name}: {', '.join(filter(None, parts))}"
 
 
 def check_load_setting(name: str, text: str) -> None:
