@@ -12,14 +12,17 @@ from time import monotonic, time
 
 from edgespec.chat.saved_chat import MAX_CHAT_BYTES, SavedChat, title_of
 from edgespec.chat.store import ChatStore, StoredChat, find_chat
-from edgespec.errors import ChatFileError, OptionError
+from edgespec.errors import CapabilityError, ChatFileError, ContextFullError, OptionError, TemplateError
 from edgespec.system.files import format_bytes
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 
-__all__ = ["UNDO_SECONDS", "Archive"]
+__all__ = ["REFUSALS", "UNDO_SECONDS", "Archive"]
 
 UNDO_SECONDS = 60.0
 """Time in seconds during which a deleted chat can be restored."""
+
+REFUSALS = (CapabilityError, ContextFullError, OptionError, TemplateError)
+"""Errors that mean that the model will never answer this message."""
 
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that take long to save are saved less often.
@@ -108,6 +111,25 @@ class Archive:
     def _forget_failure(self, chat_id: str) -> None:
         self.unsaved.pop(chat_id, None)
         self._waiting.pop(chat_id, None)
+
+    async def withdraw(self, chat: OpenChat, target: str) -> None:
+        """Save the chat without a message that the model refused. See `withdraw_now`."""
+        await asyncio.to_thread(self.withdraw_now, chat, target)
+
+    def withdraw_now(self, chat: OpenChat, target: str) -> None:
+        """Save the chat without a message that the model refused, such as one that exceeds the context.
+
+        `take_turn` saves a message before the model sees it. Left in the file, it would be reported as
+        unfinished at the next start, although no model has begun to answer it. If it was the only message,
+        the file is deleted.
+        """
+        with self._lock:
+            if chat.saved_at is None or chat.saved(target).messages:
+                self._save(chat, target)
+                return
+            self.store.delete(chat.id)
+            self._forget_failure(chat.id)
+            chat.id, chat.saved_at = "", None
 
     def save_while_written(self, chat: OpenChat, target: str) -> None:
         """Save the chat about once a second, in another thread, until its running turn ends.

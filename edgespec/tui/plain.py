@@ -18,7 +18,7 @@ from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import AttachmentError, ChatFileError, ConfigurationError, OptionError
 from edgespec.tools.connection import Toolbox
 from edgespec.tools.tool import Tool, ToolResult, visible
-from edgespec.tui.archive import Archive
+from edgespec.tui.archive import REFUSALS, Archive
 from edgespec.tui.attachments import Attachment, AttachmentReader
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.input_syntax import find_references, missing_files
@@ -223,10 +223,11 @@ class PlainChat:
         job = self.model_thread.ask(ask)
         self.archive.save_while_written(chat, self.runtime.target.name)
         thought_seconds = self._print_reply(job)
+        failure: Exception | None = None
         try:
             state: ChatState | None = job.result()
         except Exception as error:
-            state = None
+            state, failure = None, error
             self.console.note("\n".join(error_text(error)))
         self.use_reloaded_model()
         reply = state.reply if state is not None else None
@@ -236,6 +237,9 @@ class PlainChat:
         if entry is not None:
             entry.thought_seconds = thought_seconds
             self.save()
+        elif turn.sent and isinstance(failure, REFUSALS):
+            with suppress(ChatFileError):
+                self.archive.withdraw_now(chat, self.runtime.target.name)
         if reply is not None:
             self.stats, self.method = reply.stats, reply.method
             if reply.finish_reason == "cancelled" and entry is not None and not self.console.leaving:

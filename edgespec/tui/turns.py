@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from textual.message import Message as Event
 
 from edgespec.errors import ChatFileError, OptionError
+from edgespec.tui.archive import REFUSALS
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.texts import notices, sentences, takeover_note, was_cpu_busy
@@ -275,7 +276,7 @@ class TurnScreen(ChatView):
             failure = error
         await self.use_reloaded_model()
         if reply is not None and (turn := self.current_chat.turn) is not None:
-            await self._end_turn(None if failure else self._state, turn, reply)
+            await self._end_turn(None if failure else self._state, turn, reply, failure)
         self.transcript.set_dropped(self._state.dropped_messages)
         if failure is not None:
             await self.show_error(failure)
@@ -288,7 +289,9 @@ class TurnScreen(ChatView):
             if note:
                 await self.transcript.note(note)
 
-    async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
+    async def _end_turn(
+        self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage, failure: Exception | None
+    ) -> None:
         chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
         message = state.messages[-1] if state is not None else None
@@ -300,6 +303,10 @@ class TurnScreen(ChatView):
             await transcript.show_chat(chat, welcome=self._welcome())
             if (turn.edited is not None or not turn.sent) and not self._leaving:
                 await self.save()
+            elif isinstance(failure, REFUSALS):
+                with suppress(ChatFileError):
+                    await self.archive.withdraw(chat, self.runtime.target.name)
+                await self.refresh_sidebar()
             return
         if ended is not None:
             self._last_stats = ended.stats

@@ -17,7 +17,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, ModelReferences, SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, TemplateError
 from edgespec.store.download import Progress
 from edgespec.store.installed import RecommendedSetting
 from edgespec.tools.server_config import servers_path
@@ -60,9 +60,9 @@ class Chat:
             ScriptedRuntime([Script("From the other model.")], facts("demo-draft"))
         )
 
-    def typed(self, lines: list[str], *replies: str, **options: Any) -> tuple[str, str]:
+    def typed(self, lines: list[str], *replies: str | Script, **options: Any) -> tuple[str, str]:
         """Type the lines. Return what the chat printed to stdout and stderr."""
-        self.scripts[:] = map(Script, replies)
+        self.scripts[:] = (each if isinstance(each, Script) else Script(each) for each in replies)
         script = self._folder / "typed"
         script.write_text("\n".join([*lines, ""]), "utf-8")
         before = signal.getsignal(signal.SIGINT)
@@ -347,3 +347,9 @@ def test_a_stopped_call_is_not_made(
     roles = [message["role"] for message in found["messages"]]
     assert roles[:3] == ["user", "assistant", "tool"]
     assert len(roles) == (3 if not answers else 6 if "/continue" in answers else 5)
+
+
+def test_a_refused_message_leaves_no_chat(chat: Chat, tmp_path: Path) -> None:
+    _, err = chat.typed(["hello"], Script(error=TemplateError("no template", "choose another model")))
+    assert "No template." in err
+    assert not ChatStore(tmp_path / "chats").list(), "the next chat must not offer to finish the reply"

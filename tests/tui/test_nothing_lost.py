@@ -16,7 +16,7 @@ from edgespec import Runtime
 from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import MessageTree, SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.errors import EdgespecError
+from edgespec.errors import ContextFullError, EdgespecError, TemplateError
 from edgespec.store.download import Progress
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import ReplyMessage
@@ -356,3 +356,26 @@ async def test_chat_files_with_and_without_the_mark_are_read(tmp_path: Path) -> 
     assert chat.messages[0] == Message("user", "a question")
     entry.path.write_text(marked.replace('"unfinished": true', '"unfinished": "yes"'))
     assert "`unfinished` must be true or false" in store.list()[0].problem
+
+
+class TestRefusedMessages:
+    async def test_a_refused_first_message_leaves_no_chat(self, tmp_path: Path) -> None:
+        """It is in the input again, so the next chat must not offer to finish its reply."""
+        error = TemplateError("no template", "choose another model")
+        async with driving(loading(ScriptedRuntime(scripts=[Script(error=error)])), tmp_path) as d:
+            await d.say("a question")
+            assert d.chat.prompt.text == "a question"
+            assert not d.saved()
+        async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+            assert "unfinished" not in d.transcript()
+
+    async def test_a_refused_message_leaves_the_chat_as_it_was(self, tmp_path: Path) -> None:
+        error = ContextFullError("too long", "use a larger context")
+        scripts = [Script("One."), Script(error=error), Script("Two.")]
+        async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as d:
+            await d.say("a question")
+            await d.say("too long")
+            assert contents(saved(d)) == ["a question", "One."]
+            assert not saved(d).unfinished
+            await d.say("shorter")
+            assert contents(saved(d)) == ["a question", "One.", "shorter", "Two."]
