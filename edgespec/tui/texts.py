@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "exactness_sentence",
     "factor_text",
     "facts_line",
+    "is_too_short",
     "labelled_drafters",
     "limits_speed",
     "loaded_value",
@@ -55,6 +57,9 @@ _FIRST_MODELS = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
+# Minimum length in tokens of a reply whose speed-up is shown, chosen. A shorter reply has too few passes to
+# show whether guessing saved time.
+_MIN_TOKENS = 20
 # Slower replies are shown as slower. The value rounds to a factor of 1.0.
 _SAME_SPEED = 0.95
 # An option of the command line in a text.
@@ -135,8 +140,20 @@ def reason_text(method: MethodReport) -> str:
     return in_chat(method.chat_reason or method.reason)
 
 
-def speed_up_text(method: MethodReport) -> str:
-    """Describe drafting to the user: whether it is on, where draft tokens come from, and the speed-up."""
+def is_too_short(stats: Stats | None) -> bool:
+    """Return whether a reply has too few tokens to say whether guessing saved time."""
+    return stats is not None and 0 < stats.generated_tokens < _MIN_TOKENS
+
+
+def speed_up_text(method: MethodReport, stats: Stats | None = None) -> str:
+    """Describe drafting to the user: whether it is on, where draft tokens come from, and the speed-up.
+
+    Args:
+        method: The method report of a reply, or of the next one.
+        stats: The statistics of that reply, if there was one.
+    """
+    if is_too_short(stats):
+        method = replace(method, gain=None)
     if method.effective == "none":
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return "off" if method.requested == "none" else f"off for now: {reason_text(method)}{slower}"
@@ -151,14 +168,19 @@ def factor_text(factor: float) -> str:
 
 
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
-    """Return a summary of the speed-up for the status line, with a number only if one was measured."""
+    """Return a summary of the speed-up for the status line, with a number only if one was measured.
+
+    A difference within two standard errors is no measurement, and neither is that of a very short reply.
+    """
     if method.effective == "none":
         return "speed-up off"
     estimate = None if stats is None else stats.speedup_estimate
     factor = estimate if method.gain is None else 1 + method.gain
-    is_rough = method.gain is None or (method.gain_uncertainty or 0.0) > _ROUGH_GAIN
+    error = method.gain_uncertainty or 0.0
+    is_rough = method.gain is None or error > _ROUGH_GAIN
+    is_unclear = is_too_short(stats) or (is_rough and abs(method.gain or 1.0) <= 2 * error)
     # At the start of a reply, `gain` is the speed-up of earlier text. Do not show it next to "accepted 0%".
-    if factor is None or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
+    if factor is None or is_unclear or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
         return "speed-up on"
     about = "about " if is_rough else ""
     return f"speed-up {about}{factor:.1f}x" if factor >= _SAME_SPEED else f"{about}{factor_text(factor)}"
@@ -368,7 +390,7 @@ def show_rows(
     """
     from edgespec.api.sharing.client import host_of
 
-    rows = [("model", facts_line(runtime.target)), ("speed-up", speed_up_text(method))]
+    rows = [("model", facts_line(runtime.target)), ("speed-up", speed_up_text(method, stats))]
     if host := host_of(runtime):
         rows.append(("loaded by", host))
     if method.effective != "none":

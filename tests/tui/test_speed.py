@@ -21,8 +21,8 @@ from edgespec.store.download import Progress
 from edgespec.tui.commands.information import why, why_text
 from edgespec.tui.race import RaceProgress
 from edgespec.tui.screens.race import RaceScreen
-from edgespec.tui.texts import notices, speed_up_short, welcome_rows
-from edgespec.tui.widgets.details import SpeedHistory, sparkline
+from edgespec.tui.texts import notices, speed_up_short, speed_up_text, welcome_rows
+from edgespec.tui.widgets.details import SpeedHistory, details_content, sparkline
 from edgespec.tui.worker import Load
 from tests.cases import first
 from tests.store.fake_stores import add_to_lmstudio
@@ -156,11 +156,32 @@ def test_why_suggests_auto_if_a_named_method_is_slow() -> None:
 def test_the_status_line_names_only_measured_speed_ups() -> None:
     assert speed_up_short(LIVE, None) == "speed-up 1.6x"
     assert speed_up_short(replace(LIVE, gain_uncertainty=0.3), None) == "speed-up about 1.6x"
+    assert speed_up_short(replace(LIVE, gain_uncertainty=0.4), None) == "speed-up on", "it can be chance"
     assert speed_up_short(replace(LIVE, gain=None), Stats()) == "speed-up on"
     assert speed_up_short(replace(LIVE, gain=None), made_up_stats(30)).startswith("speed-up about ")
     assert speed_up_short(LIVE, Stats(drafted_tokens=4)) == "speed-up on", "no guess was accepted yet"
     assert speed_up_short(replace(LIVE, gain=-0.3), Stats(drafted_tokens=4)) == "30% slower"
     assert speed_up_short(OFF, made_up_stats(30)) == "speed-up off"
+
+
+def test_a_reply_of_a_few_tokens_has_no_speed_up() -> None:
+    """Its few passes show how busy the machine was, not whether guessing saves time."""
+    slow, short = replace(LIVE, gain=-0.19, gain_uncertainty=0.02), made_up_stats(14)
+    assert speed_up_short(slow, made_up_stats(30)) == "19% slower"
+    assert speed_up_short(slow, short) == "speed-up on"
+    assert speed_up_text(slow, short) == speed_up_text(replace(slow, gain=None))
+    off = replace(OFF, gain=-0.6, gain_uncertainty=0.04)
+    assert "60%" in speed_up_text(off, made_up_stats(30))
+    assert "60%" not in speed_up_text(off, short)
+    for method in (slow, off):
+        told = why(method, short, missing_draft=None, is_demo=False, is_random=True)
+        assert "slower" not in told[0]
+        assert "saved" not in told[1]
+        details = details_content(
+            short, 40, method=method, reply=None, rates=[], memory_bytes=1, loss_limits=None
+        )
+        assert "slower" not in details.plain
+        assert "0.81x" not in details.plain
 
 
 def test_why_fits_a_slower_reply_and_a_short_one() -> None:

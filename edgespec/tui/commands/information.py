@@ -21,6 +21,7 @@ from edgespec.tui.texts import (
     exactness_for,
     exactness_sentence,
     factor_text,
+    is_too_short,
     limits_speed,
     memory_rows,
     reason_text,
@@ -37,8 +38,6 @@ __all__ = ["SHOW", "SPEED", "show", "why", "why_text"]
 
 # Below this acceptance rate, guesses are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
-# Minimum reply length in tokens. Shorter replies have too few passes to show whether guessing saved time.
-_MIN_TOKENS = 20
 # Gain from which `/why` suggests no changes. 0.3 means 1.3 times as fast.
 _GOOD_GAIN = 0.3
 # Suggest a draft model only if its expected speed-up is at least this.
@@ -130,9 +129,12 @@ def _result(method: MethodReport, stats: Stats) -> str:
     if method.effective == "none":
         if method.requested == "none":
             return "The speed-up is switched off, so the model wrote this reply one token at a time."
-        cost = f", and trying it made this reply {method.loss_text} slower" if method.loss_text else ""
+        is_slower = method.loss_text and not is_too_short(stats)
+        cost = f", and trying it made this reply {method.loss_text} slower" if is_slower else ""
         return f"Guessing is off for now{cost}."
     used = f"edgespec guessed words, from: {sources_text(method.effective)}"
+    if is_too_short(stats):
+        return f"{used}. This reply is too short to tell whether that made it faster."
     if method.gain is not None:
         factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
         if _is_same_speed(method):
@@ -140,7 +142,7 @@ def _result(method: MethodReport, stats: Stats) -> str:
         if method.gain < 0:
             return f"{used}. That made this reply {percent(-method.gain)} slower (± {percent(error)})."
         return f"{used}. That made this reply {factor:.2f}x as fast (± {error:.2f})."
-    if stats.generated_tokens < _MIN_TOKENS or stats.speedup_estimate is None:
+    if stats.speedup_estimate is None:
         return f"{used}. This reply is too short to tell whether that made it faster."
     return f"{used}. That made this reply about {factor_text(stats.speedup_estimate)}."
 
@@ -166,7 +168,11 @@ def _reason(method: MethodReport, stats: Stats) -> str:
         )
     if stats.acceptance_rate < _LOW_ACCEPTANCE:
         return f"Only {accepted}, and rejected guesses cost time."
-    if _is_same_speed(method) or (method.gain or (stats.speedup_estimate or 1.0) - 1) < 0:
+    if is_too_short(stats):
+        return f"{accepted}."
+    if _is_same_speed(method):
+        return f"{accepted}, but guessing and checking took about as much time as they saved."
+    if (method.gain or (stats.speedup_estimate or 1.0) - 1) < 0:
         return f"{accepted}, but guessing and checking took at least as much time as they saved."
     return f"{accepted}. Guessing and checking take time too, which limits the speed-up."
 
@@ -179,7 +185,7 @@ def _advice(
     if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
         return "To guess only while that saves time, type /set method auto."
     if is_demo:
-        return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
+        return "The demo model is too small for a large speed-up. /model lists real models."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
     if missing_draft:

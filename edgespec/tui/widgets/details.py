@@ -22,6 +22,7 @@ from edgespec.system.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
 from edgespec.tui.texts import (
     exactness_sentence,
+    is_too_short,
     reason_text,
     sentences,
     speed_up_text,
@@ -167,7 +168,7 @@ def details_content(
     exactness: Exactness | None = None,
 ) -> Content:
     """Return the contents of the details panel, laid out for `width` cells."""
-    parts = [Content.assemble(_speed_up(method), *(_row(*each, width) for each in drafters))]
+    parts = [Content.assemble(_speed_up(method, stats), *(_row(*each, width) for each in drafters))]
     if exactness is not None:
         parts.append(Content(exactness_sentence(exactness) + "\n"))
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
@@ -179,8 +180,12 @@ def details_content(
     return Content("\n").join([part for part in parts if part])
 
 
-def _speed_up(method: MethodReport) -> Content:
-    lines = [speed_up_text(method), reason_text(method) if method.effective != "none" else "", method.note]
+def _speed_up(method: MethodReport, stats: Stats | None) -> Content:
+    lines = [
+        speed_up_text(method, stats),
+        reason_text(method) if method.effective != "none" else "",
+        method.note,
+    ]
     return Content.assemble(_heading("Speed-up"), *(f"{sentences(line)}\n" for line in lines if line))
 
 
@@ -216,9 +221,10 @@ def _speed(
         rows.append(("Guesses accepted", f"{share} ({percent(stats.acceptance_rate)})"))
     if stats.tokens_per_target_pass is not None:
         rows.append(("Tokens at a time", f"{stats.tokens_per_target_pass:.2f}"))
-    if method.speed_up_text and method.effective != "none":
+    is_measured = not is_too_short(stats)
+    if is_measured and method.speed_up_text and method.effective != "none":
         rows.append(("Speed-up", method.speed_up_text))
-    elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
+    elif is_measured and method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(("Speed-up", f"{stats.speedup_estimate:.2f}x"))
     lines = [_row(label, value, width) for label, value in rows]
     if line := sparkline(rates, width - 1):
