@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from edgespec.attachments.finding import find_files, shown_path
 from edgespec.chat.message import AttachedFile
 from edgespec.errors import AttachmentError, EdgespecError, OptionError
-from edgespec.model.image import MAX_IMAGE_BYTES, Image, looks_like_image
+from edgespec.model.image import MAX_IMAGE_BYTES, Image, is_named_like_image, looks_like_image
 from edgespec.system.child_process import ChildProcess, module_arguments
 from edgespec.system.files import error_reason, format_bytes, regular_file_bytes
 from edgespec.system.waiting import wait_for
@@ -116,13 +116,14 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
             "copy the part you need to a smaller file",
             code="attachment_too_large",
         )
-    if looks_like_image(start):
+    is_pdf = _PDF_MARK in start
+    # `Image.read` says what is wrong with the file of an image, such as that it is empty.
+    if looks_like_image(start) or (is_named_like_image(name) and not is_pdf):
         if not takes_images:
             raise AttachmentError(
                 f"{name} is an image", "attach images one by one", code="attachment_not_text"
             )
         return AttachedFile(name, "", image=Image.read(data, name))
-    is_pdf = _PDF_MARK in start
     return AttachedFile(name, _pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
 
 

@@ -347,7 +347,9 @@ def _as_attached_file(number: int, item: object, allows_damage: bool) -> Attache
         if allows_damage:
             return AttachedFile(item["name"], error.what)
         raise OptionError(
-            f"a file of message {number} is no image: {error.what}", error.next_step, code="messages_invalid"
+            f"a file of message {number} is not an image: {error.what}",
+            error.next_step,
+            code="messages_invalid",
         ) from error
     return AttachedFile(item["name"], item["text"], item["token_count"], image)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.errors import AttachmentError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image as PillowImage
 
-__all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "looks_like_image"]
+__all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "is_named_like_image", "looks_like_image"]
 
 # Display names of the supported formats, keyed by Pillow's names.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
@@ -29,6 +30,8 @@ _PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
 _SEVERAL_JPEGS = "MPO"
 # Maximum size of an image file in bytes. A photo of 40 megapixels takes about 20 MB.
 MAX_IMAGE_BYTES = 32 << 20
+# Endings of the names of image files. Not `.svg`, which is text.
+_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # Maximum number of pixels. Decoding takes up to 6 bytes of memory per pixel, so at most 240 MB.
 _MAX_PIXELS = 40_000_000
 # EXIF's tag for the orientation of a photo, and its value for photos that are stored upright.
@@ -37,6 +40,11 @@ _ORIENTATION, _UPRIGHT = 0x0112, 1
 _FIRST_TRANSPOSED = 5
 # Pillow's modes in which the values of neighbouring pixels can be blended.
 _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
+
+
+def is_named_like_image(name: str) -> bool:
+    """Return whether a file's name ends like that of an image in a common format, supported or not."""
+    return Path(name).suffix.lower() in _SUFFIXES
 
 
 def looks_like_image(data: bytes) -> bool:
@@ -175,13 +183,15 @@ def _opened(name: str, data: bytes) -> PillowImage:
     """Open an image file without decoding it. Raises AttachmentError."""
     import PIL.Image
 
+    if not data:
+        raise AttachmentError(f"{name} is empty", "choose another file", code="attachment_unreadable")
     # edgespec has its own, lower limit on the number of pixels.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
         try:
             return PIL.Image.open(BytesIO(data), formats=tuple(FORMATS))
         except PIL.Image.DecompressionBombError:
-            size = "more pixels than any photo"
+            size = f"far more than {_MAX_PIXELS // 10**6} megapixels"
         except Exception:
             # Pillow's parsers raise many kinds of errors.
             size = ""
@@ -190,7 +200,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
             f"{name} has {size}", "reduce its size with an image editor", code="attachment_too_large"
         )
     raise AttachmentError(
-        f"{name} is no image that edgespec can read, or is damaged",
+        f"{name} is damaged, or is not an image that edgespec can read",
         "convert it to PNG, JPEG or WebP",
         code="attachment_unreadable",
     )

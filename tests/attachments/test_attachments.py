@@ -140,8 +140,8 @@ def _pdf(data: bytes) -> Callable[[], object]:
         (lambda: None, "there is no file file; check the path"),
         (lambda: Path("file").write_bytes(os.urandom(100) + b"\0\xff"), "not a text file in UTF-8 or UTF-16"),
         (lambda: Path("file").write_bytes(b"a\xe9b"), "not a text file in UTF-8"),
-        (lambda: Path("file").write_bytes(b"\x89PNG\r\n"), "file is no image that edgespec can read"),
-        (lambda: Path("file").write_bytes(b"RIFF1234WEBPVP8 "), "file is no image that edgespec can read"),
+        (lambda: Path("file").write_bytes(b"\x89PNG\r\n"), "file is damaged, or is not an image"),
+        (lambda: Path("file").write_bytes(b"RIFF1234WEBPVP8 "), "file is damaged, or is not an image"),
         (_sparse, "file is 1.0 GiB in size, which exceeds the limit of 16.0 MiB"),
         (lambda: os.mkfifo("file"), "the path is not a regular file"),
         (lambda: Path("file").symlink_to("file"), "too many levels of symbolic links"),
@@ -159,6 +159,26 @@ def test_hostile_files_are_refused_in_one_sentence(make: Callable[[], object], r
         read_files("file")
     assert reason in str(raised.value)
     assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "photo.JPG is empty"), (b"just text", "photo.JPG is damaged, or is not an image")],
+)
+def test_a_file_named_like_an_image_is_never_attached_as_text(
+    content: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photo.JPG").write_bytes(content)
+    with pytest.raises(AttachmentError) as raised:
+        read_files("photo.JPG")
+    assert reason in str(raised.value)
+
+
+def test_a_pdf_file_may_have_the_name_of_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("scan.png").write_bytes(pdfs.text_pdf("a line"))
+    assert "a line" in read_files("scan.png").files[0].text
 
 
 def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

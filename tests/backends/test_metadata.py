@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
+from edgespec.backends.llamacpp.model import load
 from edgespec.errors import ModelFileError
 from edgespec.loading.prepare.layerskip import prepare_layerskip
 from edgespec.methods.model.vocabularies import compare_vocabularies
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_header import read_header
-from edgespec.model.formats.gguf_metadata import read_gguf_info
+from edgespec.model.formats.gguf_metadata import file_type_name, read_gguf_info
 from edgespec.model.formats.mlx_metadata import read_mlx_info
 from edgespec.model.model_facts import ModelInfo
 from edgespec.model.token_list import TokenList, tokens_of_folder, tokens_of_header
@@ -313,3 +314,22 @@ class TestSaved:
         monkeypatch.setattr("edgespec.store.installed._read_tokens", lambda *_: (None, None))
         assert shared_token_fraction(target, draft) == 1.0
         assert shared_token_fraction(draft, target) is None
+
+
+@pytest.mark.parametrize(
+    ("file_type", "name"), [(0, "F32"), (1, "F16"), (7, "Q8_0"), (15, "Q4_K_M"), (9999, ""), (None, "")]
+)
+def test_file_types_have_the_names_that_files_have(file_type: int | None, name: str) -> None:
+    assert file_type_name(file_type) == name
+
+
+def test_a_loaded_model_names_its_quantisation_like_its_file(tmp_path: Path) -> None:
+    """llama.cpp describes this file as "(guessed) all F32"."""
+    path = tmp_path / "tiny.gguf"
+    write_llama(path)
+    options = LoadOptions(context_tokens=64, gpu_layers=0, threads=1, kv_type="f16")
+    model = load(str(path), "tiny", options)
+    try:
+        assert model.facts.quantisation == read_gguf_info(path).quantisation == "F32"
+    finally:
+        model.close()

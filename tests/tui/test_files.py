@@ -249,7 +249,7 @@ async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) ->
     with Path("huge.bin").open("wb") as file:
         file.truncate(1 << 30)
     problems = {
-        "photo.png": "photo.png is no image",
+        "photo.png": "photo.png is damaged, or is not an image",
         "picture.png": "picture.png is an image, but demo cannot see images",
         "big.txt": "big.txt has at least ",
         "pipe": "pipe cannot be read: the path is not a regular file",

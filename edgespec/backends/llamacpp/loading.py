@@ -32,6 +32,7 @@ from edgespec.model.base import LoadOptions, Progress, Vocabulary
 from edgespec.model.formats.file_quirks import explain_refusal
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import GgufHeader, read_header
+from edgespec.model.formats.gguf_metadata import file_type_name
 from edgespec.model.memory_estimate import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.system.cores import usable_cores
@@ -61,6 +62,8 @@ Paths: TypeAlias = str | Sequence[str]
 # for each other longer than they compute. Only toy models are that small.
 _SMALL_MODEL_BYTES = 64 * 2**20
 _LARGE_MODEL_BYTES = 1 << 40
+# The flag that llama.cpp adds to the type of a file that does not state it (LLAMA_FTYPE_GUESSED).
+_GUESSED = 1024
 
 
 def check_file(path: str) -> int:
@@ -343,7 +346,7 @@ def describe(
         file_bytes=check_file(path) if file_bytes is None else file_bytes,
         weight_bytes=lib.llama_model_size(weights),
         kv_bytes=plan.kv_bytes,
-        quantisation=lib.llama_ftype_name(lib.llama_model_ftype(weights)).decode(),
+        quantisation=file_type_name(lib.llama_model_ftype(weights) & ~_GUESSED),
         trained_context_tokens=trained,
         context_tokens=plan.tokens,
         vocab_size=vocabulary.size,

@@ -18,7 +18,14 @@ from edgespec.model.token_list import tokens_of_header
 from edgespec.options.methods import head_kinds
 from edgespec.options.reply_options import stated_sampling
 
-__all__ = ["read_gguf_info", "read_pass_weights", "read_split_info", "split_metadata_file", "tensor_bytes"]
+__all__ = [
+    "file_type_name",
+    "read_gguf_info",
+    "read_pass_weights",
+    "read_split_info",
+    "split_metadata_file",
+    "tensor_bytes",
+]
 
 # llama.cpp architectures that compute embeddings instead of generating text.
 _EMBEDDING = (
@@ -245,20 +252,24 @@ def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str
     """Return the quantisation named in the metadata, or else the type of most weights."""
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
-    try:
-        return (
-            gguf.LlamaFileType(metadata["general.file_type"])
-            .name.removeprefix("MOSTLY_")
-            .removeprefix("ALL_")
-        )
-    except (KeyError, ValueError, TypeError):
-        pass
+    if name := file_type_name(metadata.get("general.file_type")):
+        return name
     weights: dict[int, int] = {}
     for tensor in tensors:
         weights[tensor.kind] = weights.get(tensor.kind, 0) + tensor.elements
     try:
         return str(gguf.GGMLQuantizationType(max(weights, key=weights.__getitem__)).name)
     except ValueError:
+        return ""
+
+
+def file_type_name(file_type: Any) -> str:
+    """Return the name of a llama.cpp file type, such as `Q4_K_M`. Empty if it is unknown."""
+    import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
+
+    try:
+        return gguf.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except (ValueError, TypeError):
         return ""
 
 
