@@ -237,7 +237,11 @@ def _serve_chat(stop: Stop, words: Sequence[str], port: int, key: str | None, *,
             print_json({"chat_url": server.address})
         else:
             click.echo(f"Open this address in a browser on this machine: {server.address}")
-            click.echo("Each tab loads its own copy of the model. Closing the tab unloads it.")
+            # On Windows, programs cannot share a model (`api/sharing/sockets.py`).
+            shares = (
+                "loads its own copy of" if sys.platform == "win32" else "is a chat of its own, and all share"
+            )
+            click.echo(f"Each tab {shares} the model. Closing the last tab unloads it.")
             click.echo("Press Ctrl-C to stop.")
         sys.stdout.flush()
 

@@ -36,7 +36,8 @@ def chat_command() -> str:
     if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
         return script
     on_path = shutil.which("edgespec")
-    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+    # A folder on PATH can be a link to that of this installation. The interpreter itself is always a link.
+    if on_path is not None and Path(on_path).parent.resolve() == Path(sys.executable).parent.resolve():
         return "edgespec chat"
     return f"{shlex.quote(sys.executable)} -m edgespec chat"
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
@@ -26,12 +26,13 @@ from textual.widgets import ProgressBar, Static
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.saved_chat import NO_MODELS, ModelReferences, Setting
 from edgespec.chat.store import ChatStore
-from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
+from edgespec.errors import CancelledError, ChatFileError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tools.tool import visible
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.ending import ChatEnd, EndWatch, is_input_open, resume_value
 from edgespec.tui.input_syntax import QUOTES, block_text, ends_block
+from edgespec.tui.numbers import count
 from edgespec.tui.preferences import Preferences, preferences_path
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.help import HelpScreen
@@ -187,6 +188,8 @@ class ChatApp(App[None]):
         self._remember = remember
         self._loading = LoadingScreen(models.target)
         self._leaving = False
+        # Whether the user knows that quitting loses the messages of a chat that cannot be saved.
+        self._are_losses_known = False
         self._keys = KeyOrder(self, super().on_event)
 
     async def on_event(self, event: events.Event) -> None:
@@ -361,14 +364,33 @@ class ChatApp(App[None]):
         self.push_screen(HelpScreen(ChatScreen.BINDINGS, part))
 
     async def action_quit(self) -> None:
-        """Stop the reply, save the chat and quit. If called again, quit immediately."""
+        """Stop the reply, save the chat and quit. If called again, quit immediately.
+
+        If a chat cannot be saved, the first call only says so, because quitting would lose its messages.
+        """
         if self.screen is self._loading:
             self.action_cancel_load()
         elif self._leaving:
             self.exit()
-        else:
+        elif self._are_losses_known or not await self._lost_chats():
             self._leaving = True
             self._leave()
+        else:
+            self._are_losses_known = True
+            lost = count(len(self.archive.unsaved), "chat")
+            self.notify(
+                f"{lost} could not be saved. To quit and lose the messages, press Ctrl+Q again.",
+                severity="error",
+                timeout=10,
+                markup=False,
+            )
+
+    async def _lost_chats(self) -> bool:
+        """Try again to save the chats that could not be saved, and return whether that failed."""
+        if self.chat is not None and self.archive.unsaved:
+            with suppress(ChatFileError):
+                await self.archive.save(self.chat.current_chat, self.chat.runtime.target.name)
+        return bool(self.archive.unsaved)
 
     # With `run_worker`, Python would warn about this coroutine if the app exits before it starts.
     @work(exclusive=True)
@@ -413,6 +435,8 @@ class ChatApp(App[None]):
     async def _quit_now(self) -> None:
         # Quit at once if the model is still loading, because loading cannot always be stopped quickly.
         self._leaving = self._leaving or self.screen is self._loading
+        # A closed terminal cannot be asked.
+        self._are_losses_known = True
         await self.action_quit()
 
 

@@ -226,5 +226,9 @@ def test_the_command_is_the_one_that_started_the_chat(
     assert chat_command() == f"{sys.executable} -m edgespec chat", "that is another installation"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert chat_command() == "edgespec chat"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    monkeypatch.setenv("PATH", str(link))
+    assert chat_command() == "edgespec chat", "the folder on PATH is a link to this installation"
     monkeypatch.setenv("_EDGESPEC_CHAT_COMMAND", "scripts/chat")
     assert chat_command() == "scripts/chat"

@@ -81,6 +81,10 @@ def _ask_and_quit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         await d.settled()
         await d.say("a question")
         await d.press("ctrl+q")
+        if d.app.archive.unsaved:
+            await d.sees("1 chat could not be saved")
+            assert d.app.is_running
+            await d.press("ctrl+q")
 
     real_run = ChatApp.run
     monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True, auto_pilot=use))
