@@ -15,7 +15,7 @@ from tests.tui.driving import Driver, driving
 from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
 from tests.tui.snapshot_files import check_screen
 
-NOTICE = "This is the demo: a tiny model, often wrong. For a real one: edgespec chat --target 8b-q4"
+NOTICE = "This is the built-in demo model: a tiny terminal helper, often wrong; do not run what it prints."
 ASK = "How do I list files by size?"
 
 
