@@ -63,12 +63,18 @@ class InputParser(XTermParser):
         # The last characters that were received, because a marker can be split between two reads.
         self._tail = ""
         self._found = False
+        self._is_first = True
 
     def feed(self, data: str) -> Iterable[Message]:
         """Parse what the terminal has sent. An empty text ends the input."""
         if not data:
             yield from super().feed(data)
             return
+        if self._is_first:
+            # Until Textual takes over the terminal, the terminal itself turns Enter into a line feed.
+            self._is_first = False
+            keys, start, pasted = data.partition(BRACKETED_PASTE_START)
+            data = keys.replace("\n", "\r") + start + pasted
         while data:
             if self._pasted is None:
                 passed, data = self._split(data, BRACKETED_PASTE_START)

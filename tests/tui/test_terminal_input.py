@@ -76,6 +76,13 @@ class TestPastedText:
         assert parsed(*reads) == expected
 
 
+def test_enter_before_the_chat_has_started_is_enter() -> None:
+    """The terminal still turns it into a line feed, which is Ctrl+J, the key for a new line."""
+    assert parsed("a\nb", "c\nd") == [
+        ("key", "a"), ("key", "\r"), ("key", "b"), ("key", "c"), ("key", "\n"), ("key", "d")
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudoterminals of this kind")
 def test_no_byte_closes_the_chat(tmp_path: Path) -> None:
     """Invalid UTF-8 arrives as U+FFFD, and pasted control characters do nothing."""
