@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -220,9 +220,10 @@ class _ExactLoading:
     load: _Loader
     file_states: Sequence[str]
     progress: Progress | None
-    # The target in the configuration that was tried last, and its durations, if they were measured.
+    # The target in the configuration that was tried last.
     _loaded: LoadedTarget | None = None
-    _curve: CostCurve | None = None
+    # The durations of passes that were measured, by whether the weights were repacked.
+    _curves: dict[bool, CostCurve] = field(default_factory=dict)
 
     def run(self) -> LoadedTarget:
         try:
@@ -232,9 +233,9 @@ class _ExactLoading:
                 self._close()
             loaded, self._loaded = self._loaded or self.load(wanted), None
         finally:
-            curve = self._curve
             self._close()
         loaded = self._restricted(loaded, choice)
+        curve = self._curves.get(choice.repack)
         if curve is not None and choice.found is not None and choice.found.is_contiguous:
             loaded.costs.save(curve.up_to(choice.found.max_width))
         return loaded
@@ -247,7 +248,7 @@ class _ExactLoading:
     def _close(self) -> None:
         if self._loaded is not None:
             self._loaded.close()
-        self._loaded = self._curve = None
+            self._loaded = None
 
     def _choose(self) -> _Choice:
         """Return the best configuration, from saved trials where possible."""
@@ -319,12 +320,12 @@ class _ExactLoading:
         try:
             classes = find_width_classes(loaded.models[0], self.progress)
             is_needed = not (repack and classes[0].is_complete)
-            return loaded, classes, self._measure(loaded.models[0]) if is_needed else None
+            return loaded, classes, self._measure(loaded.models[0], repack=repack) if is_needed else None
         except BaseException:
             loaded.close()
             raise
 
-    def _measure(self, model: LanguageModel) -> Callable[[int], float]:
+    def _measure(self, model: LanguageModel, *, repack: bool) -> Callable[[int], float]:
         curve = measure_costs(
             model,
             COMPARED_WIDTHS,
@@ -333,7 +334,7 @@ class _ExactLoading:
             progress=self.progress,
         )
         model.truncate(0)
-        self._curve = curve
+        self._curves[repack] = curve
         return _duration(curve)
 
     def _speeds(

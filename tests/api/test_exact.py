@@ -267,7 +267,7 @@ def test_the_class_is_chosen_by_its_expected_speed(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", lambda *_: [_SINGLE, _PAIRS])
-    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_: _curve(*seconds))
+    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_, **_options: _curve(*seconds))
     with edgespec.load("demo", "none", context=256, exactness=requested, measure_costs=False) as runtime:
         found = runtime.target.exactness
     assert found is not None
@@ -305,7 +305,7 @@ def test_speeds_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
 
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", find)
-    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_: _curve(1.0, 1.0, 1.0))
+    monkeypatch.setattr(exact._ExactLoading, "_measure", lambda *_, **_options: _curve(1.0, 1.0, 1.0))
     counts = []
     for is_busy in (True, True, False, False):
         monkeypatch.setattr(exact, "_machine_is_busy", lambda is_busy=is_busy: is_busy)
