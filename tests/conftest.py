@@ -193,7 +193,7 @@ def exactness_is_tried_once(request: pytest.FixtureRequest, shared_folder: Path)
             classes: Sequence[WidthClass] = tuple(
                 WidthClass(tuple(widths), *others) for widths, *others in found["classes"]
             )
-            seconds = self._measure(loaded.models[0]) if found["measured"] else None
+            seconds = self._measure(loaded.models[0], repack=repack) if found["measured"] else None
         else:
             loaded, classes, seconds = try_one(self, repack=repack)
             written = {"classes": list(map(astuple, classes)), "measured": seconds is not None}
