@@ -222,7 +222,7 @@ class _ExactLoading:
     progress: Progress | None
     # The target in the configuration that was tried last.
     _loaded: LoadedTarget | None = None
-    # The durations of passes that were measured, by whether the weights were repacked.
+    # The measured pass durations. The key is whether the weights were repacked.
     _curves: dict[bool, CostCurve] = field(default_factory=dict)
 
     def run(self) -> LoadedTarget:

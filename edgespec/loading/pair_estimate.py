@@ -234,7 +234,7 @@ class PairEstimator:
     def _substitute_items(
         self, choice: PlanChoice, copies: Substitutes, options: LoadOptions, target_tokens: int
     ) -> Sequence[Item]:
-        """Return the items of the drafting model, which shares all other weights with the target."""
+        """Return the items of the draft model, which shares all other weights with the target."""
         from edgespec.backends.llamacpp.lowbit import partial_copy_options
 
         tokens = self._copy_context_tokens(choice, target_tokens)

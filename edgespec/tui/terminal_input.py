@@ -66,7 +66,7 @@ class InputParser(XTermParser):
         self._is_first = True
 
     def feed(self, data: str) -> Iterable[Message]:
-        """Parse what the terminal has sent. An empty text ends the input."""
+        """Parse what the terminal has sent. An empty string ends the input."""
         if not data:
             yield from super().feed(data)
             return

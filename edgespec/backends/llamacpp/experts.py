@@ -46,9 +46,8 @@ def expert_bytes(paths: str | Sequence[str]) -> dict[int, int]:
     return dict(_expert_bytes(files, tuple(map(file_state, files))))
 
 
-@lru_cache(
-    maxsize=64
-)  # Reading a header with a large vocabulary is slow, and planning needs the sizes often.
+# Cached because planning needs the sizes often, and reading a header with a large vocabulary is slow.
+@lru_cache(maxsize=64)
 def _expert_bytes(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     found: dict[int, int] = {}
     for file in files:

@@ -64,7 +64,7 @@ _ALL_TOKENS = 1 << 62
 # The maximum number of KV cells to copy from the target at once. Small chunks need little memory and can be
 # interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
-# Maximum number of tokens in a pass of a drafting model that shares weights with the target. Chosen to be
+# Maximum number of tokens in a pass of a draft model that shares weights with the target. Chosen to be
 # enough for all but unusually wide draft trees. Each token takes memory for logits and intermediate results,
 # and memory is short if the target is streamed.
 _SHARED_ROWS = 96
@@ -72,7 +72,7 @@ _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
 def partial_copy_options(options: LoadOptions) -> LoadOptions:
-    """Return the load options of a drafting model that shares weights with the target."""
+    """Return the load options of a draft model that shares weights with the target."""
     rows = min(options.batch_tokens, _SHARED_ROWS)
     return replace(options, adapters=(), projector="", batch_tokens=rows, max_logit_rows=rows)
 

@@ -1,10 +1,10 @@
 """Draft with a streamed target whose streamed blocks are replaced by low-bit copies that stay in memory.
 
-This is SubSpec (arXiv 2509.18344). Most of the drafting model is the target itself: its weights have the same
+This is SubSpec (arXiv 2509.18344). Most of the draft model is the target itself: its weights have the same
 addresses as the target's, so they are in memory only once.
 
 llama.cpp cannot build a model from the weights of another one. It therefore loads a sparse file that has the
-header of the drafting model and no weights, which takes up no memory once the mapping of the file has been
+header of the draft model and no weights, which takes up no memory once the mapping of the file has been
 replaced. Then the data pointer of each tensor is set to the target's weights, or the low-bit copy is read to
 the tensor's address.
 """
@@ -46,7 +46,7 @@ _POINTER_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the drafting model, and the offset of its low-bit copy in the file, if it has one."""
+    """A tensor of the draft model, and the offset of its low-bit copy in the file, if it has one."""
 
     tensor: GgufTensor
     offset_bytes: int | None
@@ -71,14 +71,14 @@ def loaded_bytes(file: Path, layers: Sequence[int]) -> int:
 def load_substituted(
     target: Any, path: str, file: Path, layers: Sequence[int], name: str, options: LoadOptions
 ) -> Any:
-    """Load the drafting model of a streamed target.
+    """Load the draft model of a streamed target.
 
     Args:
-        target: The target's llama_model handle. It must stay loaded while the drafting model is in use.
+        target: The target's llama_model handle. It must stay loaded while the draft model is in use.
         path: The target's file, or the first of its files.
         file: A GGUF file with low-bit copies of feed-forward weights.
         layers: The layers that the target streams.
-        name: Name of the drafting model, for messages.
+        name: Name of the draft model, for messages.
         options: The target's load options.
 
     Returns:
@@ -119,7 +119,7 @@ def load_substituted(
 
 
 def _sources(files: Sequence[Path], file: Path, layers: frozenset[int]) -> list[_Source]:
-    """Return the tensors of the drafting model in the order of its file, with their offsets in it."""
+    """Return the tensors of the draft model in the order of its file, with their offsets in it."""
     header = read_header(file)
     copies = {tensor.name: tensor for tensor in header.tensors}
     alignment = int(read_header(files[0]).metadata.get("general.alignment", 32))
@@ -153,7 +153,7 @@ def _bytes_of(tensor: GgufTensor) -> int:
 
 
 def _fill(weights: Any, target: Any, sources: Sequence[_Source], file: Path) -> None:
-    """Share the target's weights with the drafting model, and read the low-bit copies."""
+    """Share the target's weights with the draft model, and read the low-bit copies."""
     get_tensor, backend = _tensor_getter(), ggml()
     with file.open("rb", buffering=0) as copies:
         for source in sources:

@@ -345,7 +345,7 @@ class WaitingMessages(Static):
         return texts
 
     def take_all(self) -> str:
-        """Remove all messages and return them as one text, separated by blank lines."""
+        """Remove all messages and return their text, joined with blank lines."""
         return "\n\n".join(self.take_texts())
 
     def _show(self) -> None:
