@@ -42,8 +42,8 @@ __all__ = [
 # Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
 _NAMES = {
-    False: ("memory.max", "memory.current", "inactive_file"),
-    True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    False: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    True: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 # Round the free address space down to a multiple of this many bytes, so that small changes in memory use do
 # not change the budget.
@@ -185,17 +185,17 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
     """Yield the limits set by this process's cgroups (versions 1 and 2) and their parents.
 
-    Inactive page cache counts as free, because the kernel reclaims it on demand.
+    The page cache counts as free, because the kernel reclaims it on demand. Pages that were read more than once
+    are on its active list, and are reclaimed too. Locked pages are on neither list.
     """
     for group in control_groups("memory", root):
-        limit_file, usage_file, inactive_key = _NAMES[group.version_1]
+        limit_file, usage_file, cache_keys = _NAMES[group.version_1]
         limit = _number(group.read(limit_file))
         if 0 <= limit < _UNLIMITED_BYTES:
             stat = dict(line.partition(" ")[::2] for line in group.read("memory.stat").splitlines())
-            used = max(0, _number(group.read(usage_file))) - max(0, _number(stat.get(inactive_key, "")))
-            yield Limit(
-                max(0, limit - max(0, used)), f"the memory limit of the control group {group.name}", hard=True
-            )
+            cached = sum(max(0, _number(stat.get(key, ""))) for key in cache_keys)
+            used = max(0, _number(group.read(usage_file)) - cached)
+            yield Limit(max(0, limit - used), f"the memory limit of the control group {group.name}", hard=True)
 
 
 def _number(text: str) -> int:

@@ -280,13 +280,15 @@ def test_the_passes_of_the_chosen_class_are_measured_only_once(
 ) -> None:
     measured = []
 
-    def noted(model: Any, widths: Any = (), *rest: Any, **options: Any) -> Any:
-        measured.append(tuple(widths))
-        return measure_costs(model, widths, *rest, **options)
+    def noted(model: Any, **options: Any) -> Any:
+        measured.append(options.get("widths"))
+        return measure_costs(model, **options)
 
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "find_width_classes", lambda *_: [WidthClass((1, 2, 3))])
     monkeypatch.setattr(target_costs, "measure_costs", noted)
+    # On a busy machine, a pass can take much longer than just before, and edgespec then measures again.
+    monkeypatch.setattr(target_costs, "MAX_STEP_RATIO", 1e9)
     with edgespec.load("demo", "none", context=512, exactness="bits") as runtime:
         curve = runtime._costs.curve()
     # Only the speed of a single-token pass is compared with that of the saved curve.

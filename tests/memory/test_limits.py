@@ -45,14 +45,14 @@ class TestControlGroups:
         )
         assert _found(root) == {"/user.slice": 3900}
 
-    def test_inactive_file_pages_count_as_free(self, tmp_path: Path) -> None:
+    def test_the_page_cache_counts_as_free(self, tmp_path: Path) -> None:
         root = _write(
             tmp_path,
             {
                 "proc/self/cgroup": "0::/\n",
                 "sys/fs/cgroup/memory.max": "5000",
                 "sys/fs/cgroup/memory.current": "2100",
-                "sys/fs/cgroup/memory.stat": "anon 100\ninactive_file 1500\nactive_file 7\n",
+                "sys/fs/cgroup/memory.stat": "anon 100\ninactive_file 1400\nactive_file 100\nunevictable 300\n",
             },
         )
         assert _found(root) == {"/": 4400}
