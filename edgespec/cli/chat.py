@@ -125,7 +125,10 @@ def command(
             arguments = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
         else:
             arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
-        arguments |= {"target": reference, **(changed or {})}
+        changed = changed or {}
+        # A choice of `exactness` in the chat replaces `--exact` as well.
+        exact = bool(arguments.get("exact")) and "exactness" not in changed
+        arguments |= {"target": reference, "exact": exact, **changed}
 
         return lambda progress: sharing.load(arguments, progress)
 

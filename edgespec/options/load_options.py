@@ -106,7 +106,7 @@ class LoadArguments(TypedDict, total=False):
         "Whether replies must be exactly the same as without the speed-up. `bits` guarantees this. `auto`"
         " guarantees it unless replies would be more than 3% slower. `off` does not guarantee it: differences"
         " in rounding can change replies.",
-        default="auto")]
+        default="auto", in_chat=("Identical replies", "auto, bits (always) or off"))]
     exact: Annotated[bool, Option(Flag(), "model",
         "The same as --exactness bits.",
         default=False)]

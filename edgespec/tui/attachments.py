@@ -114,7 +114,7 @@ class AttachmentReader:
     def _too_large(self, size: str) -> AttachmentError:
         return AttachmentError(
             f"{size}, but the context holds only {self._runtime.context_tokens:,}",
-            "attach less, or start edgespec with a larger --context",
+            "attach less, or choose a larger --context",
             code="attachment_too_large",
         )
 

@@ -126,6 +126,7 @@ def loaded_value(name: str, runtime: ChatModel) -> str:
     plan = runtime.plan
     values = {
         "draft": runtime.draft.name if runtime.draft is not None else "none",
+        "exactness": exactness.requested if (exactness := runtime.target.exactness) else "auto",
         "head": ", ".join(_head_names(runtime)) or "none",
         "context": count(runtime.context_tokens),
         "experts": str(plan.experts.layers_in_memory) if plan and plan.experts else "auto",
@@ -208,15 +209,14 @@ def exactness_text(exactness: Exactness) -> str:
             return exactness.outcome.replace("plain decoding", "those without the speed-up")
         cost = f", which takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
         return (
-            "can differ from those without the speed-up by rounding; to prevent that, start edgespec with"
-            f" --exact{cost}"
+            "can differ from those without the speed-up by rounding; to prevent that, use /set exactness"
+            f" bits{cost}"
         )
     if not limits_speed(exactness):
         return "identical with and without the speed-up"
     gain = f"makes them up to {percent(1 / speed - 1)} faster" if speed and speed < 1 else "allows guessing"
     return (
-        f"identical with and without the speed-up; starting edgespec with --exactness off {gain}, but can"
-        " change them"
+        f"identical with and without the speed-up; /set exactness off {gain}, but can change them"
     )
 
 
