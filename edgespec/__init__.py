@@ -118,7 +118,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use, which keeps `import edgespec` and `edgespec --help` fast."""
+    """Import public names lazily, to keep `import edgespec` and `edgespec --help` fast."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def shorten(text: object, max_characters: int = 120) -> str:
-    """Truncate a value's text to `max_characters`, for messages that quote long values."""
+    """Truncate `text` to `max_characters`, for messages that quote long values."""
     shown = str(text)
     return shown if len(shown) <= max_characters else f"{shown[:max_characters]}..."
 
@@ -45,9 +45,9 @@ class EdgespecError(Exception):
     Attributes:
         what: What failed, including the value that caused it.
         next_step: What the user can do about it. May be empty.
-        code: Stable name of the cause, such as `model_not_found`, for programs to branch on. Each class has a
-            default. `docs/errors.md` lists all codes.
-        option: Name of the option whose value caused the error. Empty if that is unknown.
+        code: Stable identifier of the cause, such as `model_not_found`, that programs can branch on. Each
+            class has a default. `docs/errors.md` lists all codes.
+        option: Name of the option whose value caused the error. Empty if unknown.
     """
 
     code = "failed"
@@ -60,7 +60,7 @@ class EdgespecError(Exception):
         super().__init__(f"{self.what}; {self.next_step}" if self.next_step else self.what)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let other processes raise the error, whatever arguments its class takes."""
+        """Make the error picklable without calling `__init__`, whose arguments differ between subclasses."""
         return _restored, (type(self), self.args), self.__dict__
 
     def __repr__(self) -> str:

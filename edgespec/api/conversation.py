@@ -21,7 +21,7 @@ __all__ = ["Chat"]
 
 
 class _Stream(Protocol):
-    """The attributes of a reply's stream that `Chat` uses."""
+    """The attributes of a reply stream that `Chat` uses."""
 
     prompt_tokens: int
     dropped_messages: int
@@ -70,7 +70,7 @@ class Chat(Generic[_StreamT]):
 
     @property
     def context_used_tokens(self) -> int:
-        """Number of context tokens that the last turn's prompt and reply take up.
+        """Number of context tokens occupied by the last turn's prompt and reply.
 
         Before the first turn, this is the token count of the initial messages, which can exceed the context,
         or 0 if the chat template rejects them.
@@ -83,8 +83,8 @@ class Chat(Generic[_StreamT]):
     def stream(self, text: str, images: Sequence[ImageSource] = (), **options: Any) -> _StreamT:
         """Send a message and stream the reply.
 
-        The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far.
-        If the reply fails, or is cancelled before its first word, the conversation is left unchanged.
+        The reply is appended to `messages` when it ends. If it is cancelled, the text generated so far is
+        kept. If it fails, or is cancelled before its first word, the conversation is left unchanged.
 
         Args:
             text: The user's message.
@@ -116,10 +116,10 @@ class Chat(Generic[_StreamT]):
     def continue_reply(self, **options: Any) -> _StreamT:
         """Continue the last reply where it stopped, or answer the last message if it has no reply yet.
 
-        The stream yields only the new text, which is appended to the last message when it ends. Use this for
-        a reply that was interrupted or reached its maximum length. With the same settings and seed, the
-        result is the same as an uninterrupted reply, provided that the text so far tokenizes back to the same
-        tokens.
+        Use this for a reply that was interrupted or reached its maximum length. The stream yields only the
+        new text, which is appended to the last message when the stream ends. With the same settings and
+        seed, the result is the same as an uninterrupted reply, provided that the text so far tokenizes back
+        to the same tokens.
 
         Args:
             **options: See `stream`.

@@ -20,7 +20,7 @@ __all__ = ["Embedding", "tokenize_texts"]
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A vector that represents the meaning of text. Similar texts have vectors with a large dot product.
+    """A vector that represents the meaning of text. Vectors of similar texts have a large dot product.
 
     Attributes:
         vector: The unit vector, float32 [size].
@@ -32,12 +32,12 @@ class Embedding:
 
     @classmethod
     def of(cls, vector: NDArray[np.float32], tokens: int) -> Embedding:
-        """Create an embedding from a vector of any length by normalising it to length 1."""
+        """Create an embedding by normalising a vector to length 1."""
         length = float(np.linalg.norm(vector))
         return cls(vector / np.float32(length or 1.0), tokens)
 
     def shortened(self, size: int) -> Embedding:
-        """Return the first `size` dimensions, renormalised. Meant for Matryoshka embeddings.
+        """Return the first `size` dimensions, renormalised. This is intended for Matryoshka embeddings.
 
         Raises:
             OptionError: The vector has fewer dimensions.

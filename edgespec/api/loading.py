@@ -51,7 +51,7 @@ _ignores_costs = ContextVar("ignores_costs", default=False)
 def always_draft() -> Iterator[None]:
     """Make models loaded in this `with` block always draft, even if that saves no time.
 
-    Tests and `edgespec verify` compare replies with and without drafting, so drafting must not be skipped.
+    Tests and `edgespec verify` need this, because they compare replies with and without drafting.
     """
     before = _ignores_costs.set(True)
     try:
@@ -69,11 +69,11 @@ def load(
 ) -> Runtime:
     """Load a model, and a draft model to speed it up.
 
-    Downloads missing models. Does not load models that would not fit in memory.
+    Missing models are downloaded. Models that would not fit in memory are not loaded.
 
     Args:
-        target: The model to run: a path, `user/repo:quant`, or a name such as `8b-q4`. Defaults to `smollm2`
-            or, if that is not installed, to `demo`.
+        target: The model to run: a path, `user/repo:quant`, or a name such as `8b-q4`. Defaults to
+            `smollm2` or, if that is not installed, to `demo`.
         draft: The draft model. `auto` chooses the best one on this machine; `none` or None disables it.
         progress: Called with a description and the completed fraction. Returning False cancels loading.
         **options: See `edgespec.LoadArguments`. `docs/options.md` lists them with their defaults.
@@ -82,7 +82,7 @@ def load(
         A Runtime with the loaded models. Close it after use, or use it in a `with` statement.
 
     Raises:
-        EdgespecError: Loading failed. The error states the reason and a hint.
+        EdgespecError: Loading failed. The error gives the reason and a hint.
     """
     if progress is not None and not callable(progress):
         raise OptionError(
@@ -108,7 +108,7 @@ def _load_pair(pair: ModelPair, request: LoadRequest, progress: Progress | None)
         load_options = with_projector(load_options, pair.target, request.projector)
         trial_notice = ""
         if not request.trust:
-            # A target on workers may exceed this machine's memory, so try only its metadata.
+            # Try only the metadata of a target on workers, because it may not fit in this machine's memory.
             trial = load_options if request.machines is None else replace(load_options, memory_bytes=0)
             pair, trial_notice = try_pair(pair, trial, progress)
         budget = budget_for(pair.backends, request.drafting.arguments)
@@ -205,7 +205,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
 
 
 def _unsaved_notice() -> str:
-    """Return a notice if measurements cannot be saved, which makes every start as slow as the first."""
+    """Return a notice if measurements cannot be saved, in which case every start is as slow as the first."""
     reason = unwritable_cache() or Facts().notice
     if not reason:
         return ""
@@ -216,7 +216,7 @@ def _unsaved_notice() -> str:
 
 
 def _unused_notice(target: Resolved) -> str:
-    """Return a notice about an Ollama model's settings that edgespec ignores."""
+    """Return a notice about an Ollama model's settings that edgespec does not use."""
     names = [name for name in target.unused if name != "template"]
     if not names:
         return ""
@@ -251,7 +251,7 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
 def _acceptance_recorder(
     pair: ModelPair, drafting: DraftingOptions, options: LoadOptions
 ) -> AcceptanceRecorder | None:
-    """Return a recorder for the draft model's acceptance rate, or None if the options would skew it."""
+    """Return a recorder for the draft model's acceptance rate, or None if the options would skew the rate."""
     arguments = drafting.arguments
     distorts = (
         options.adapters or arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]

@@ -1,4 +1,4 @@
-"""Collect the information about this machine and its backends that `edgespec doctor` reports."""
+"""Collect the information about this machine and its backends for `edgespec doctor`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgespec.system.files import cache_folder, log_folder
 
 __all__ = ["Gpu", "MachineInfo", "MlxInfo", "gpu_vendors", "inspect_machine"]
 
-# PCI vendor IDs of GPUs that can run models. Other devices, such as virtual displays, cannot.
+# PCI vendor IDs of GPUs that can run models. Devices from other vendors, such as virtual displays, cannot.
 _VENDORS = {0x1002: "AMD", 0x10DE: "NVIDIA", 0x8086: "Intel"}
 
 
@@ -34,14 +34,14 @@ class MlxInfo:
     """Information about the installed mlx and mlx-lm packages.
 
     Attributes:
-        version: The version of mlx.
-        lm_version: The version of mlx-lm.
-        device: The device that models run on.
+        version: Version of mlx.
+        lm_version: Version of mlx-lm.
+        device: Device that models run on.
         metal: Whether MLX can use Metal on this machine.
         cuda: Whether MLX can use CUDA on this machine.
-        working_set_bytes: Metal's recommended GPU memory limit. 0 without Metal.
-        problem: Why MLX is missing or cannot be loaded. If set, the other attributes are empty. Empty if MLX
-            works.
+        working_set_bytes: GPU memory limit recommended by Metal. 0 without Metal.
+        problem: Why MLX is missing or cannot be loaded, in which case the other attributes are empty.
+            Empty if MLX works.
     """
 
     version: str = ""
@@ -55,7 +55,7 @@ class MlxInfo:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Paths of the folders and files that edgespec uses. They may not exist yet."""
+    """Paths of the folders and files that edgespec uses, which may not exist yet."""
 
     models: Path
     chats: Path
@@ -97,7 +97,7 @@ class MachineInfo:
 
 
 def inspect_machine() -> MachineInfo:
-    """Collect information about this machine. Loads llama.cpp and MLX if installed, but no model."""
+    """Collect information about this machine. This loads llama.cpp and MLX if installed, but no model."""
     from huggingface_hub import constants
 
     vendors = gpu_vendors()
@@ -156,12 +156,12 @@ def _mlx() -> MlxInfo:
 
 
 def gpu_vendors(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the vendors of the GPUs. `root` contains /proc and /sys."""
+    """Return the vendors of the GPUs. `root` is the folder that contains /proc and /sys."""
     found = set()
     for file in root.glob("sys/class/drm/renderD*/device/vendor"):
         with suppress(OSError, ValueError):
             found.add(_VENDORS.get(int(file.read_text(), 16), ""))
-    # NVIDIA's compute driver works without the kernel's graphics interface.
+    # NVIDIA's compute driver does not need the kernel's graphics interface.
     if (root / "proc/driver/nvidia/version").exists():
         found.add("NVIDIA")
     return tuple(sorted(found - {""}))

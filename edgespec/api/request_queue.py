@@ -26,18 +26,18 @@ __all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
 
 
 _Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings", "_Turn")
-# Seconds between calls of the `wait` function of a caller that is waiting for a turn.
+# Seconds between calls to a waiting caller's `wait` function.
 _WAIT_SECONDS = 0.1
 
 
 class RequestQueue(Replies["QueuedReply"]):
     """Runs requests on one runtime in the order they arrive, up to `Runtime.parallel` at a time.
 
-    Replies are generated in the queue's own threads, so a caller that reads its reply slowly does not delay
-    the others. All methods can be called from any thread. Closing the queue does not close the runtime. Call
-    `cancel` on a reply that nobody will read. Invalid options, messages and tools raise OptionError at once.
-    Other errors are raised by the queued reply. The `on_end` callback of a reply runs in one of the queue's
-    threads and must not wait for another queued reply.
+    Replies are generated in the queue's own threads, so a caller that reads its reply slowly does not
+    delay the others. All methods can be called from any thread. Closing the queue does not close the
+    runtime. Call `cancel` on a reply that nobody will read. Invalid options, messages and tools raise
+    OptionError immediately. Other errors are raised by the queued reply. A reply's `on_end` callback
+    runs in one of the queue's threads and must not wait for another queued reply.
 
     Args:
         runtime: The runtime. Queued requests fail with BusyError if it is also used outside the queue.
@@ -128,7 +128,7 @@ class RequestQueue(Replies["QueuedReply"]):
             return queued
 
     def _remove(self, queued: QueuedReply | QueuedEmbeddings | _Turn) -> bool:
-        """Remove a waiting request. Return False if it has already started."""
+        """Remove a waiting request from the queue. Return False if it has already started."""
         with self._changed:
             if queued not in self._waiting:
                 return False
@@ -144,7 +144,7 @@ class RequestQueue(Replies["QueuedReply"]):
                 running = self._waiting.popleft()
                 self._running.add(running)
             error = running._run()
-            # Remove the reply from the queue before its caller can submit another request.
+            # Mark the request as finished before its caller can submit another one.
             with self._changed:
                 self._running.remove(running)
             running._end(error)
@@ -174,7 +174,7 @@ class RequestQueue(Replies["QueuedReply"]):
 
 
 class _Turn:
-    """A turn in the queue whose holder uses the runtime itself."""
+    """A turn in the queue, during which the caller uses the runtime directly."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self.cancel = cancel
@@ -203,7 +203,7 @@ class QueuedReply:
         self._remove = remove
         self._stream: ReplyStream | None = None
         self._cancelled = threading.Event()
-        # Text chunks of the reply. The last item is None or the error that ended the reply.
+        # Text chunks of the reply, followed by None or the error that ended the reply.
         self._chunks: SimpleQueue[TextChunk | Exception | None] = SimpleQueue()
         self._ended: Exception | None = None
         self._process_id = os.getpid()
@@ -242,7 +242,7 @@ class QueuedReply:
         return self.reply
 
     def cancel(self) -> None:
-        """Remove the request if it is still waiting. Otherwise, end the reply and keep its text so far."""
+        """Remove the request if it is still waiting. Otherwise, end the reply, keeping its text so far."""
         self._cancelled.set()
         if self._remove(self):
             self._end(CancelledError("the request was cancelled before it started"))
@@ -270,8 +270,8 @@ class QueuedEmbeddings:
     """The embeddings of queued texts. Created by `RequestQueue`.
 
     Attributes:
-        future: Provides the embeddings or the error, for programs that use asyncio. It cannot be cancelled.
-            Use `cancel` instead.
+        future: Provides the embeddings or the error to programs that use asyncio. It cannot be
+            cancelled. Use `cancel` instead.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class QueuedEmbeddings:
         self._result: list[Embedding] = []
         self.future: Future[list[Embedding]] = Future()
         self._process_id = os.getpid()
-        # From now on, `Future.cancel` has no effect.
+        # Mark the future as running, so that `Future.cancel` has no effect.
         self.future.set_running_or_notify_cancel()
 
     def wait(self) -> list[Embedding]:
@@ -295,7 +295,7 @@ class QueuedEmbeddings:
         return self.future.result()
 
     def cancel(self) -> None:
-        """Remove the request if it is still waiting. Otherwise, end it after the current forward pass."""
+        """Remove the request if it is still waiting. Otherwise, stop it after the current forward pass."""
         self._cancelled.set()
         if self._remove(self):
             self._end(CancelledError("the request was cancelled before it started"))
@@ -316,7 +316,7 @@ class QueuedEmbeddings:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return an error that a queue's thread can survive. Callbacks can raise SystemExit, for example."""
+    """Return an error that cannot stop a queue's thread. For example, callbacks can raise SystemExit."""
     if isinstance(error, Exception):
         return error
     failure = EdgespecError(f"the request was ended by {type(error).__name__}", "submit it again")

@@ -1,4 +1,4 @@
-"""Requests for replies: a prompt with validated options."""
+"""Requests for replies, which consist of a prompt and validated options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["MessagesPrompt", "Prompt", "Replies", "ReplyRequest", "TextPrompt", 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A single user message, or with `raw` a text to continue verbatim. See `Replies.stream`."""
+    """A single user message, or text to continue verbatim if `raw` is set. See `Replies.stream`."""
 
     text: str
     system: str | None
@@ -60,7 +60,7 @@ class ReplyRequest:
         settings: The validated options, with defaults filled in.
         progress: Called while the prompt is prepared. Returning False cancels the reply.
         processors: The caller's own logits processors.
-        on_end: Called once with the reply, or with None if it failed.
+        on_end: Called once, with the reply or with None if it failed.
     """
 
     prompt: Prompt
@@ -88,7 +88,7 @@ class Replies(ABC, Generic[_StreamT]):
 
     @abstractmethod
     def submit(self, request: ReplyRequest) -> _StreamT:
-        """Start the reply to a request, or queue it. Raises the errors of `stream`."""
+        """Start the reply to a request, or queue it. Raises the same errors as `stream`."""
 
     def generate(
         self,
@@ -99,7 +99,7 @@ class Replies(ABC, Generic[_StreamT]):
         images: Sequence[ImageSource] = (),
         **options: Unpack[StreamArguments],
     ) -> Reply:
-        """Generate the reply to one prompt. See `stream` for the arguments and errors."""
+        """Generate the reply to a prompt. See `stream` for the arguments and errors."""
         return self.stream(prompt, system=system, raw=raw, images=images, **options).wait()
 
     def stream(
@@ -112,18 +112,18 @@ class Replies(ABC, Generic[_StreamT]):
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
     ) -> _StreamT:
-        """Stream the reply to one prompt.
+        """Stream the reply to a prompt.
 
         Args:
-            prompt: The user's message, formatted with the chat template unless `raw` is set or the model has
-                none.
+            prompt: The user's message, formatted with the chat template unless `raw` is set or the model
+                has none.
             system: Instructions for the model.
             raw: Whether to continue the prompt verbatim, without the chat template.
             images: Images that precede the prompt: paths of PNG, JPEG, WebP or GIF files, their contents as
                 bytes, or `Image` objects.
-            on_end: Called once with the reply, or with None if it failed.
-            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
-                `stream_tokens`.
+            on_end: Called once, with the reply or with None if it failed.
+            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` work as
+                in `stream_tokens`.
 
         Raises:
             AttachmentError: An image cannot be read, or the model cannot use it.
@@ -161,35 +161,35 @@ class Replies(ABC, Generic[_StreamT]):
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
     ) -> _StreamT:
-        """Stream the reply to a list of messages, which contains the whole conversation.
+        """Stream the reply to a list of messages that contains the whole conversation.
 
-        Reuses the KV cache of an earlier reply in the same conversation.
+        The KV cache of an earlier reply in the same conversation is reused.
 
         Args:
-            messages: `Message` objects, or dictionaries with `role` (`system`, `user`, `assistant` or `tool`)
-                and `content`. The last message must be from the user or a tool, unless all are from the
-                system.
+            messages: `Message` objects, or dictionaries with `role` (`system`, `user`, `assistant` or
+                `tool`) and `content`. The last message must be from the user or a tool, unless all are from
+                the system.
             tools: The tools that the model can call, as in OpenAI's API. If the chat template does not
                 mention tools, the system prompt describes them.
-            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` forces a single
-                tool call. `{"type": "function", "function": {"name": NAME}}` forces a call to that tool.
-                The tools and the choice can also be in other APIs' formats. With `auto` and a constraint
-                such as `schema`, the reply consists of tool calls or of an answer that satisfies the
-                constraint.
+            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` forces a
+                single tool call. `{"type": "function", "function": {"name": NAME}}` forces a call to that
+                tool. The tools and the choice can also be in other APIs' formats. With `auto` and a
+                constraint such as `schema`, the reply consists of tool calls or of an answer that satisfies
+                the constraint.
             reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
                 stream yields only what the model writes after it. Text without a reasoning marker such as
                 `<think>` is part of the answer, so pass `stream.reply_start + reply.text` of an interrupted
                 reply. An incomplete character at the end is omitted.
-            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
-                turns, `refuse` raises ContextFullError.
-            on_end: Called once with the reply, or with None if it failed.
-            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` as in
-                `stream_tokens`.
+            context_full: What to do if the conversation does not fit in the context. `slide` drops its
+                oldest turns, and `refuse` raises ContextFullError.
+            on_end: Called once, with the reply or with None if it failed.
+            **options: See `edgespec.ReplyArguments`. `progress`, `processors` and `prompt_logprobs` work as
+                in `stream_tokens`.
 
         Raises:
             BusyError: Another reply is running or, in a queue, too many requests are waiting.
             ClosedError: The runtime or the queue was closed.
-            ContextFullError: The conversation does not fit the context.
+            ContextFullError: The conversation does not fit in the context.
             AttachmentError, CapabilityError: The model cannot use an image in the messages.
             OptionError: A message or an option is invalid.
             TemplateError: The model has no chat template, or the template rejects the messages.
@@ -215,14 +215,14 @@ class Replies(ABC, Generic[_StreamT]):
             reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
                 determines whether the reply starts with reasoning. Stop strings apply to the whole text, as
                 with `raw`, unless the reply has a constraint.
-            on_end: Called once with the reply, or with None if it failed.
-            **options: See `edgespec.ReplyArguments`. Also `progress`, which is called while the prompt is
-                prepared and during prefill, and cancels the reply by returning False. `processors` are custom
-                logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are applied before
-                all others. Create new ones for every reply, because they are stateful. If `prompt_logprobs`
-                is set, `Reply.prompt_logprobs` holds the log-probability of each token of the prompt, and of
-                that many of the most likely tokens at its position. The whole prompt is then processed, even
-                if its start is cached, and `max_tokens` can be 0 to generate nothing.
+            on_end: Called once, with the reply or with None if it failed.
+            **options: See `edgespec.ReplyArguments`. In addition, `progress` is called while the prompt is
+                prepared and during prefill, and can return False to cancel the reply. `processors` are
+                custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
+                applied before all others. Create new ones for every reply, because they are stateful. If
+                `prompt_logprobs` is set, `Reply.prompt_logprobs` holds the log-probability of each prompt
+                token, and of that many of the most likely tokens at its position. The whole prompt is then
+                processed, even if its start is cached, and `max_tokens` can be 0 to generate nothing.
 
         Raises:
             BusyError: Another reply is running or, in a queue, too many requests are waiting.

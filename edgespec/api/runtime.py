@@ -65,27 +65,27 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 class Runtime(Replies[ReplyStream]):
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting more raises
-    BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from any
-    thread. A child process created with `os.fork` cannot use its parent's runtime: methods that use the
-    models raise EdgespecError there.
+    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting more
+    raises BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called
+    from any thread. A child process created with `os.fork` cannot use its parent's runtime: methods
+    that use the models raise EdgespecError there.
 
     Attributes:
         vocabulary: The target's tokenizer.
         method: The default drafting method.
         plan: The memory plan that was made before loading.
-        recommended_sampling: The sampling settings that the target's makers recommend, with their sources.
+        recommended_sampling: Sampling settings recommended by the target's makers, with their sources.
             Replies use them by default.
 
     Args:
         defaults: Default values of reply options, including `method`.
         recommended: See `recommended_sampling`.
-        prefix_cache: Caches the KV segments of prompts. None caches nothing.
+        prefix_cache: Caches the KV segments of prompts. If None, nothing is cached.
         record: Called to record the draft model's acceptance rate. If None, nothing is recorded.
-        mapped: The memory-mapped files of the models, which must not change during a reply.
-        more_models: The models and drafters of each additional concurrent reply.
-        other_template: Whether Ollama has its own template for the target, in a format that edgespec cannot
-            use.
+        mapped: The models' memory-mapped files, which must not change during a reply.
+        more_models: The models and drafters for each additional concurrent reply.
+        other_template: Whether Ollama has its own template for the target, in a format that edgespec
+            cannot use.
     """
 
     def __init__(
@@ -161,21 +161,21 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
+        """Maximum slowdown that drafting may cause, compared with plain decoding, or None if unlimited.
 
-        With limits (r, n), a reply takes at most 1 + r times as long as with plain decoding, plus the time of
-        n single-token passes.
+        With limits (r, n), a reply takes at most 1 + r times as long as with plain decoding, plus the time
+        of n single-token passes.
         """
         return self._session.drafters.loss_limits
 
     @property
     def parallel(self) -> int:
-        """Number of replies that can be generated at once."""
+        """Number of replies that can be generated concurrently."""
         return len(self._sessions.sessions)
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt and reply in tokens.
+        """Maximum combined length of prompt and reply, in tokens.
 
         The allocated context, `target.context_tokens`, can be smaller, and grows when needed.
         """
@@ -194,7 +194,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def why_no_template(self) -> str:
-        """Why the model cannot reply to messages, and what to do. Empty if it has a chat template."""
+        """Why the model cannot reply to messages, and what to do. Empty if the model has a chat template."""
         return "" if self.template else str(self._prompts.no_template())
 
     @property
@@ -244,15 +244,15 @@ class Runtime(Replies[ReplyStream]):
         )
 
     def reply_defaults(self, method: str | None = None) -> ReplyArguments:
-        """Return the default values of the reply options whose defaults depend on the loaded models.
+        """Return default values for the reply options whose defaults depend on the loaded models.
 
         Args:
             method: The reply's method, which determines `draft_length`. Defaults to the method passed to
                 `load`.
 
         Returns:
-            `method`, `acceptance`, `max_tokens` and `draft_length`, which is 0 if the method drafts nothing.
-            Also the sampling settings that are recommended for the target, such as `temperature`.
+            `method`, `acceptance`, `max_tokens` and `draft_length`, which is 0 if the method drafts
+            nothing. Also the sampling settings that are recommended for the target, such as `temperature`.
 
         Raises:
             OptionError: The method is unknown or unavailable.
@@ -348,9 +348,9 @@ class Runtime(Replies[ReplyStream]):
         return stream
 
     def _answer_rule(self, tools: ToolSet, constraint: Constraint) -> AnswerRule:
-        """Return the constraint on the answer of a reply that can also call tools.
+        """Return the constraint that applies if a reply with tools is an answer rather than a call.
 
-        Raises OptionError if the constraint is invalid, or if the reply must be a call and has no answer.
+        Raises OptionError if the constraint is invalid, or if the reply must be a tool call.
         """
         if tools.required:
             raise OptionError(
@@ -363,7 +363,7 @@ class Runtime(Replies[ReplyStream]):
     def _tool_error(
         self, error: OptionError, tools: ToolSet, answer: AnswerRule | None
     ) -> OptionError | None:
-        """Return an error that names the tool that caused an error about the grammar, or None."""
+        """Return an error that names the tool whose schema caused a grammar error, or None if no tool did."""
         has_grammar = tools.required or tools.strict or answer
         for name, schema in tools.schemas.items() if has_grammar else ():
             if reason := self._refusal(schema, lenient=not tools.strict):
@@ -375,7 +375,7 @@ class Runtime(Replies[ReplyStream]):
         return None
 
     def _refusal(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
-        """Return why the schema of a tool's arguments cannot be enforced, or an empty string if it can be."""
+        """Return why a tool's argument schema cannot be enforced, or an empty string if it can be."""
         try:
             self._constraints.check(Constraint("grammar", arguments_grammar(schema, lenient=lenient)))
         except OptionError as error:
@@ -383,7 +383,7 @@ class Runtime(Replies[ReplyStream]):
         else:
             return ""
         try:
-            # The schema's own error message is clearer, and says where the problem is.
+            # Prefer the error message for the schema itself, which is clearer and says where the problem is.
             self._constraints.check(Constraint("schema", json.dumps(schema)))
         except OptionError as error:
             reason = error.what
@@ -399,7 +399,7 @@ class Runtime(Replies[ReplyStream]):
     ) -> int:
         """Return the number of tokens in the prompt. See `stream_messages` for the arguments.
 
-        The number is approximate if it exceeds the context. Raises OptionError or TemplateError.
+        The number is approximate if it exceeds the context size. Raises OptionError or TemplateError.
         """
         check_process(self._session.process_id)
         checked = [as_message(number, message) for number, message in enumerate(messages, 1)]
@@ -426,8 +426,8 @@ class Runtime(Replies[ReplyStream]):
         Args:
             system: Instructions for the model.
             messages: Initial messages of the conversation.
-            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
-                turns, `refuse` raises ContextFullError.
+            context_full: What to do if the conversation does not fit in the context. `slide` drops its
+                oldest turns, and `refuse` raises ContextFullError.
 
         Raises:
             OptionError: `context_full` has another value.
@@ -453,10 +453,10 @@ class Runtime(Replies[ReplyStream]):
 
         Args:
             request: The request.
-            tokens: Its prompt.
+            tokens: The prompt's tokens.
             reply_start: Text at the end of the prompt that belongs to the reply.
-            syntax: The format in which the model writes tool calls. None without tools.
-            whole_text: Whether stop strings apply to the whole text, not only to the answer.
+            syntax: The format in which the model writes tool calls, or None without tools.
+            whole_text: Whether stop strings apply to the whole text rather than only to the answer.
             calls_tool: Whether the constraint is the grammar of tool calls.
             images: The images in the prompt.
         """
@@ -484,8 +484,7 @@ class Runtime(Replies[ReplyStream]):
                 text_may_precede=calls_tool,
             )
             processors = (constraint, *processors)
-        # A constraint applies only to the answer, so stop strings that it restricts apply only to the answer,
-        # too.
+        # With a constraint, which applies only to the answer, stop strings apply only to the answer, too.
         splits = constraint is not None or not whole_text
         searches = stop_searches(
             settings.stop,
@@ -519,7 +518,7 @@ class Runtime(Replies[ReplyStream]):
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
         """Measure the target's verify costs for several numbers of tokens, and save them for the next load.
 
-        First, this sets the target to the fastest number of CPU threads (see `thread_seconds`). The
+        This first sets the target to the fastest number of CPU threads (see `thread_seconds`). The
         measurement takes about 12 seconds, or longer for a slow target.
 
         Args:
@@ -536,7 +535,7 @@ class Runtime(Replies[ReplyStream]):
 
     @property
     def thread_seconds(self) -> Mapping[int, float]:
-        """Duration of a target step in seconds for each number of CPU threads that was compared."""
+        """Duration of a target step in seconds, for each number of CPU threads that was tried."""
         return self._costs.thread_seconds
 
     @property
@@ -576,11 +575,11 @@ class Runtime(Replies[ReplyStream]):
         truncate: bool = False,
         progress: Progress | None = None,
     ) -> list[Embedding]:
-        """Return the embedding of each text, a vector that represents its meaning, for example for search.
+        """Return the embedding of each text, a vector that represents its meaning, for uses such as search.
 
-        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Other models give
-        the mean over all tokens, which is less useful. Only GGUF models can embed texts. Embedding occupies a
-        session, as a reply does.
+        Models trained for embeddings, such as Qwen3-Embedding, give good vectors. Other models give the
+        mean over all tokens, which is less useful. Only GGUF models can embed texts. Like a reply,
+        embedding occupies a session.
 
         Args:
             texts: The texts, each as a string or as token ids.
@@ -622,15 +621,15 @@ class Runtime(Replies[ReplyStream]):
     def clear_cache(self) -> None:
         """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
 
-        Keeps trained drafters and measured costs. Raises BusyError or ClosedError.
+        Trained drafters and measured costs are kept. Raises BusyError or ClosedError.
         """
         self._sessions.clear_cache()
 
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
 
-        The cache is also saved when the runtime is idle and when it is closed. Failures raise no error,
-        because an unsaved prompt is simply processed again.
+        The cache is also saved when the runtime is idle and when it is closed. Failing to save it raises no
+        error, because an unsaved prompt is simply processed again.
         """
         for session in self._sessions.sessions:
             session.save_prefix_cache()

@@ -18,7 +18,7 @@ from edgespec.system.files import data_folder, error_reason, write_advice
 
 __all__ = ["KINDS", "delete_chat", "delete_data"]
 
-# Kinds of facts that are measured. Facts of other kinds describe the files of models.
+# Kinds of facts that are measured. All other kinds describe model files.
 _MEASURED = ("acceptance", "classes", "costs", "drafting", "machine", "threads")
 KINDS = ("replies", "learned", "prefix-cache", "history")
 _DELETE: dict[str, Callable[[], int]] = {
@@ -60,9 +60,9 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
 
 
 def delete_chat(store: ChatStore, chat_id: str) -> None:
-    """Delete a saved chat, together with the saved replies, cached prefixes and prompt history of all chats.
+    """Delete a saved chat, and the saved replies, cached prefixes and prompt history of all chats.
 
-    This cached data does not record which chat its text comes from, so all of it is deleted.
+    That data does not record which chat its text comes from, so all of it is deleted.
 
     Args:
         store: The saved chats.

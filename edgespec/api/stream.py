@@ -33,7 +33,7 @@ __all__ = ["ReplyStream", "finished"]
 
 
 def finished(reply: Reply | None) -> Reply:
-    """Return the reply of a stream. Raises EdgespecError if the stream has not ended."""
+    """Return the reply from a stream. Raises EdgespecError if the stream has not ended."""
     if reply is None:
         raise EdgespecError(
             "the reply is not finished", "iterate over the stream to its end first", code="reply_unfinished"
@@ -55,7 +55,7 @@ class ReplyStream:
         prompt_logprobs: See `Reply.prompt_logprobs`. Complete before the stream yields text.
     """
 
-    # Class-level default for `__del__`, in case the constructor raised and there is no reply to end.
+    # Class-level default for `__del__`. If the constructor raises, there is no reply to end.
     _ended = True
 
     def __init__(
@@ -68,7 +68,7 @@ class ReplyStream:
         syntax: CallSyntax | None = None,
         stop_searches: Sequence[StopSearch | CallLimit] = (),
     ) -> None:
-        # Replaced by the session that generates the reply once it has started.
+        # Once the reply has started, this is replaced by the session that generates it.
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
@@ -114,7 +114,7 @@ class ReplyStream:
             return self._reply.method
         method, kind = self._settings.method, self._request.kind
         if not self.stats.generated_tokens:
-            # The session may be generating another reply, so this must not run its drafters.
+            # The session may be generating another reply, so do not run its drafters here.
             return self._session.drafters.report(method, kind)
         report = self._session.report(method, kind)
         notes = self._adapter_note(report), report.note
@@ -162,7 +162,7 @@ class ReplyStream:
             self._reading.release()
 
     def __del__(self) -> None:
-        # Do not wait for the lock: garbage collection may run in a thread that already holds it.
+        # Do not wait for the lock, because garbage collection may run in a thread that already holds it.
         if not self._ended and not self._finish(failed=False, wait=False):
             self._session.end_later(self.close)
 
@@ -193,7 +193,7 @@ class ReplyStream:
             else:
                 self._add(step)
         except BaseException as error:
-            # A reply stopped by Ctrl-C keeps its text and counts as cancelled rather than failed.
+            # A reply stopped by Ctrl-C counts as cancelled rather than failed, and keeps its text.
             self._finish(failed=isinstance(error, Exception))
             raise
         finally:
@@ -288,7 +288,7 @@ def _text_chunks(
         raw = "".join(texts[start:end])
         values = tuple(value for each in logprobs[start:end] for value in each)
         calls = parts[-1].calls
-        # A delta without an id continues an earlier call, which precedes the text.
+        # A delta without an id continues an earlier call, which comes before the text.
         continued = [delta for delta in calls if not delta.id]
         yield from (TextChunk("", 0, accepted, tool_call=delta) for delta in continued)
         yield TextChunk(shown, tokens_per_text * len(parts), accepted, reasoning, raw, values)

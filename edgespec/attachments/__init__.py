@@ -12,7 +12,7 @@ __all__ = ["ImageSource", "ReadFiles", "as_image", "attach", "read_files"]
 
 
 def attach(prompt: str, *paths: str | Path) -> str:
-    """Prepend the text of files to a prompt, each as a code block with the file's name above it.
+    """Prepend files to a prompt, each as a code block under the file's name.
 
     Args:
         prompt: The instructions for the model.

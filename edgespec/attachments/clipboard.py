@@ -24,19 +24,19 @@ _FOLDER_NAME = "pasted-images"
 # Number of pasted images to keep. Saved chats contain their images, so the files are needed only for messages
 # that the user resends or edits.
 _MAX_IMAGES = 100
-# Pillow's modes that a PNG file can store.
+# Pillow image modes that PNG supports.
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 def clipboard_files(folder: Path) -> list[str]:
-    """Return the path of the image in the clipboard, after saving it as a PNG file.
+    """Save the image in the clipboard as a PNG file, and return its path.
 
     Args:
-        folder: The folder that contains the folder of pasted images. Except in tests, this is the user's data
-            folder.
+        folder: Parent of the folder for pasted images. Except in tests, this is the user's data folder.
 
     Returns:
-        One path, or several if the clipboard contains files instead of an image. Empty if there is neither.
+        The path of the saved image. If the clipboard contains files instead, their paths. Empty if it
+        contains neither.
 
     Raises:
         AttachmentError: The clipboard cannot be read, or the image is too large or cannot be saved.
@@ -61,7 +61,7 @@ def clipboard_files(folder: Path) -> list[str]:
 
 
 def _clipboard() -> bytes | list[str] | None:
-    """Return the clipboard's image as a PNG file, or the paths of its files. Raises AttachmentError."""
+    """Return the clipboard's image as PNG data, or its file paths, or None. Raises AttachmentError."""
     import PIL.ImageGrab
     import PIL.ImageOps
 
@@ -80,7 +80,7 @@ def _clipboard() -> bytes | list[str] | None:
         # Pillow found no program that reads the clipboard.
         reason, advice = "no program that reads it is installed", f"install {_helper()}"
     except Exception as error:
-        # Pillow's parsers raise many kinds of errors.
+        # Pillow's parsers can raise almost any exception.
         reason, advice = " ".join(error_reason(error).split()), "save the image to a file, and attach that"
     raise AttachmentError(f"the clipboard cannot be read: {reason}", advice, code="attachment_unreadable")
 

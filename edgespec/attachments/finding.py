@@ -1,6 +1,6 @@
 """Resolve a path, a folder or a glob pattern such as `src/**/*.py` to a list of files.
 
-Files that Git ignores are not part of a folder's list.
+In folders, files that Git ignores are left out.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MAX_LISTED_FILES = 100_000
 _MAX_LISTING_SECONDS = 10.0
 # Folders of generated files. Outside Git repositories, these and hidden folders are skipped.
 _GENERATED = ("__pycache__", "node_modules")
-# `core.fsmonitor=false` stops Git from running a file system monitor, because a repository's settings can
-# name any program as the monitor.
+# Disable `core.fsmonitor`, because a repository's settings can make Git run any program as its file system
+# monitor.
 _GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
-# If objects are missing, Git would fetch them, and a repository's settings can name any program for that.
-# Older versions of Git do not read the first variable, but can then use no protocol.
+# Keep Git from fetching missing objects, because a repository's settings can make it run any program to do
+# so. Older Git versions ignore the first variable, so the second one disables all protocols.
 _NO_FETCH = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 
 
@@ -79,7 +79,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
         ) from error
     if pattern[-1] == "**":
         pattern = (*pattern, "*")
-    # Skip deleted files, which Git lists until the deletion is committed.
+    # Skip deleted files, which Git lists until their deletion is staged.
     found = [
         each
         for each in listing.paths
@@ -105,7 +105,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     """Return whether a path matches a pattern, both split at slashes."""
-    # The set of pattern positions reachable after the path parts so far. Backtracking over every `**` would
+    # Track all pattern positions reachable after each path part, because backtracking over every `**` would
     # take exponential time.
     matched = _skip_stars({0}, pattern)
     for part in parts:
@@ -120,7 +120,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _skip_stars(matched: set[int], pattern: Sequence[str]) -> set[int]:
-    """Add the states that are reachable by letting `**` match no folder."""
+    """Add the positions that are reachable by letting `**` match no folders."""
     for number, part in enumerate(pattern):
         if part == "**" and number in matched:
             matched.add(number + 1)
@@ -151,7 +151,7 @@ class Listing(NamedTuple):
     """The files in a folder and its subfolders.
 
     Attributes:
-        paths: Paths relative to the folder, with `/` between their parts, in alphabetical order.
+        paths: Paths relative to the folder, with `/` as the separator, in alphabetical order.
         complete: False if the folder has more files than are listed.
     """
 
@@ -160,7 +160,7 @@ class Listing(NamedTuple):
 
 
 def list_files(folder: Path) -> Listing:
-    """List all files in a folder and its subfolders. Does not follow links to folders.
+    """List all files in a folder and its subfolders. Symbolic links to folders are not followed.
 
     Raises:
         OSError: The folder is unreadable.
@@ -173,7 +173,7 @@ def list_files(folder: Path) -> Listing:
 
 
 def _listed_by_git(folder: Path) -> list[str] | None:
-    """Return the files that Git tracks or would add. Return None if Git cannot list them."""
+    """Return the files that Git tracks or would add, or None if Git cannot list them."""
     command = (*_GIT, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
     with suppress(OSError, subprocess.SubprocessError):
         listed = subprocess.run(

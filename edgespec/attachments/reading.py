@@ -26,14 +26,15 @@ from edgespec.system.waiting import wait_for
 
 __all__ = ["ImageSource", "ReadFiles", "as_image", "read_files"]
 
-# Maximum size in bytes of one file, and of all files in a folder. Both far exceed the context of any model.
+# Maximum size in bytes of a text file, of a PDF file, and of all text in a folder. The text limits far exceed
+# the context of any model.
 _MAX_BYTES = 16 << 20
 _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
 # Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files can take this long.
 _MAX_SECONDS = 60.0
-# Number of bytes that identify the kind of a file. Chosen, because the mark of a PDF file can follow other
-# data.
+# Number of bytes at the start of a file that identify its type. Chosen to allow for data before a PDF file's
+# marker.
 _START_BYTES = 1024
 _PDF_MARK = b"%PDF-"
 # Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.
@@ -45,7 +46,7 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 ImageSource: TypeAlias = Image | bytes | str | PathLike[str]
-"""An image, the contents of an image file, or its path."""
+"""An image, or an image file's contents or path."""
 # Maximum memory of the child process in bytes. Python and pypdf use about 60 MiB, and extracting a book uses
 # a few times the size of its file.
 _PDF_MEMORY_BYTES = 1 << 30
@@ -117,7 +118,7 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
             code="attachment_too_large",
         )
     is_pdf = _PDF_MARK in start
-    # `Image.read` says what is wrong with the file of an image, such as that it is empty.
+    # Let `Image.read` also report invalid image files, such as empty ones.
     if looks_like_image(start) or (is_named_like_image(name) and not is_pdf):
         if not takes_images:
             raise AttachmentError(
@@ -150,7 +151,7 @@ def _decoded(name: str, data: bytes) -> str:
 
 
 def as_image(source: ImageSource) -> Image:
-    """Read an image. Raises AttachmentError if it cannot be read, and OptionError for another type."""
+    """Load an image. Raises AttachmentError if that fails, and OptionError if `source` is of another type."""
     if isinstance(source, Image):
         return source
     if isinstance(source, bytes):
@@ -161,12 +162,12 @@ def as_image(source: ImageSource) -> Image:
         )
     path = Path(os.path.expanduser(source))
     name = shown_path(path)
-    # `Image.read` rejects images over the limit, so there is no need to read more of them.
+    # One byte beyond the limit is enough for `Image.read` to reject a larger image.
     return Image.read(_content(path, name, lambda _start: MAX_IMAGE_BYTES)[0], name)
 
 
 def _content(path: Path, name: str, limit_of: Callable[[bytes], int]) -> tuple[bytes, int]:
-    """Return the content of a file, up to one byte beyond its size limit, and the size of the file.
+    """Return a file's contents, up to one byte beyond its size limit, and its size in bytes.
 
     Args:
         path: The file.
@@ -174,7 +175,7 @@ def _content(path: Path, name: str, limit_of: Callable[[bytes], int]) -> tuple[b
         limit_of: Returns the size limit in bytes, given the first bytes of the file.
 
     Raises:
-        AttachmentError: The path is no regular file, or the file cannot be read.
+        AttachmentError: The path is not a regular file, or the file cannot be read.
     """
     try:
         size_bytes = regular_file_bytes(path)
@@ -192,11 +193,11 @@ def _content(path: Path, name: str, limit_of: Callable[[bytes], int]) -> tuple[b
 
 
 def _pdf_text(name: str, data: bytes, max_seconds: float) -> str:
-    """Return the text of a PDF file.
+    """Extract the text of a PDF file.
 
     Args:
-        name: The name of the file, for error messages.
-        data: The contents of the file.
+        name: The file's name, for error messages.
+        data: The file's contents.
         max_seconds: Time limit for the extraction. A page of text takes about 20 ms.
 
     Raises:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN"]
 
-# Memory of this process in bytes with llama.cpp imported but no model loaded. Measured in the terminal chat.
+# This process's memory use in bytes with llama.cpp imported but no model loaded, measured in the terminal
+# chat.
 _LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
 _MLX_PROCESS_BYTES = 128 * 2**20
 
@@ -228,7 +229,7 @@ def _llama_cpp_build() -> str:
 def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     from edgespec.backends.llamacpp.loading import repacks_weights
 
-    # A folder is a model that was split for early exit.
+    # A folder holds a model that was split for early exit.
     if path.is_dir() or options.streamed_layers:
         return False
     return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers, options.experts)
@@ -246,7 +247,7 @@ def _mlx_build() -> str:
     return build_identity()
 
 
-# Bits per weight of the quantisation types whose speed is measured, including their scales.
+# Bits per weight, including scales, of the quantisation types whose speed is measured.
 _BITS_PER_WEIGHT = {
     "F16": 16, "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q4_0": 4.5, "Q3_K": 3.4375,
     "Q2_K": 2.625,

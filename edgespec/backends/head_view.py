@@ -1,4 +1,4 @@
-"""The base class of heads, which draft from the target's hidden states, and the KV caches of heads.
+"""Base classes for heads, which draft from the target's hidden states, and for their KV caches.
 
 A newly loaded head runs once, to check its logits and to find out which hidden states it reads.
 """
@@ -39,20 +39,20 @@ _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
 )
-# Heads whose numbers of correct predictions differ by no more than this are considered equally accurate.
-# Heads with random weights differ by 1 or 2, while reading the wrong inputs costs most predictions.
+# Heads are considered equally accurate if their numbers of correct predictions differ by at most this. Heads
+# with random weights differ by 1 or 2, whereas reading the wrong inputs makes most predictions wrong.
 _TIE_TOKENS = 2
-# Maximum number of tokens of the text to use, and number of tokens between comparisons. Both are small,
-# because the output matrices of several heads take most of the time on a CPU.
+# Maximum number of trial tokens, and number of tokens between comparisons. Both are small, because products
+# with the output matrices of several heads take most of the time on a CPU.
 _TRIAL_TOKENS, _STEP_TOKENS = 64, 8
 
 
 class HeadCells(ABC):
-    """The KV cache of a head. In addition to the committed tokens, it can contain the tokens of a draft."""
+    """A head's KV cache, which can hold draft tokens in addition to the committed tokens."""
 
     @property
     def threads(self) -> int:
-        """Number of threads that run the head. 0 if they are the target's."""
+        """Number of threads that run the head, or 0 if it runs on the target's threads."""
         return 0
 
     @property
@@ -82,11 +82,11 @@ class HeadCells(ABC):
         """Append data from `export` to the cache. Return whether it was compatible."""
 
     def capacity(self, context_tokens: int) -> int:
-        """Return the maximum number of tokens, given the head's context size."""
+        """Return the maximum number of tokens in the cache, given the head's context size."""
         return context_tokens
 
     def resized(self, facts: ModelFacts, context_tokens: int) -> ModelFacts:
-        """Follow a resize of the target to `context_tokens`, and return the head's new facts."""
+        """Resize the head to match a target resized to `context_tokens`, and return its new facts."""
         return replace(facts, context_tokens=context_tokens)
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
@@ -94,7 +94,7 @@ class HeadCells(ABC):
 
 
 class _TargetCells(HeadCells):
-    """Stands in for the KV cache of a head that has none. Its tokens are those of the target."""
+    """Stands in for the KV cache of a head without one. Its tokens are the target's."""
 
     def __init__(self, target: BaseModel, log: HiddenStateLog) -> None:
         self._target, self._log = target, log
@@ -278,7 +278,7 @@ class HeadView(SelfDraftView[M]):
         self._keep(min(length, self.length))
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the cache at positions [start, end), or from its first position on if that is later."""
+        """Copy the cache at positions [start, end), or from its first position if that is later."""
         self._check()
         self._keep(self.length)
         end = self.length if end is None else min(end, self.length)
@@ -334,8 +334,8 @@ def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: 
     """Return the head that most often predicts the target's top token. On a tie, return the first.
 
     A head's configuration is ambiguous about which hidden states it reads and about the order of its inputs.
-    A wrong choice raises no error, but lowers the acceptance rate. We therefore load the head once per
-    possibility and compare the variants on a short text. The comparison stops as soon as one is clearly
+    A wrong choice raises no error, but lowers the acceptance rate. We therefore load every possible
+    variant of the head and compare them on a short text. The comparison stops as soon as one is clearly
     better than the others.
 
     Args:

@@ -32,9 +32,9 @@ MAX_CHECKPOINTS = 4
 # Maximum number of accepted tokens that a verify pass reruns after a rollback. If there are more, a separate
 # prefill runs them first.
 _MAX_PENDING_TOKENS = 8
-# During plain decoding, save a checkpoint of the recurrent state every time this many tokens have been added.
+# Number of tokens between checkpoints of the recurrent state during plain decoding.
 _PLAIN_STRIDE = 128
-# During prefill, save a checkpoint of the recurrent state every time this many tokens have been added.
+# Number of tokens between checkpoints of the recurrent state during prefill.
 _PREFILL_STRIDE = 1024
 
 
@@ -57,7 +57,7 @@ class Rewindable(LanguageModel, Protocol):
         """Save the state of the cache, and return a handle for `rewind`."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Roll the cache (including `length`) back to a saved state, and discard uncommitted tokens.
+        """Roll the cache and `length` back to a checkpoint, and discard uncommitted tokens.
 
         A checkpoint can be restored several times. It becomes invalid when an earlier checkpoint is restored
         or the context is resized.
@@ -91,8 +91,8 @@ class ReplayModel(BaseModel):
         limits = replace(inner.facts.capabilities, tree=False, max_branches=1, partial_truncate=False)
         capabilities = replace(limits, rollback=True, reason=reason)
         self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
-        # Position of the first token in `_known`. Greater than 0 if earlier tokens came from a snapshot,
-        # which does not contain their IDs.
+        # Position of the first token in `_known`. It is greater than 0 if earlier tokens came from a
+        # snapshot, which does not contain their IDs.
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
@@ -318,7 +318,7 @@ class ReplayModel(BaseModel):
     def _take_checkpoint(self) -> None:
         """Save a checkpoint.
 
-        If there are already too many, delete the one closest to its neighbours first.
+        If the limit is reached, first delete the checkpoint closest to its neighbours.
         """
         checkpoints, length = self._checkpoints, self._inner.length
         if length == 0 or (checkpoints and checkpoints[-1].length == length):
@@ -330,7 +330,7 @@ class ReplayModel(BaseModel):
 
 
 class _LaterRows:
-    """View of a pass's logits that leaves out the first `skipped` rows."""
+    """A view of a pass's logits without the first `skipped` rows."""
 
     def __init__(self, logits: Logits, skipped: int) -> None:
         self._logits = logits

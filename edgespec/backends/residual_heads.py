@@ -1,4 +1,4 @@
-"""Run Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109), for all backends."""
+"""Run Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109) for all backends."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ __all__ = [
     "load_residual_heads",
 ]
 
-# Function that returns the memory in bytes for the weights of heads.
+# Returns the memory needed for the weights of heads, in bytes.
 WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
 _FLOAT32_BYTES = 4
-# Number of rows of logits to reserve memory for. Enough for one level of a large draft tree.
+# Number of logit rows to reserve memory for, which is enough for one level of a large draft tree.
 _MAX_ROWS = 16
 
 
@@ -174,7 +174,7 @@ class ResidualHeadTarget:
 
     Attributes:
         model: The target.
-        memory_bytes: Memory limit of the target, its KV cache and its heads. None if there is no limit.
+        memory_bytes: Memory limit in bytes for the target, its KV cache and its heads. None if unlimited.
         layers: Number of layers in the target.
         attention: Settings of the target's attention layers, which Hydra++ heads also use.
         embed: Returns the token embeddings [tokens, size] for token ids.
@@ -275,7 +275,7 @@ class LoadedResidualHeads:
         return ResidualHeadView(target, log, release, self._facts, self._network, self._embed, prefix)
 
     def close(self) -> None:
-        """See `SharedHead` of the llama.cpp backend. Python frees the weights together with the last view."""
+        """Do nothing, because Python frees the weights together with the last view."""
 
 
 def _check_attention(
@@ -317,14 +317,14 @@ def _facts(target: ResidualHeadTarget, heads: ResidualHeads, path: Path) -> Mode
 
 
 def _token_bytes(heads: ResidualHeads) -> int:
-    """Return the heads' KV cache size in bytes per token."""
+    """Return the size of the heads' KV cache per token, in bytes."""
     return 2 * heads.prefix.k_proj.shape[0] * _FLOAT32_BYTES if heads.prefix else 0
 
 
 def estimate_residual_heads(
     path: Path, context_tokens: int, vocab_size: int, weight_bytes: WeightBytes
 ) -> MemoryEstimate:
-    """Estimate the memory of Medusa or Hydra heads, including the hidden-state log that they read.
+    """Estimate the memory that Medusa or Hydra heads need, including the hidden-state log that they read.
 
     Args:
         path: The heads' folder or file.

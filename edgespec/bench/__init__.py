@@ -1,4 +1,4 @@
-"""Benchmarks that compare every method with plain decoding: measurements, statistics, tables and plots."""
+"""Benchmarks that compare methods with plain decoding: measurements, statistics, tables and plots."""
 
 from edgespec.bench.figures import BenchReport, make_report
 from edgespec.bench.runs import (

@@ -1,6 +1,6 @@
-"""Draw a benchmark report as bar charts of text characters, or plot it as PNG files.
+"""Draw a benchmark report as text bar charts, or plot it as PNG files.
 
-In this package, only this module imports matplotlib.
+This is the only module in the package that imports matplotlib.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
         title: First line.
         bars: Bars to draw.
         width: Maximum line length in characters.
-        full: The bar length that fills a line. If a bar is longer than this, the longest bar fills the line.
+        full: Bar length that fills the line. If a bar is longer, the longest bar fills the line instead.
     """
     labels = max((len(bar.label) for bar in bars), default=0)
     value_width = max((len(bar.value) for bar in bars), default=0)
@@ -178,7 +178,7 @@ def _plot_speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # Replace negative errors with 0, because matplotlib rejects them.
+        # Clip errors at 0, because matplotlib rejects negative ones.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""The report of a benchmark: its results, and the settings that produced them.
+"""A benchmark report: the results, and the settings that produced them.
 
 The report compares the methods with plain decoding, and `auto` with the best method for each prompt.
 """
@@ -35,12 +35,12 @@ __all__ = [
     "worst",
 ]
 
-# Speed-ups over plain decoding: one sequence per prompt, with one value per repeat.
+# Speed-ups over plain decoding, with one sequence per prompt and one value per repeat.
 Ratios = Sequence[Sequence[float]]
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the median, using the geometric mean of the middle two for an even number of values."""
+    """Return the median. For an even number of values, use the geometric mean of the middle two."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
@@ -77,7 +77,7 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 
 
 def oracle(fixed: Sequence[Ratios]) -> float:
-    """Return the geometric mean of the speed-ups with the best fixed method for each prompt.
+    """Return the geometric mean speed-up if each prompt used the best fixed method for it.
 
     This is an upper bound, because the best method is chosen in hindsight.
 
@@ -97,11 +97,12 @@ class MethodFigures:
     """Results of one method at one temperature, over all prompts in one category.
 
     Attributes:
-        category: Category of the prompts. None for all prompts.
+        category: Category of the prompts, or None for all prompts.
         effective: Methods that actually ran, as reported by the replies.
         note: The last message from the drafters, or why no drafter ran.
-        speed_up: Decoding speed relative to plain decoding, excluding prefill: the median over the repeats of
-            each prompt, then the geometric mean over prompts. None if plain decoding was not measured.
+        speed_up: Decoding speed relative to plain decoding, excluding prefill: the median over the
+            repeats of each prompt, then the geometric mean over prompts. None if plain decoding was not
+            measured.
         low, high: 95 % confidence interval of `speed_up`. None if there is only one reply.
         worst: Lowest speed-up of any prompt.
         whole_speed_up: Like `speed_up`, but including prefill.
@@ -204,7 +205,7 @@ def oracle_comparisons(
         ratios = {config: _ratios(by_config.get(config, ()), plain, _speed) for config in configs}
         prompts = [name for name in ratios[PLAIN] if all(name in found for found in ratios.values())]
         if prompts:
-            # A method that drafted nothing is plain decoding, so it is fastest only by chance.
+            # A method that drafted nothing is in effect plain decoding, so it can be fastest only by chance.
             silent = {config for config in configs if not _has_drafted(by_config.get(config, ()))}
             kept = {config: [found[name] for name in prompts] for config, found in ratios.items()}
             comparisons.append(_oracle_comparison(temperature, category, len(prompts), kept, silent))
@@ -255,7 +256,7 @@ def _pairing_key(row: Measurement) -> tuple[str, float, int]:
 
 
 def _speed(row: Measurement) -> float:
-    # A one-token reply has no decoding speed if the prompt's last pass produced the token.
+    # A one-token reply has no decoding speed if the last prefill pass produced the token.
     return row.reply.stats.tokens_per_second or _whole_speed(row)
 
 
@@ -344,7 +345,7 @@ class BenchReport:
     """The results of a benchmark run and the settings used to measure them.
 
     Attributes:
-        planned: Number of planned replies. `rows` contains the measured ones.
+        planned: Number of planned replies. `rows` contains those that were measured.
         ending: Why the run ended.
         error: The error message, if the run failed.
         curve: Measured duration of verify passes, by number of tokens in the pass.

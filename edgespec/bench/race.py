@@ -1,4 +1,4 @@
-"""Race a method against plain decoding: generate one reply with each, using the same prompt and settings."""
+"""Race a method against plain decoding: generate one reply with each from the same prompt and settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgespec.options.methods import CHAT, TERMS, Wording
 
 __all__ = ["DEFAULT_RACE_TOKENS", "Lane", "Race", "RaceChunk", "StartReply", "check_race", "run_race"]
 
-# Default maximum length of each reply, in tokens. Long enough to show a difference in speed.
+# Default maximum length of each reply in tokens, which is long enough to show a difference in speed.
 DEFAULT_RACE_TOKENS = 200
 
 
@@ -72,7 +72,7 @@ class Lane:
         return sum(chunk.token_count for chunk in self.chunks if chunk.seconds <= seconds)
 
     def seconds_until(self, tokens: int) -> float:
-        """Return the time in seconds after which the first `tokens` tokens had been generated."""
+        """Return how many seconds it took to generate the first `tokens` tokens."""
         done = 0
         for chunk in self.chunks:
             done += chunk.token_count
@@ -104,7 +104,7 @@ class Race:
 
     @property
     def speed_up(self) -> float:
-        """The measured speed of the other method divided by that of plain decoding. 0 if a reply is empty."""
+        """Measured speed of the other method divided by that of plain decoding, or 0 if a reply is empty."""
         plain = self.plain.tokens_per_second
         return self.other.tokens_per_second / plain if plain else 0.0
 
@@ -119,18 +119,18 @@ class Race:
 
     @property
     def _is_impossible(self) -> bool:
-        """Whether the speed-up is larger than the accepted tokens can explain."""
+        """Whether the speed-up is too large to be explained by the accepted tokens."""
         possible = self.other.reply.stats.tokens_per_target_pass or 1.0
         return self.has_accepted and self.speed_up > MAX_PASS_RATIO * possible
 
     @property
     def is_faster(self) -> bool:
-        # Without accepted tokens, a higher speed can come only from other programs or the order of the runs.
+        # Without accepted tokens, only other programs or the order of the runs can make a method faster.
         return self.is_fair and self.has_accepted and self.speed_up > 1 + EQUAL_SPEEDS
 
     @property
     def has_accepted(self) -> bool:
-        """Whether the other method drafted tokens that were accepted."""
+        """Whether any tokens drafted by the other method were accepted."""
         return self.other.reply.stats.accepted_tokens > 0
 
     def headline(self) -> str:
@@ -254,15 +254,17 @@ def run_race(
 ) -> Race:
     """Generate a reply with plain decoding and then one with `method`, and measure both.
 
-    The replies are generated one after the other, so that they do not slow each other down. Before the race,
-    both methods generate a few tokens, which warms them up and puts the prompt into the cache. After the
-    race, plain decoding generates its first tokens again, to detect a change in the machine's speed.
+    The replies are generated one after the other, so that they do not slow each other down. Before the
+    race, each method generates a few tokens, which warms it up and puts the prompt into the cache.
+    After the race, plain decoding generates its first tokens again, to detect a change in the machine's
+    speed.
 
     Args:
         start: Starts a reply to the prompt with the given options, such as `Chat.regenerate`.
-        options: Options of both replies. If they contain no seed, a random one is used for both.
+        options: Options for both replies. If they contain no seed, a random one is used for both.
         method: The method to race against plain decoding.
-        progress: Called with a description and the completed fraction. Returning False cancels the race.
+        progress: Called with a description and the completed fraction. Returning False cancels the
+            race.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -301,7 +303,7 @@ class _Runner:
         self._max_tokens = int(options.get("max_tokens") or DEFAULT_RACE_TOKENS)
 
     def run(self, description: str, method: str, done: float, *, max_tokens: int | None = None) -> Lane:
-        """Generate one reply, and report progress starting at the fraction `done` of the race."""
+        """Generate one reply, and report progress from the fraction `done` of the race onwards."""
         limit = min(max_tokens or self._max_tokens, self._max_tokens)
         self._report(description, done)
         options = self.options | {"method": method, "max_tokens": limit}

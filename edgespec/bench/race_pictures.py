@@ -19,12 +19,12 @@ __all__ = ["Picture", "RaceEvent", "check_picture_path", "save_picture"]
 
 _GAP_CELLS = 3
 _PICTURE_COLUMNS = 100
-# Seconds between two updates of the displayed speeds.
+# Seconds between updates of the displayed speeds.
 _SPEED_SECONDS = 0.25
 _ACCEPTED, _OWN, _FAINT, _BOLD = "32", "33", "2", "1"
 _LEGEND = ((_ACCEPTED, "accepted guesses"), (_OWN, "written by the model itself"))
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-# Width of a character, height of a line, and margin of the SVG picture, in pixels.
+# Character width, line height and margin of the SVG picture, in pixels.
 _CELL_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 20
 
 
@@ -60,7 +60,7 @@ class Picture:
         race: The race.
         prompt: The prompt, shown above the replies.
         columns: Width in cells.
-        max_rows: Maximum number of rows for the replies. Any further rows are not shown.
+        max_rows: Maximum number of rows for the replies. Further rows are not shown.
 
     Attributes:
         rows: Number of rows.
@@ -98,7 +98,7 @@ class Picture:
         self.events = sorted(events, key=lambda event: event.seconds)
 
     def _pieces(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
-        """Yield the text of a reply. Rows are counted from its first line."""
+        """Yield the text of a reply, with rows counted from its first line."""
         text = _cleaned(lane.text)
         lines = list(_broken(text, self._width))
         place = number = 0
@@ -196,7 +196,7 @@ def save_picture(race: Race, prompt: str, path: Path) -> None:
 
 
 def _cleaned(text: str) -> str:
-    """Replace tabs with spaces, and remove control characters, which could change the terminal's state."""
+    """Replace tabs with spaces, and remove control characters, which could alter the terminal's state."""
     return _CONTROLS.sub("", text.replace("\t", "    "))
 
 
@@ -207,7 +207,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _broken(text: str, width: int) -> Iterator[_Line]:
     """Wrap text into lines of at most `width` cells, between words if possible.
 
-    The line break or space between two lines is part of neither.
+    The line break or space between two lines belongs to neither of them.
     """
     start = cells = 0
     space = -1

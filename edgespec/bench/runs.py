@@ -1,6 +1,6 @@
 """Plan a benchmark and run it, one reply at a time, each with an empty prefix cache.
 
-The plan says which prompts and methods to run, and in which order.
+The plan determines which prompts and methods to run, and in which order.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class MethodConfig:
 
     @property
     def name(self) -> str:
-        """Return the name of the configuration in tables, such as `model k=4`."""
+        """Return the configuration's name in tables, such as `model k=4`."""
         length = "" if self.draft_length is None else f" k={self.draft_length}"
         return f"{self.method}{length}{' again' if self.again else ''}"
 
 
 PLAIN, AUTO = MethodConfig("none"), MethodConfig("auto")
-# The second measurement of plain decoding. Its difference from the first shows the measurement noise.
+# A second measurement of plain decoding, whose difference from the first shows the measurement noise.
 CONTROL = MethodConfig("none", again=True)
 
 
@@ -80,8 +80,9 @@ class BenchPlan:
     Attributes:
         prompts: Prompts to answer, with unique names.
         configs: Method configurations. Plain decoding must be one of them.
-        temperatures: Sampling temperatures. Every prompt is answered at each temperature in every repeat.
-        repeats: Number of times the whole plan runs.
+        temperatures: Sampling temperatures. In each repeat, every prompt is answered at every
+            temperature.
+        repeats: Number of times to run the whole plan.
         max_tokens: Maximum reply length in tokens.
         seed: Random seed for every reply.
         acceptance: The rule for accepting draft tokens, `invariant` or `rejection`.
@@ -122,8 +123,8 @@ class BenchPlan:
         """Yield all rounds of the benchmark. Each round answers one prompt with every configuration.
 
         The order of the configurations changes from round to round, so that a gradual slowdown of the
-        machine, such as thermal throttling, affects all of them equally. Categories alternate, so that a
-        partial run covers all of them.
+        machine, such as from thermal throttling, affects all of them equally. Categories alternate, so that
+        a partial run covers all of them.
         """
         for repeat in range(self.repeats):
             pairs = product(_spread(self.prompts), self.temperatures)
@@ -217,14 +218,14 @@ def run(
 ) -> BenchRun:
     """Run a benchmark plan: measure pass durations, warm up every method, and measure each reply.
 
-    Drafters are not trained between replies, so that they do not change during the run.
+    Drafters are not trained between replies, so they do not change during the run.
 
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
-        max_seconds: No new reply is started after this time. None means no limit.
-        progress: Called with a description and the fraction of the replies that are finished. Returning False
-            cancels the run.
+        max_seconds: Time after which no new reply is started. None means no limit.
+        progress: Called with a description and the fraction of the replies that are finished. Returning
+            False cancels the run.
 
     Returns:
         All replies measured, even if the run was cancelled, reached its time limit or failed.
@@ -268,7 +269,7 @@ class _Bench:
             self.runtime.method_for(config.method)
 
     def _fitting_tokens(self, prompt: Prompt) -> list[int]:
-        """Tokenize a prompt. Raises ContextFullError if the prompt and its reply do not fit the context."""
+        """Tokenize a prompt. Raises ContextFullError if it does not fit in the context with its reply."""
         tokens = prompt_tokens(self.runtime, prompt)
         context = self.runtime.context_tokens
         if len(tokens) + self.plan.max_tokens > context:

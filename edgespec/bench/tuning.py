@@ -23,11 +23,11 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """The duration of a verify pass, and the highest speed-up that it allows.
+    """Duration of a verify pass, and the highest speed-up that it allows.
 
     Attributes:
         width: Number of tokens in the pass.
-        seconds: Duration of the pass, in seconds.
+        seconds: Duration of the pass in seconds.
         v: Duration of the pass relative to a single-token pass.
         limit: Speed-up over plain decoding if every draft token is accepted and drafting costs nothing.
         break_even: Acceptance rate (0 to 1) above which drafting makes decoding faster, assuming that
@@ -43,12 +43,12 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
-    """The measured performance of a drafter.
+    """Measured performance of a drafter.
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
-        acceptance: Fraction of draft tokens that were accepted, counting only tokens whose predecessors were
-            all accepted.
+        acceptance: Fraction of draft tokens that were accepted, counting only tokens whose predecessors
+            were all accepted.
         c: Time to draft one token, relative to a single-token target pass.
         best_length: Draft length with the highest expected speed-up.
         expected: Expected speed-up at `best_length`.
@@ -108,8 +108,8 @@ def tune(
 ) -> Tuning:
     """Measure and save the duration of verify passes, then try each drafter on the prompts.
 
-    Replies use greedy decoding. Each prompt is answered with every method before the next one, so that a
-    gradual slowdown of the machine affects all methods equally.
+    Replies use greedy decoding. Each prompt is answered with every method before the next prompt, so
+    that a gradual slowdown of the machine affects all methods equally.
 
     Args:
         runtime: Loaded models.
@@ -161,8 +161,8 @@ def break_even(v: float, width: int) -> float | None:
         width: Number of tokens in the verify pass.
 
     Returns:
-        The lowest rate at which a pass emits `v` tokens on average, or None if there is none. This is the
-        smallest a in [0, 1] for which 1 + a + ... + a^(width - 1) >= v.
+        The lowest rate at which a pass emits `v` tokens on average, or None if there is none. This is
+        the smallest a in [0, 1] for which 1 + a + ... + a^(width - 1) >= v.
     """
     if v > width:
         return None

@@ -20,7 +20,8 @@ from edgespec.system.files import error_reason
 __all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown", "write_export"]
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-# Blocks pictures in replies, because loading them would tell other servers that the page was opened.
+# Blocks remote images in replies, because loading them would reveal to other servers that the page was
+# opened.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
@@ -112,7 +113,7 @@ def as_json(chat: SavedChat) -> str:
 
 
 FORMATS: dict[str, Callable[[SavedChat], str]] = {".md": as_markdown, ".json": as_json, ".html": as_html}
-"""Functions that export a chat, by file extension."""
+"""Export functions, keyed by file extension."""
 
 
 def write_export(chat: SavedChat, file: str) -> Path:
@@ -148,7 +149,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
             f"the file {path} already exists", "choose another file name", code="output_exists"
         ) from None
     except (OSError, ValueError) as error:
-        # `open` raises ValueError if the name contains a NUL character, so nothing was created.
+        # If the name contains a NUL character, `open` raises ValueError and creates nothing.
         if is_created:
             with suppress(OSError):
                 path.unlink()

@@ -95,7 +95,7 @@ class _Reader:
                     self._at = end
                     return value
             except ValueError:
-                # The value may only be incomplete, so read more.
+                # The value may just be incomplete, so read more.
                 if len(self._text) - self._at > self._max_characters:
                     raise ItemTooLargeError from None
                 if not self._read(size):
@@ -112,17 +112,17 @@ class _Reader:
 
 # Maximum size of a file in bytes. Larger files are rejected without being read.
 _MAX_FILE_BYTES = 1 << 30
-# Maximum length of one chat in a file, in characters. Limits the memory for reading a file to about 1 GiB,
-# even if the file is malicious.
+# Maximum length of one chat in a file, in characters. Limits memory use to about 1 GiB, even if the file is
+# malicious.
 _MAX_CHAT_CHARACTERS = 1 << 25
-# Name of the file that contains the chats in the ZIP files from ChatGPT and Claude.
+# The file in ChatGPT's and Claude's ZIP exports that contains the chats.
 _CHATS_IN_ZIP = "conversations.json"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A message from another program. `message` is None if only the messages after it can be imported."""
+    """A message from another program. `message` is None if it cannot be imported, but later ones may be."""
 
     parent: object
     message: Message | None
@@ -131,8 +131,9 @@ class _Node:
 class ExportedChats:
     """The chats in an exported file: a JSON file, or a ZIP file that contains `conversations.json`.
 
-    Iterating reads the file and yields one chat at a time, with an empty ID, so that large files need little
-    memory. It raises ChatFileError if the file is unreadable or contains no chats in a known format.
+    Iteration reads the file and yields the chats one at a time, each with an empty ID, so that large files
+    need little memory. It raises ChatFileError if the file is unreadable or contains no chats in a known
+    format.
 
     Args:
         path: The file.
@@ -140,7 +141,7 @@ class ExportedChats:
     Attributes:
         path: The file.
         read_count: The number of chats read so far.
-        left_out: How many items could not be imported so far, by kind, such as `attached files`.
+        left_out: Number of items that could not be imported so far, by kind, such as `attached files`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,7 +192,7 @@ class ExportedChats:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open the JSON text of an exported file. Raises OSError."""
+    """Open the JSON text in an exported file. Raises OSError if that fails."""
     if regular_file_bytes(path) > _MAX_FILE_BYTES:
         raise OSError(f"the file is larger than {_MAX_FILE_BYTES >> 30} GiB")
     if not zipfile.is_zipfile(path):
@@ -251,7 +252,7 @@ def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
 
 
 def _tree(nodes: Mapping[object, _Node], tip: object) -> MessageTree[Message]:
-    """Arrange messages as a tree. Open the path to `tip` or, if `tip` is unknown, to the last message."""
+    """Build a message tree whose current branch ends at `tip`, or at the last message if `tip` is unknown."""
     tree: MessageTree[Message] = MessageTree()
     messages: list[Message] = []
     parents: list[int | None] = []

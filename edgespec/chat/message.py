@@ -1,4 +1,4 @@
-"""The `Message` type of prompts, saved chats and the terminal chat, and the files that it contains."""
+"""The `Message` type for prompts, saved chats and the terminal chat, and its attached files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlacedImage(NamedTuple):
 
     Attributes:
         image: The image.
-        at: The number of characters of the text that precede it.
+        at: Number of characters of the text that precede the image.
     """
 
     image: Image
@@ -56,8 +56,8 @@ class Message:
 
     Attributes:
         role: The author of the message.
-        content: The text: for a model's reply, the answer without reasoning and tool calls; for a message
-            with the role `tool`, the result of the call.
+        content: The text. For a model's reply, this is the answer without reasoning and tool calls. For a
+            message with the role `tool`, it is the result of the call.
         reasoning: The reasoning before the answer. Empty if the model did not reason.
         markers: The text before and after the reasoning, such as `<think>` and whitespace.
         tool_calls: The tool calls in a model's reply.
@@ -108,7 +108,7 @@ class Message:
         return replace(self, content=content, files=(), images=images)
 
     def with_marked_images(self, mark: Callable[[Image], str]) -> Message:
-        """Return the message with a mark in place of each of its images."""
+        """Return the message with each image replaced by a mark."""
         if not self.images:
             return self
         content, begin = "", 0
@@ -179,7 +179,7 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
     Reasoning at the start of an assistant message's content is moved to `reasoning`.
 
     Args:
-        number: The number of the item, for errors.
+        number: The number of the item, for error messages.
         item: The item.
         allows_damage: See `as_attached_files`.
     """
@@ -309,8 +309,8 @@ class AttachedFile:
     @property
     def block(self) -> str:
         """The file as Markdown: its name, and its text in a code block."""
-        # Make the fence longer than any run of backticks in the text, because programs disagree on what
-        # starts a line.
+        # Make the fence longer than any run of backticks in the text, because programs disagree on where a
+        # line starts.
         longest = max(map(len, re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         line_break = "" if self.text.endswith("\n") or not self.text else "\n"
@@ -323,7 +323,7 @@ def as_attached_files(number: int, items: object, *, allows_damage: bool = False
     """Convert the `files` of message `number`.
 
     Args:
-        number: The number of the message, for errors.
+        number: The number of the message, for error messages.
         items: The files.
         allows_damage: Whether to replace a damaged image with text that reports the damage.
 
@@ -364,6 +364,6 @@ def _invalid_files(number: int) -> OptionError:
 
 
 def with_files(text: str, files: Sequence[AttachedFile]) -> str:
-    """Return the text of a message, preceded by its files, without images."""
+    """Return a message's text preceded by its attached text files. Images are left out."""
     blocks = [file.block for file in files if file.image is None]
     return "\n\n".join((*blocks, text)) if blocks else text

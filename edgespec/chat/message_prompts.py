@@ -131,7 +131,7 @@ class MessagePrompts:
             return self._prompt_builder().count_tokens(messages, context_tokens, settings)
 
     def no_template(self) -> TemplateError:
-        """Return the error to raise if messages are used with a model that has no chat template."""
+        """Return the error for using messages with a model that has no chat template."""
         hint = "continue plain text with `edgespec generate --raw` or /v1/completions"
         if self._other_template:
             return TemplateError(

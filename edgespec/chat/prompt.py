@@ -92,7 +92,7 @@ def build_single_prompt(
 
 ContextFull = Literal["slide", "refuse"]
 
-# Number of context tokens reserved for the reply, but at most a quarter of the context.
+# Context tokens reserved for the reply, limited to a quarter of the context.
 _REPLY_TOKENS = 512
 # Upper limit on the size of a control token's text, in bytes.
 _MAX_CONTROL_TOKEN_BYTES = 512
@@ -116,7 +116,7 @@ class RenderedPrompt:
         dropped_messages: Number of old messages left out because the context is full. The system prompt is
             never dropped and does not count.
         reply_start: When a reply is continued, the text at the end of the prompt that belongs to it.
-        images: The images in the prompt. The model can run the tokens as long as these objects exist.
+        images: The images in the prompt. The model can process the tokens only while these objects exist.
     """
 
     text: str
@@ -129,9 +129,9 @@ class RenderedPrompt:
 class PromptBuilder:
     """Renders and tokenizes conversations for one model.
 
-    Retokenizing the text of a reply often yields different tokens from the sampled ones. The builder
-    therefore remembers the exact tokens of recent conversations and extends them, so that the KV cache can be
-    reused. Not thread-safe.
+    Retokenizing a reply often yields tokens that differ from the sampled ones. The builder therefore
+    remembers the exact tokens of recent conversations and extends them, so that the KV cache can be reused.
+    Not thread-safe.
 
     Args:
         template: The model's chat template.
@@ -151,7 +151,7 @@ class PromptBuilder:
         self.template = template
         self._vocabulary = vocabulary
         self._prepare_image = prepare_image
-        # The images of recent prompts, by the hash of their content.
+        # The images of recent prompts, keyed by a hash of their content.
         self._images: dict[str, PreparedImage] = {}
         self._cached_prefixes = cached_prefixes
         self._scanner = TextScanner(vocabulary)
@@ -208,15 +208,15 @@ class PromptBuilder:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, False, progress)
-            # Append tokens only if the first one is a control token, because others could merge with earlier
-            # text.
+            # Append tokens only if the first one is a control token, because other tokens could merge with
+            # the text before them.
             if rest and not contains_image(rest[:1]) and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start, progress))
 
     def _prepared(self, image: Image) -> PreparedImage:
-        """Return an image's tokens, and keep them for later prompts of the conversation."""
+        """Prepare an image, or reuse the result from an earlier prompt."""
         assert self._prepare_image is not None
         name = image.digest.hex()
         prepared = self._images.pop(name, None) or self._prepare_image(image)
@@ -521,6 +521,6 @@ def _build_shorter(
 
 
 def _others(system_prompt: bool, tools: bool) -> str:
-    """Describe the rest of the prompt, besides the last message, for an error message."""
+    """Name the parts of the prompt other than the last message, for an error message."""
     others = [*(["the system prompt"] if system_prompt else []), *(["the tools"] if tools else [])]
     return f" with {' and '.join(others)}" if others else ""

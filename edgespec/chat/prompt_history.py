@@ -19,7 +19,7 @@ __all__ = ["PromptHistory", "delete_prompt_history"]
 
 _FILE_NAME = "prompt-history.jsonl"
 _MAX_PROMPTS = 500
-# Maximum length of a saved prompt in characters. Longer prompts are mostly pasted texts.
+# Maximum length of a saved prompt in characters. Longer prompts are mostly pasted text.
 _MAX_CHARACTERS = 10_000
 # Maximum size of the file in bytes. If it is larger when it is read, the oldest prompts are removed.
 _MAX_BYTES = 1 << 20
@@ -27,7 +27,7 @@ _MAX_READ_BYTES = 64 << 20
 
 
 class PromptHistory:
-    """A private JSONL file of prompts. Errors are ignored, because the chat works without it.
+    """A private JSONL file of prompts. Errors are ignored, because the chat works without the file.
 
     Args:
         folder: The folder that contains the file. Except in tests, this is the user's data folder.
@@ -74,5 +74,5 @@ def _line(prompt: str) -> bytes:
 
 
 def delete_prompt_history() -> int:
-    """Delete the file, and return the number of bytes freed. Raises OSError if the file cannot be deleted."""
+    """Delete the history file and return the number of bytes freed. Raises OSError if that fails."""
     return delete_files([data_folder() / _FILE_NAME])

@@ -89,7 +89,7 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split text at potential reasoning markers. Return each part with a flag for whether it is a marker."""
+    """Split text at potential reasoning markers. Return each part with whether it is a marker."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 
@@ -154,10 +154,10 @@ class ReasoningSplitter:
         return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
     def finish(self, text: str = "", *, cut: bool = False) -> SplitText:
-        """Add the last of the reply's text, and return all text that was held back.
+        """Add the final text of the reply, and return all text that was held back.
 
         Args:
-            text: The text.
+            text: The final text.
             cut: Whether the reply reached its maximum length. If so, an incomplete marker at its end is
                 omitted.
         """

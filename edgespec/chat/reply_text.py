@@ -1,4 +1,4 @@
-"""The text of a reply while it streams: whole characters, where it ends, and how it splits into parts.
+"""Process a reply's text while it streams: decode it, find its end, and split it into parts.
 
 A reply ends at a stop string, or after its tool call if only one call is allowed. Its parts are reasoning,
 answer and tool calls.
@@ -46,7 +46,7 @@ class ReplyText:
     """Collects the text of one reply token by token.
 
     A character that spans several tokens is emitted once it is complete. Text that could be the start of a
-    stop string is held back until later tokens decide it.
+    stop string is held back until later tokens show whether it is.
 
     Attributes:
         stop_string: The stop string that ended the reply. Empty if none has.
@@ -202,18 +202,18 @@ class StopSearch:
         return self._answer_end - self._undecided()
 
     def finish(self) -> int:
-        """End the search: search the text that was held back. Returns the same as `feed`."""
+        """Search the text that was held back, and end the search. Returns the same as `feed`."""
         rest = self._splitter.finish().answer if self._splitter else ""
         end = self._search(rest)
         return self._length if end is None else end
 
     @property
     def _answer_end(self) -> int:
-        """The length of the whole text, up to the end of the answer so far."""
+        """The position in the whole text at which the answer so far ends."""
         return self._length - (self._splitter.pending if self._splitter else 0)
 
     def _search(self, text: str) -> int | None:
-        """Search the next part of the answer. Return the position of a stop string in the whole text."""
+        """Search the next part of the answer. Return a stop string's position in the whole text, or None."""
         self._answer += text
         for at, stop in self._matches(len(text)):
             if self._may_end is None or self._may_end(self._answer[:at]):
@@ -241,7 +241,7 @@ class CallLimit:
     """Ends a reply after its first tool call, if only one call is allowed.
 
     Attributes:
-        found: An empty string once the reply has ended, because no stop string ended it. Until then None.
+        found: None until the reply has ended, and then an empty string, because no stop string ended it.
     """
 
     def __init__(self, splitter: ReplySplitter) -> None:
@@ -250,7 +250,7 @@ class CallLimit:
         self._length = 0
 
     def feed(self, text: str) -> int:
-        """Add text of the reply. Return the length of the text that may be shown."""
+        """Add reply text, and return the length of the text that can be shown."""
         for character in text:
             self._length += 1
             self._splitter.feed(character)
@@ -271,7 +271,7 @@ def stop_searches(
     *,
     single_call: bool = False,
 ) -> list[StopSearch | CallLimit]:
-    """Return the objects that search a reply for its end.
+    """Return the searches that determine where a reply ends.
 
     Args:
         stop: The stop strings. A string with a reasoning marker, such as `</think>`, cannot occur in an
@@ -327,7 +327,7 @@ class ReplySplitter:
 
     @property
     def after_single_call(self) -> int | None:
-        """Number of characters after the only call that the reply may contain. None until it is complete."""
+        """Number of characters after the single call that a reply may contain. None until it is complete."""
         if not self._single or self._calls is None:
             return None
         if self._has_second_call:
@@ -340,10 +340,10 @@ class ReplySplitter:
         return self._parts(self._reasoning.feed(text), is_end=False)
 
     def finish(self, text: str = "", *, cut: bool = False) -> ReplyParts:
-        """Add the last of the reply's text, and return all parts that were held back.
+        """Add the final text of the reply, and return all parts that were held back.
 
         Args:
-            text: The text.
+            text: The final text.
             cut: Whether the reply reached its maximum length. If so, an incomplete marker at its end is
                 omitted.
         """
@@ -355,7 +355,7 @@ class ReplySplitter:
         parsed = self._calls.finish(split.answer, cut=cut) if is_end else self._calls.feed(split.answer)
         calls = parsed.calls
         if self._single:
-            # Some models write all their calls as one list.
+            # Some models write all their calls as one list, so keep only the first call.
             calls = tuple(call for call in calls if call.index == 0)
             self._has_second_call = self._has_second_call or len(calls) < len(parsed.calls)
         return ReplyParts(split.reasoning, parsed.text, split.in_reasoning, calls)

@@ -31,16 +31,17 @@ __all__ = [
 ]
 
 Setting = str | int | float | bool | list[str]
-"""Type of the value of one setting in a chat file."""
+"""Type of a setting's value in a chat file."""
 
-# The version of the file format. Files of version 1, which had no versions of messages, can still be read.
+# The version of the file format. Files of version 1, which held only one version of each message, can still
+# be read.
 VERSION = 2
 # Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
 MAX_CHAT_BYTES = 64 << 20
-"""Size of a chat's file from which on the chat takes no further messages."""
+"""File size in bytes at which a chat stops accepting messages."""
 
-# Files above this size are neither written nor read. The room above `MAX_CHAT_BYTES` is far more than a
+# Maximum file size in bytes for writing and reading. The margin above `MAX_CHAT_BYTES` is far more than a
 # message and its reply need, so that no reply is lost.
 _MAX_FILE_BYTES = 2 * MAX_CHAT_BYTES
 _TEXTS = ("id", "created", "updated", "title", "target")
@@ -64,7 +65,7 @@ def title_of(messages: Sequence[Message]) -> str:
 
 
 class ModelReferences(NamedTuple):
-    """The models that a chat used last, in the form of `--target` and `--draft`. Empty if unknown."""
+    """The models that a chat last used, as `--target` and `--draft` accept them. Empty if unknown."""
 
     target: str = ""
     draft: str = ""
@@ -124,7 +125,7 @@ class SavedChat:
         return data
 
     def to_json(self) -> dict[str, object]:
-        """Return the chat as a JSON object of the current format version."""
+        """Return the chat as a JSON object in the current format version."""
         return {
             "version": VERSION,
             "id": self.id,
@@ -389,7 +390,7 @@ class MessageTree(Generic[T]):
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
-        """Return a tree whose current branch runs through a message and on to the newest versions."""
+        """Return a tree whose current branch passes through a message and then the newest versions."""
         while children := self._children(place):
             place = children[-1]
         return replace(self, tip=place)

@@ -1,4 +1,4 @@
-"""Store saved chats as JSON files, which are written atomically and validated when read, and search them."""
+"""Store saved chats as JSON files, written atomically and validated on reading, and search them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ChatStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
-        # The entries read so far, by file name. Each has the file's modification time and size, to notice
+        # The entries read so far, by file name, each with the file's modification time and size to detect
         # changes.
         self._entries: dict[str, tuple[tuple[int, int], StoredChat]] = {}
 
@@ -150,7 +150,7 @@ class ChatStore:
     def delete(self, chat_id: str) -> None:
         """Delete the chat with this ID, hidden or not, if it exists.
 
-        If another program still had the hidden chat open and has saved it again, that version is kept.
+        If another program has saved the chat again since it was hidden, that version is kept.
 
         Raises:
             ChatFileError: The chat could not be deleted.
@@ -175,8 +175,7 @@ class ChatStore:
         """Put a hidden chat back into the list.
 
         Returns:
-            The ID of the chat, which is new if another program still had the chat open and has saved it
-            again.
+            The chat's ID, which is new if another program has saved the chat again since it was hidden.
 
         Raises:
             ChatFileError: The chat could not be restored.
@@ -233,7 +232,7 @@ class ChatStore:
         return sorted(entries, key=lambda chat: (chat.updated, chat.id), reverse=True)
 
     def _read_entry(self, file: os.DirEntry[str]) -> tuple[str, tuple[tuple[int, int], StoredChat]]:
-        """Return a file's item for `_entries`, reading the file only if it has changed."""
+        """Return a file's name and its value in `_entries`, reading the file only if it has changed."""
         state = (0, 0)
         with suppress(OSError):
             status = file.stat()

@@ -341,6 +341,6 @@ def _exit_reason(process: ChildProcess) -> str:
 
 
 def _import_folders() -> list[str]:
-    """Return the folders that contain Jinja and its dependency."""
+    """Return the folders that contain Jinja and its dependency MarkupSafe."""
     specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
     return [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]

@@ -45,7 +45,7 @@ CONTENT_FORMS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "parts": lambda text: [{"type": "text", "text": text}],
     }
 )
-"""Formats of a message's content, keyed by name. The first with which the text reaches the prompt is used."""
+"""Message content formats, keyed by name. The first one that makes the text appear in the prompt is used."""
 
 # A word that no template contains or alters.
 PROBE_TEXT = "qzprobetextzq"
@@ -74,7 +74,7 @@ PROBES: Mapping[str, Sequence[Message]] = MappingProxyType(
         ],
     }
 )
-"""For each kind of message, a conversation in which the text of one such message is `PROBE_TEXT`."""
+"""Maps each kind of message to a conversation in which one such message has the text `PROBE_TEXT`."""
 
 
 def kinds_of(messages: Sequence[Message]) -> list[str]:
@@ -105,14 +105,14 @@ class SourceQuirks:
 
 
 Change: TypeAlias = "Callable[[Sequence[Message], ToolSupport], Sequence[Message]]"
-"""Changes messages for templates that reject them. Returns messages that need no change as they are."""
+"""A change for templates that reject the messages. Messages that need no change are returned unchanged."""
 
 
 def accepted_variants(messages: Sequence[Message], tool_support: ToolSupport) -> Iterator[Sequence[Message]]:
     """Yield the messages, followed by variants that the template may accept instead.
 
-    Variants with fewer changes come first. They depend only on the messages, so that successive prompts of a
-    conversation share a prefix, which the prefix cache can reuse.
+    Variants with fewer changes come first. All variants depend only on the messages, so that successive
+    prompts of a conversation share a prefix, which the prefix cache can reuse.
     """
     tried: list[list[Message]] = []
     for count in (0, 1, 2, len(CHANGES)):
@@ -184,7 +184,7 @@ def _without_later_system(messages: Sequence[Message], _tool_support: ToolSuppor
 
 
 def _without_system(messages: Sequence[Message], _tool_support: ToolSupport) -> Sequence[Message]:
-    """Move the system prompt into the first user message, for templates without a system role (Gemma's)."""
+    """Merge the system prompt into the first user message, for templates without a system role (Gemma)."""
     if not messages or messages[0].role != "system":
         return messages
     system, others = messages[0], messages[1:]
@@ -247,7 +247,7 @@ class ToolSupport:
         self._shows_results = bool(re.search(r"""['"]tool['"]""", template))
 
     def rewrite(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages with everything that the template would omit written as text."""
+        """Return the messages, with anything that the template would omit written out as text."""
         shown = {"assistant": self._shows_calls, "tool": self._shows_results}
         rewritten = [
             message if shown.get(message.role, True) else self.as_text(message) for message in messages

@@ -37,7 +37,7 @@ _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
 def memory_limit_bytes(request_bytes: int) -> int:
-    """Return the memory limit for a request.
+    """Return the memory limit for a request, in bytes.
 
     The interpreter and a short chat need about 100 MiB. In a long chat, each character takes up to 4 bytes,
     and up to 8 copies of the chat exist at once.
@@ -164,7 +164,7 @@ def _limit_memory(limit_bytes: int) -> None:
 
 
 def _limit_cpu_time(seconds: float) -> None:
-    """Kill this process after `seconds` of CPU time, even during a native call. 0 removes the limit."""
+    """Limit this process to `seconds` of CPU time, even during a native call. 0 removes the limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

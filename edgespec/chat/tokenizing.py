@@ -1,5 +1,4 @@
-"""Tokenize text: long calls can be interrupted with Ctrl-C, and text that cannot fit in the context is
-rejected.
+"""Tokenize text in calls that Ctrl-C can interrupt, and reject text that cannot fit in the context.
 
 Control tokens in messages are escaped, so that users cannot inject them.
 """
@@ -87,7 +86,7 @@ def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The token count and the control tokens of text.
+    """The result of scanning text: its token count and its control tokens.
 
     Attributes:
         token_count: Number of tokens.
@@ -99,7 +98,7 @@ class Scan:
 
 
 class TextScanner:
-    """Counts the tokens in texts and finds control tokens in them. Tokenizes each text only once."""
+    """Counts the tokens in text and finds its control tokens. Caches the results."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -107,7 +106,7 @@ class TextScanner:
         self._scans: dict[bytes, Scan] = {}
 
     def scan(self, text: str, progress: Progress | None) -> Scan:
-        """Return the token count and the control tokens of text. Raises CancelledError."""
+        """Return the token count and control tokens of `text`. Raises CancelledError if cancelled."""
         key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         scan = self._scans.get(key)
         if scan is None:
@@ -164,17 +163,17 @@ class ControlTokenEscaping:
         )
 
     def image_mark(self, name: str) -> str:
-        """Return the mark for an image with this name, which occurs in no message. See `split_at_images`."""
+        """Return the marker for the image `name`, which occurs in no message. See `split_at_images`."""
         return f"{self._left}image {name}{self._right}"
 
     def split_at_images(self, text: str) -> list[str]:
-        """Split text at the marks of images. The items are text and the names of images in turn."""
+        """Split text at image markers. The result alternates between text and image names."""
         return re.split(f"{self._left}image ([0-9a-f]+){self._right}", text)
 
     def escape_tools(
         self, tools: Sequence[Mapping[str, Any]], scanner: TextScanner, progress: Progress | None
     ) -> tuple[Mapping[str, Any], ...]:
-        """Return the definitions of tools with their control tokens replaced by placeholders."""
+        """Return the tool definitions with control tokens replaced by placeholders."""
         # Scan all strings at once, because most tools contain no control tokens.
         control_tokens = scanner.scan("\n".join(_strings(list(tools))), progress).control_tokens
         if not control_tokens:

@@ -34,7 +34,7 @@ _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
 _POOLS = {"memory": "memory", "gpu": "GPU memory"}
-# Terms in the names of memory items, and how they are shown.
+# Parts of internal memory item names, and the text that replaces them on the screen.
 _SHOWN_TERMS = {
     "target ": "model ",
     "draft ": "draft model ",
@@ -124,7 +124,7 @@ def _line(words: str, style: str = "") -> Text:
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
-    """Return a bar of a memory pool's items, followed by its free or missing memory."""
+    """Return a bar chart of a memory pool: its items, then its free or missing memory."""
     planned, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()
@@ -175,7 +175,7 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 
 def _spread(spread: SpreadPrediction) -> list[str]:
-    """Describe the speed of a model on several machines in sentences."""
+    """Return sentences that describe a model's speed when it runs on several machines."""
     seconds = rate(spread.send_seconds)
     lines = [f"Sending the model to the workers takes at least {seconds} s, unless they have cached it."]
     if spread.tokens_per_second is not None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _PIPE_COLUMNS = 100
-# Minimum speed-up to report. Smaller ones could be measurement noise.
+# Minimum speed-up to report. It was chosen because smaller ones could be measurement noise.
 _MIN_SPEED_UP = 1.03
 _LEGEND = """\
 SPEED-UP      how many times as fast as without the speed-up, not counting the time to read the prompt
@@ -164,7 +164,7 @@ def command(
 
 
 def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt]:
-    """Read the prompts of the given categories. Raises OptionError for an unknown category."""
+    """Load the prompts in the given categories. Raises OptionError if a category is unknown."""
     from edgespec.bench import bench_prompts
     from edgespec.losslessness import read_prompts
 

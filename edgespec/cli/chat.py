@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# The chat can show and change these options. It also keeps a schema, which `/schema` changes.
+# The reply options that the chat can show and change. A schema is kept too, because `/schema` changes it.
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat or name == "schema")
 
 
@@ -86,11 +86,11 @@ def command(
 ) -> int:
     """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
-    The chat is saved all the time, so nothing is lost if it is interrupted. --resume opens the last chat
-    again, and /continue finishes a reply that was interrupted.
+    The chat is saved continuously, so nothing is lost if it is interrupted. --resume reopens the last chat,
+    and /continue finishes an interrupted reply.
 
     `edgespec chat MODEL` is short for `edgespec chat --target MODEL`. If you name no model, a saved chat
-    opens with its own models, and a new chat with the default that you chose in the list of models (F9), or
+    opens with its own models. A new chat opens with the default that you chose in the list of models (F9), or
     else with the models that you used last. The first chat is with SmolLM2, a small model that
     `scripts/setup` installs, or with a tiny demo model if that is missing.
     """
@@ -126,7 +126,7 @@ def command(
         else:
             arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
         changed = changed or {}
-        # A choice of `exactness` in the chat replaces `--exact` as well.
+        # If the user has set `exactness` in the chat, it overrides `--exact` as well.
         exact = bool(arguments.get("exact")) and "exactness" not in changed
         arguments |= {"target": reference, "exact": exact, **changed}
 
@@ -175,10 +175,10 @@ def command(
 def _choose_models(
     ctx: click.Context, options: dict[str, Any], model: str | None, resume: str | None
 ) -> bool:
-    """Set the target and the draft model, unless the user has named them on the command line.
+    """Choose the target and the draft model, unless the user has named them on the command line.
 
-    A saved chat opens with its own models. A new one opens with the models that were used last, unless the
-    settings name others. Return whether the models are such.
+    A saved chat uses its own models. A new chat uses the models that were used last, unless the settings name
+    others. Returns whether the models come from an earlier chat.
     """
     source = ctx.get_parameter_source("target")
     if model is not None:
@@ -205,7 +205,7 @@ def _models_of_chat(wanted: str) -> ModelReferences | None:
     from edgespec.chat.store import ChatStore, find_chat
     from edgespec.errors import ChatFileError
 
-    # The chat reports a damaged file when it opens it.
+    # Ignore a damaged file here. The chat reports the damage when it opens the file.
     with suppress(ChatFileError):
         store = ChatStore()
         if (found := find_chat(store.list(), wanted)) is not None:
@@ -242,7 +242,7 @@ def _is_here(reference: str) -> bool:
 
 
 def _lasting(reference: str) -> str:
-    """Return a reference that is valid in other folders too."""
+    """Return the reference, made absolute if it is a path, so that it is valid in any folder."""
     path = Path(reference)
     return str(path.resolve()) if path.exists() else reference
 

@@ -44,7 +44,7 @@ def command() -> None:
     """List, search, show, export, import and delete the chats that `edgespec chat` saved.
 
     CHAT is the ID of a chat, a part of its title, or last for the newest chat. If several titles match, the
-    newest of these chats is used. To continue a chat, run `edgespec chat --resume CHAT`.
+    newest matching chat is used. To continue a chat, run `edgespec chat --resume CHAT`.
     """
 
 
@@ -218,10 +218,10 @@ def import_chats(file: str, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Delete the chat without asking for confirmation.")
 @json_option
 def delete_chat(chat: str, yes: bool, as_json: bool) -> None:
-    """Delete CHAT for good.
+    """Permanently delete CHAT.
 
-    Also delete the saved replies, the cache of earlier chats and the history of prompts, because they may
-    contain its text. Other chats are kept. If several titles match CHAT, nothing is deleted.
+    This also deletes the saved replies, the cache of earlier chats and the history of prompts, because they
+    may contain its text. Other chats are kept. If several titles match CHAT, nothing is deleted.
     """
     from edgespec.api.saved_data import delete_chat
 

@@ -19,7 +19,7 @@ from edgespec.system.files import format_bytes
 
 __all__ = ["CheckedWorker", "check_workers"]
 
-# Held during each measurement, because concurrent measurements would share this machine's network.
+# Held during each measurement, because concurrent measurements would compete for this machine's network.
 _measuring = threading.Lock()
 
 

@@ -212,7 +212,7 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
 
 @command.command(
     "set",
-    # A value may start with a dash, such as -0.5.
+    # Accept values that start with a dash, such as -0.5.
     context_settings={"ignore_unknown_options": True},
     short_help="Change a setting for all runs.",
     examples=(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _REPLY_TOKENS = 16
-# The default model is reported as slow below this speed. On an idle machine, the demo model is several times
-# faster, and SmolLM2 twice as fast.
+# Speed below which the default model is reported as slow. On an idle machine, the demo model is several times
+# faster than this, and SmolLM2 is twice as fast.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
 # What to install to compile llama.cpp for a GPU.
@@ -71,9 +71,9 @@ class Check:
 def command(as_json: bool, workers: str | None) -> int:
     """Check this machine, the installed libraries, the folders and the settings, and run the default model.
 
-    Each warning says what to do next. To find full and read-only disks, edgespec writes a small file to each
-    folder and deletes it again. With --workers, it also checks each worker and measures the connection to it.
-    The exit status is 1 if the default model does not run, or a worker cannot be used.
+    Each warning says what to do next. To detect full and read-only disks, edgespec writes a small file to
+    each folder and deletes it again. With --workers, it also checks each worker and measures the connection
+    to it. The exit status is 1 if the default model does not run, or if a worker cannot be used.
     """
     from edgespec.api.machine import inspect_machine
     from edgespec.cli.checked_workers import check_workers
@@ -194,7 +194,7 @@ def _folder(name: str, path: Path, variable: str) -> Check:
 
     Args:
         name: The kind of files in the folder, such as `models`.
-        path: The folder, or the file. Neither has to exist.
+        path: The folder or file, which need not exist.
         variable: The environment variable that overrides the folder.
     """
     folder = path.parent if path.suffix else path

@@ -1,6 +1,6 @@
 """`edgespec generate`: answer one prompt and exit.
 
-Text is read from stdin without hanging on a pipe that nobody writes to.
+Reading stdin does not hang on a pipe to which nothing is ever written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The names of all commands, and their help with examples and titled option groups.
+"""The names of all commands, and help with examples and titled option groups.
 
-Each command's module is imported on first use. Unknown commands are answered with the nearest names.
+Each command's module is imported on first use. Errors about unknown commands suggest the nearest names.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ COMMANDS = (
     "completion",
 )
 
-# Other names of commands: Ollama's name for its chat.
+# Aliases of commands. `run` is Ollama's name for its chat.
 ALIASES = {"run": "chat"}
 
-# Ollama's commands, and what to suggest instead. MODEL stands for the next word that the user typed.
+# Ollama's commands, and the edgespec commands to suggest instead. MODEL is replaced by the next word that the
+# user typed.
 OLLAMA_COMMANDS = {
     "list": "models list",
     "ls": "models list",
@@ -64,7 +65,7 @@ OLLAMA_COMMANDS = {
     "cp": "models alias",
     "help": "--help",
 }
-# Ollama's commands that edgespec does not have, and why not.
+# Ollama's commands that edgespec does not have, and what to tell the user instead.
 MISSING_COMMANDS = dict.fromkeys(
     ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
 )
@@ -135,13 +136,13 @@ class HelpfulCommand(_Helpful):
             word = shlex.quote(rest[0])
             hint = f"to choose a model, use --target {word}"
             if named := ctx.params.get("model"):
-                # As in `ollama run MODEL PROMPT`.
+                # The user probably knows `ollama run MODEL PROMPT`.
                 hint = f"to get one reply, use: edgespec generate --target {shlex.quote(named)} {word}"
             raise click.UsageError(f"unexpected argument {word}; {hint}", ctx)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the function that an option stored in `ctx.meta`, if any, then the command."""
+        """Run the function that an option has stored in `ctx.meta`, if any, and then the command."""
         if before_run := ctx.meta.get(BEFORE_RUN):
             before_run(ctx)
         return super().invoke(ctx)
@@ -151,9 +152,9 @@ class HelpfulGroup(_Helpful, click.Group):
     """A group of commands. Its help shows examples, and lists commands before options."""
 
     command_class = HelpfulCommand
-    # Commands of other programs, and what to suggest instead. MODEL stands for the next argument.
+    # Other programs' commands, and what to suggest instead. MODEL is replaced by the next argument.
     foreign_commands: Mapping[str, str] = {}
-    # Commands of other programs that edgespec does not have, and why not.
+    # Other programs' commands that edgespec does not have, and what to tell the user instead.
     missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:

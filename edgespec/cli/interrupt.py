@@ -1,7 +1,7 @@
 """Ctrl-C handling. Commands run in a worker thread, so that long native calls do not delay signals.
 
 Python runs signal handlers only in the main thread, between bytecode instructions. If models ran in that
-thread, Ctrl-C would take effect only after the current native call had returned.
+thread, Ctrl-C would take effect only after the current native call returned.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class _Client:
         use: What to do once the configuration is in place. `{path}` stands for the configuration file.
         path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
             edit it without risking the user's other settings.
-        shared: Whether the file is a list with entries of the user's own, to which edgespec adds one.
+        shared: Whether the file is a list that can also contain the user's own entries, to which edgespec
+            adds one.
     """
 
     about: str
@@ -96,7 +97,7 @@ def _json(value: object) -> str:
 
 
 def _yaml(values: Mapping[str, object]) -> str:
-    """Return lines of YAML, writing values as JSON, which is valid YAML."""
+    """Format a mapping as YAML. The values are written as JSON, which is valid YAML."""
     return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
 
 
@@ -177,7 +178,7 @@ def _llm(server: _Server) -> str:
 def _opencode(server: _Server) -> str:
     model: dict[str, object] = {"name": server.model}
     if server.context_tokens:
-        # opencode keeps this part of the context free for the reply.
+        # opencode reserves `output` tokens of the context for the reply.
         model["limit"] = {"context": server.context_tokens, "output": server.context_tokens // 4}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -250,7 +251,7 @@ CLIENTS: Mapping[str, _Client] = {
         " under Ollama. If the server needs an API key, enter it in Zed's settings for Ollama",
     ),
 }
-"""The programs, by name."""
+"""The supported programs, keyed by name."""
 
 
 @click.command(
@@ -288,7 +289,7 @@ def command(
 ) -> None:
     """Print the configuration that lets a program use `edgespec serve`. With --write, save it to a file.
 
-    Without a program, list the supported programs. Start the server first, or pass --model.
+    Without a program, list the supported programs. Start the server first, or name the model with --model.
     """
     if client is None:
         if write:
@@ -351,7 +352,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> _Server:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     key = api_key or "edgespec"
     try:
-        # Do not use a proxy, because it cannot reach a server on this machine.
+        # Bypass proxies, because they cannot reach a server on this machine.
         reply = httpx2.get(f"{url}/v1/models", headers=headers, timeout=_CONNECT_SECONDS, trust_env=False)
         if reply.status_code == 401:
             raise EdgespecError(
@@ -420,7 +421,7 @@ def _with_entry(old: str, entry: str) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """Return an unused name for a backup of a file."""
+    """Return an unused path for a backup of a file."""
     number, copy = 1, path.with_name(f"{path.name}.bak")
     while copy.exists():
         number += 1

@@ -216,7 +216,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
 
 
 def _speed(model: AvailableModel | None) -> SpeedPrediction | None:
-    """Return the expected speed of a model, unless it is a toy or too large for this machine."""
+    """Return a model's expected speed, or None if it is a toy or cannot run on this machine."""
     if model is None or not model.can_run or model.place == "embedded":
         return None
     return model.speed
@@ -240,8 +240,8 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
 
     Args:
         entry: The model.
-        here_bytes: Available memory of this machine.
-        local_bytes: Memory of this machine for layers when the others are on workers.
+        here_bytes: Available memory on this machine.
+        local_bytes: Memory on this machine for the layers that are not on workers.
         checked: The workers.
     """
     from edgespec.loading.speed_prediction import recommended_draft
@@ -253,7 +253,7 @@ def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequenc
         return "this machine"
     library = entry.file_format.worker_library
     shared = sum(worker.memory_for(library()) for worker in checked) if library else 0
-    # The draft model is always on this machine.
+    # Do not count the draft model, which always runs on this machine.
     needed = needed_bytes(entry.approximate_file_bytes, entry.parameters)
     return "workers" if shared and needed <= shared + local_bytes else ""
 
@@ -320,8 +320,8 @@ def _files(entry: ModelEntry) -> dict[str, str]:
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
     """Show details of a model, and which draft models and heads can make it faster. MODEL can also be a head.
 
-    The expected speed-up of two models is estimated from their sizes until they have been used together. The
-    exit status is 1 if a file could not be read.
+    Until two models have been used together, their expected speed-up is estimated from their sizes. The exit
+    status is 1 if a file could not be read.
     """
     from edgespec.model.formats.head_files import head_info
     from edgespec.store.catalogue import load_catalogue
@@ -339,7 +339,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     except ModelNotFoundError as error:
         if shown.entry is None and head is None:
             raise
-        # A version that does not exist, such as another quantisation, has nothing to show.
+        # There is nothing to show for a version that does not exist, such as a missing quantisation.
         if shown.entry and not isinstance(error, NotDownloadedError) and not load_catalogue().find(reference):
             raise
         shown.missing, shown.next_step = error.what, error.next_step
@@ -353,7 +353,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
             shown.problem = refusal_of(found, shown.info)
         except ModelFileError as error:
             shown.problem = str(error)
-        # A model that the backend rejects needs no draft model.
+        # Do not look for draft models and heads if the backend rejects the model.
         if not shown.info or (shown.info.kind == "model" and not shown.problem):
             shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
             shown.heads = head_options(found)

@@ -124,7 +124,7 @@ class OutputPath(click.Path):
 
     Args:
         example: Path to suggest when a required option is missing.
-        settings: The arguments of `click.Path`.
+        settings: Other arguments for `click.Path`.
     """
 
     def __init__(self, *, example: str = "", **settings: Any) -> None:
@@ -209,9 +209,9 @@ def _say_why_toy(ctx: click.Context, param: click.Parameter, target: str) -> str
 
 
 def drop_sampling_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the sampling settings that the user has not set from the options of the current command.
+    """Return the current command's options without the sampling settings that the user has not set.
 
-    The model may have its own defaults for them.
+    The model may have its own defaults for these settings.
     """
     ctx = click.get_current_context()
     return {
@@ -290,7 +290,8 @@ def _complete_preset(_ctx: click.Context, _param: click.Parameter, typed: str) -
     return [CompletionItem(name) for name in preset_names() if name.startswith(typed)]
 
 
-# The option is eager: click handles it first, because the preset changes the defaults of other options.
+# The option is eager so that click handles it first, because the preset changes the defaults of other
+# options.
 preset_option: Decorator = click.option(
     "--preset", metavar="NAME", is_eager=True, expose_value=False, callback=_use_preset,
     shell_complete=_complete_preset,

@@ -43,9 +43,9 @@ _to_option = click.option(
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Make the files that some ways of speeding up a GGUF model need, once for each model.
+    """Create the files that some speed-up methods need for a GGUF model, once per model.
 
-    The other ways, such as a draft model in GGUF format, need no preparation. `edgespec models show MODEL`
+    Other methods, such as a draft model in GGUF format, need no preparation. `edgespec models show MODEL`
     lists what works with a model. If a command is interrupted, run it again to continue.
     """
 
@@ -72,7 +72,7 @@ def command() -> None:
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
     """Split MODEL into two files, so that its first layers can work as its draft model.
 
-    This makes models faster that were trained for early exit, with `--method layerskip`. edgespec checks that
+    With `--method layerskip`, this speeds up models that were trained for early exit. edgespec checks that
     the two files give the same replies as the original, which you can then delete: all other methods work
     with the two files too.
     """
@@ -124,7 +124,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 def lowbit(
     reference: str, type_name: str | None, for_memory: str | None, to: Path | None, as_json: bool
 ) -> None:
-    """Make a copy of MODEL with fewer bits per weight, which works as its draft model.
+    """Make a copy of MODEL with fewer bits per weight, to use as its draft model.
 
     The copy is used with `--method lowbit`. MODEL can also be a folder made by `edgespec prepare layerskip`.
 
@@ -196,10 +196,11 @@ def _output_option(thing: str) -> Decorator:
 @_output_option("head")
 @json_option
 def head(head: str, reference: str, to: Path, as_json: bool) -> None:
-    """Convert a head to GGUF: a small network that was trained to speed up one model.
+    """Convert a head to GGUF.
 
-    HEAD is an EAGLE-3, DFlash or DSpark head: its name in edgespec's catalogue, its Hugging Face repository,
-    or a folder with its files. MODEL is the GGUF model that the head was trained for.
+    A head is a small network that was trained to speed up one model. HEAD is an EAGLE-3, DFlash or DSpark
+    head: its name in edgespec's catalogue, its Hugging Face repository, or a folder with its files. MODEL is
+    the GGUF model that the head was trained for.
     """
     from edgespec.store.heads import resolve_head
     from edgespec.store.prepared.head import prepare_head

@@ -35,7 +35,7 @@ class Program(HelpfulGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         _, command, rest = super().resolve_command(ctx, [ALIASES.get(name, name), *args[1:]])
-        # The help shows the name that the user typed, such as `run`.
+        # Return the name that the user typed, such as `run`, so that the help shows it.
         return name, command, rest
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
@@ -93,7 +93,7 @@ class Program(HelpfulGroup):
 def _report(line: str, error: BaseException, args: Sequence[str]) -> None:
     with suppress(BrokenPipeError):
         click.echo(line, err=True)
-    # The option's value is unknown if the error is about an earlier argument.
+    # Search the raw arguments, because an error in an earlier one can prevent `--json` from being parsed.
     if "--json" in takewhile(lambda each: each != "--", args):
         with suppress(OSError):
             print_json(error_json(error))
@@ -118,10 +118,10 @@ def _reader_left() -> int:
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def program() -> None:
-    """Run large language models on this machine, faster, without changing their replies.
+    """Run large language models faster on this machine, without changing their replies.
 
     A small draft model proposes the next tokens, and your model checks several of them at once, keeping only
-    those it would have written itself. Models that you downloaded with Ollama or LM Studio can be used too.
+    those it would have written itself. You can also use models that you downloaded with Ollama or LM Studio.
     If you name no model, the chat opens the models that you used last. Other commands then use SmolLM2, a
     small model that `scripts/setup` installs, or a tiny demo model if that is missing.
     """

@@ -64,9 +64,9 @@ def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
     """Generate a reply twice, without and with the speed-up, and show both side by side.
 
     Both replies use the same seed and settings. They are generated one after the other, because otherwise
-    they would slow each other down. Then both are shown together at their measured speeds.
+    they would slow each other down, and are then shown together at their measured speeds.
 
-    A race is only one measurement. For reliable numbers, use `edgespec bench`.
+    A race is only a single measurement. For reliable numbers, use `edgespec bench`.
     """
     from edgespec.bench.race import DEFAULT_RACE_TOKENS, check_race
     from edgespec.bench.race_pictures import check_picture_path, save_picture

@@ -28,14 +28,15 @@ from edgespec.errors import CancelledError
 __all__ = ["command"]
 
 _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
-# Default port of the chat. It differs from that of the API server, so that both can run at the same time.
+# Default port of the browser chat. It differs from the API server's port, so that both can run at the same
+# time.
 _DEFAULT_CHAT_PORT = 11436
 # Options that `edgespec serve --chat` handles itself. All others are passed to the chat processes.
 _OWN_NAMES = ("chat", "port", "api_key", "as_json")
 
 
 class _ServeCommand(HelpfulCommand):
-    """Keeps the arguments as typed, because --chat passes them to the chat processes."""
+    """A command that stores its arguments as typed, because --chat passes them to the chat processes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = list(args)
@@ -99,8 +100,8 @@ class _ServeCommand(HelpfulCommand):
 def command(ctx: click.Context, /, as_json: bool, chat: bool, port: int | None, **options: Any) -> int:
     """Let editors, agents and scripts on this machine use models over HTTP.
 
-    Programs that can use OpenAI's API work with the address http://127.0.0.1:11435/v1 and any API key. Those
-    for Anthropic's or Ollama's API use http://127.0.0.1:11435. A request can name any model that `edgespec
+    Programs that use OpenAI's API connect to http://127.0.0.1:11435/v1 with any API key. Programs that use
+    Anthropic's or Ollama's API connect to http://127.0.0.1:11435. A request can name any model that `edgespec
     models list` shows on this machine. edgespec loads it, and unloads others if memory is short. --target is
     the model for requests that name none.
 

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 ALL_COMMANDS = ""
-"""The section of settings that are for every command: the lines above the first section."""
+"""Section name for settings that apply to every command: the lines above the file's first section."""
 _PREFIX = "EDGESPEC_"
 VARIABLES = {
     "EDGESPEC_CONFIG_DIR": "folder for the settings file and aliases",
@@ -50,7 +50,7 @@ VARIABLES = {
     "EDGESPEC_API_KEY": "key that programs must send to `edgespec serve`",
     "EDGESPEC_DEBUG": "set to 1 to show a traceback with each error",
 }
-"""Environment variables that are not settings, with what they are for."""
+"""Environment variables that are not settings, with their purposes."""
 
 _SETTINGS_KEY = "edgespec.cli.settings"
 _USED_KEY = "edgespec.cli.settings used"
@@ -273,7 +273,7 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
 
 
 def ignore_setting(ctx: click.Context, name: str) -> None:
-    """Do not name the source of a setting in errors, because another value replaces it."""
+    """Keep errors from naming the source of a setting, because another value replaces it."""
     ctx.meta.get(_USED_KEY, {}).pop(name, None)
 
 

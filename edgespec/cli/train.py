@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["command", "print_result"]
 
 _MIN_TOKENS = 1_000
-# Minimum tokens per pass of a useful drafter. With fewer, drafting and wider passes cost most of the time
-# saved. The value is a heuristic.
+# Minimum tokens per pass for a drafter to be useful. With fewer, drafting and wider passes use up most of the
+# time saved. This value was chosen as a heuristic.
 _USEFUL_TOKENS_PER_PASS = 2.0
 _CONTINUE = "run the same command again to continue"
 
@@ -206,7 +206,7 @@ def _train_draft(draft: str, lora: bool, **options: Any) -> None:
 
 
 def _run(request: _Request) -> TrainingResult:
-    """Train what the user asked for, until it is finished or Ctrl-C is pressed."""
+    """Train the requested head or draft model until training finishes or the user presses Ctrl-C."""
     from edgespec.train import chat_prompts, file_prompts
 
     prompts: list[TrainingPrompt] = file_prompts(request.prompts) if request.prompts else []

@@ -33,7 +33,7 @@ ACCEPTED      share of the proposed tokens that the model accepted
 DRAFT COST    time to propose a token, as a share of the time that the model takes for one
 BEST LENGTH   the --draft-length with the highest expected speed-up
 EXPECTED      expected speed-up at that length on similar text"""
-# `edgespec tune` uses only one prompt of each of these categories to save time.
+# To save time, `edgespec tune` uses only one prompt from each of these categories.
 _SKILLS = ("code", "copy", "explain", "howto")
 
 

@@ -218,7 +218,7 @@ def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, An
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return two prompts from each category. All prompts would take hours on a large model."""
+    """Return two prompts from each category, because all prompts would take hours on a large model."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
@@ -263,7 +263,7 @@ def _print(facts: dict[str, Any]) -> None:
         counts = [_cell(method[key]) for key in _COLUMNS]
         rows.append([name, *counts, "-" if value is None else f"{value:.3g}"])
     heads = ("METHOD", *_COLUMNS.values(), "P-VALUE")
-    # Only tests of probabilities have p-values.
+    # P-values exist only for `rejection` acceptance, which is tested statistically.
     columns = len(heads) if facts["acceptance"] == "rejection" else len(heads) - 1
     print_table(heads[:columns], [row[:columns] for row in rows])
     for name in facts["nothing_drafted"]:

@@ -1,4 +1,4 @@
-"""The connected workers of a target, and the calls that run on them.
+"""Connect to a target's workers, and run the calls that depend on them.
 
 Calls that may hang run in a separate thread, so that the caller can continue if a worker is lost.
 """
@@ -27,12 +27,13 @@ _REASON_SECONDS = 2.0
 # Seconds that the current pass has to finish after an interrupt before the caller abandons it. Lets a pass
 # that is about to end do so, because the next reply would have to wait for an abandoned pass.
 _INTERRUPT_SECONDS = 0.2
-# Seconds that `close` waits for an abandoned call to finish.
+# Seconds that the current pass has to finish after an interrupt before the caller abandons it. Waiting for a
+# pass that is about to end is worthwhile, because the next reply would have to wait for an abandoned one.
 _CLOSE_SECONDS = 2.0
 
 
 class ConnectedWorkers:
-    """Reserves all workers of a target until `close`. Starts those that are reached by SSH.
+    """Reserves a target's workers until `close`, and starts those that are reached over SSH.
 
     Calls that reach the workers go through `call`.
 
@@ -43,7 +44,7 @@ class ConnectedWorkers:
 
     Attributes:
         links: The reserved workers.
-        local_bytes: Memory of this machine for layers of the target.
+        local_bytes: Memory on this machine for the target's layers, in bytes.
 
     Raises:
         WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_workers`. No worker stays
@@ -79,7 +80,7 @@ class ConnectedWorkers:
     def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
         """Run `work` and return its result. Raises WorkerLostError as soon as a worker is lost.
 
-        If `can_abandon` is set, raises CancelledError soon after an interrupt. See `GuardedCalls.call`.
+        If `can_abandon` is set, raises CancelledError soon after an interrupt. See `_GuardedCalls.call`.
         """
         return self._calls.call(work, can_abandon=can_abandon)
 
@@ -92,7 +93,7 @@ class ConnectedWorkers:
         self._calls.run_later(work)
 
     def lose(self, what: str, next_step: str) -> None:
-        """Make all calls fail because a worker was lost. See `GuardedCalls.fail`."""
+        """Make all calls fail because a worker was lost. See `_GuardedCalls.fail`."""
         self._calls.fail(what, next_step)
 
     def report_abort(self) -> None:
@@ -102,7 +103,7 @@ class ConnectedWorkers:
         self._calls.fail(f"the connection to a worker broke ({names})", self.links[0].address.restart_advice)
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Run `last` if possible, then release the workers. See `GuardedCalls.close`."""
+        """Run `last` if possible, then release the workers. See `_GuardedCalls.close`."""
         try:
             self._calls.close(last)
         finally:

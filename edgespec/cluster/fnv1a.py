@@ -1,4 +1,4 @@
-"""Compute the 64-bit FNV-1a hash, which names the files in llama.cpp's weight cache, with NumPy."""
+"""Compute with NumPy the 64-bit FNV-1a hash that names the files in llama.cpp's weight cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _Bytes = NDArray[np.uint8]
 
 
 def fnv1a(file: BinaryIO, goes_on: Callable[[], bool]) -> int | None:
-    """Return the hash of a file. Takes about a second for 60 MB.
+    """Return the hash of a file, at about 60 MB per second.
 
     FNV-1a updates the hash h to (h ^ byte) * prime. What `^` adds to h depends only on the lowest byte of h,
     so these bytes are computed first. The hash is then a sum of products.
 
     Args:
-        file: The file, from its current position.
-        goes_on: Called for each block. Returning False cancels, and the result is None.
+        file: The file, which is read from its current position.
+        goes_on: Called for each block. If it returns False, hashing stops and the result is None.
 
     Raises:
         OSError: The file cannot be read.
@@ -49,7 +49,7 @@ def fnv1a(file: BinaryIO, goes_on: Callable[[], bool]) -> int | None:
 
 
 def _next(value: int, block: _Bytes) -> int:
-    """Return the hash after another block, given the hash before it."""
+    """Return the hash `value` updated with another block."""
     # Row i holds byte i of each lane.
     given = np.ascontiguousarray(block.reshape(_LANES, _STEPS).T)
     mixed = _mixed_low_bytes(value & 0xFF, given)

@@ -1,4 +1,4 @@
-"""The connection that reserves a worker for a target, detects its loss, and measures its network speed.
+"""Reserve a worker for a target, detect when it is lost, and measure the speed of the connection.
 
 The user can cancel the wait for a connection.
 """
@@ -39,7 +39,7 @@ _CONNECT_SECONDS = 5.0
 # Time limit in seconds for a worker to report its status. If another target has just used the worker, its RPC
 # server needs a few seconds to become ready. Until then, the worker sends a space every second.
 _STATUS_SECONDS = 20.0
-# Retry a busy worker for this many seconds, because it takes a moment to notice that the last model was
+# Retry a busy worker for this many seconds, because a worker takes a moment to notice that the last model was
 # closed.
 _BUSY_SECONDS = 5.0
 _ASK_AGAIN_SECONDS = 0.25
@@ -47,7 +47,7 @@ _ASK_AGAIN_SECONDS = 0.25
 SILENCE_SECONDS = 8.0
 _SIZE = struct.Struct("<Q")
 _ROUND_TRIPS = 9
-# The speed test sends larger and larger messages until one takes this many seconds. Starting small keeps the
+# The speed test sends increasingly large messages until one takes this many seconds. Starting small keeps the
 # test short on a slow network.
 _ENOUGH_SECONDS = 0.1
 _FIRST_BYTES, _MAX_BYTES, _GROWTH = 1 << 16, 1 << 26, 4
@@ -73,7 +73,7 @@ def probe_worker(address: WorkerAddress) -> WorkerStatus:
 def worker_connection(
     address: WorkerAddress, greeting: bytes
 ) -> Iterator[tuple[socket.socket, WorkerStatus]]:
-    """Connect to a worker, and return the connection and the worker's status. Raises WorkerError.
+    """Connect to a worker, and yield the connection and the worker's status. Raises WorkerError.
 
     Args:
         address: The worker.
@@ -84,9 +84,9 @@ def worker_connection(
 
 
 def open_layers(address: WorkerAddress) -> socket.socket:
-    """Connect to the process on a reserved worker that runs layers of an MLX target.
+    """Connect to the process that runs an MLX target's layers on a reserved worker. Raises WorkerError.
 
-    Receiving from the connection raises TimeoutError if the worker hangs. Raises WorkerError.
+    Receiving from the connection raises TimeoutError if the worker hangs.
     """
     connection = _connect(address)
     with suppress(OSError):
@@ -136,7 +136,8 @@ class Link:
 
     Args:
         address: The worker.
-        library: The library that runs the target, with its version on this machine. The worker's must match.
+        library: The library that runs the target, with its version on this machine. The worker must have the
+            same version.
 
     Attributes:
         address: The worker.
@@ -188,7 +189,7 @@ class Link:
 
 
 def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
-    """Connect to a worker and return its status. The worker is now reserved, unless the status says busy."""
+    """Connect to a worker. Unless the returned status is busy, the worker is now reserved."""
     end = time.monotonic() + _BUSY_SECONDS
     connection, status = _ask_to_lead(address)
     while status.busy and time.monotonic() < end:
@@ -197,7 +198,7 @@ def _reserve(address: WorkerAddress) -> tuple[socket.socket, WorkerStatus]:
         try:
             connection, status = _ask_to_lead(address)
         except WorkerError:
-            # Report that the worker is busy, because that is more helpful than how this attempt failed.
+            # Report that the worker is busy, which is more helpful than this attempt's error.
             break
     return connection, status
 

@@ -20,7 +20,7 @@ _SSH = "ssh://"
 _HINT = "use a list such as 192.168.1.20:50052=16GiB,ssh://user@host=16GiB,local=8GiB"
 # A host name or an IPv4 address. llama.cpp's RPC client does not support IPv6 addresses.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
-# `ssh` supports IPv6 addresses, and host names that ~/.ssh/config defines.
+# Unlike llama.cpp's RPC client, `ssh` also supports IPv6 addresses, and host names from ~/.ssh/config.
 _SSH_URL = re.compile(
     rf"{_SSH}([A-Za-z0-9_][A-Za-z0-9._-]*@)?({_HOST.pattern}|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?"
 )
@@ -51,7 +51,7 @@ class WorkerAddress:
 
     @property
     def restart_advice(self) -> str:
-        """Advice to the user for when the worker is lost."""
+        """Advice to show when the worker is lost."""
         if self.ssh_url:
             return "check that this machine runs and is reachable, then try again"
         return "start `edgespec worker` there again, then try again"
@@ -170,7 +170,7 @@ def _fits(layer_bytes: Sequence[int], counts: Sequence[int], rooms: Sequence[int
 
 
 def _fill(layer_bytes: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
-    """Fill the devices one after another."""
+    """Fill the devices in order. Return the layer count per device, or None if the layers do not fit."""
     counts, layer = [], 0
     for room in rooms:
         first, used = layer, 0

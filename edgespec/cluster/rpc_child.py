@@ -21,13 +21,14 @@ from edgespec.system.child_process import ChildProcess, module_arguments
 __all__ = ["HELLO", "LOOPBACK", "RpcChild", "probe_rpc_server"]
 
 LOOPBACK = "127.0.0.1"
-# Importing llama.cpp takes seconds on a slow disk, and initialising a GPU can take longer.
+# Startup time limit in seconds. Importing llama.cpp takes seconds on a slow disk, and initialising a GPU can
+# take longer.
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 # Commands of the RPC protocol. A connection begins with HELLO.
 HELLO, _DEVICE_MEMORY, _DEVICE_COUNT = 14, 11, 15
-# HELLO carries the transports that each side supports: the request has 24 bytes, all 0 for TCP. The response
-# has the version as three bytes, one byte of padding and the same 24 bytes.
+# HELLO exchanges the transports that each side supports. The request has 24 bytes, all 0 for TCP. The
+# response has three version bytes, a padding byte and the same 24 bytes.
 _TRANSPORTS = bytes(24)
 _HELLO_RESPONSE_BYTES = 28
 _MAX_DEVICES = 16
@@ -41,11 +42,11 @@ class RpcChild:
         threads: Number of CPU threads, or None for the default.
 
     Attributes:
-        port: The port on the loopback interface that the server listens on.
+        port: The server's port on the loopback interface.
         llama_cpp: The version of llama-cpp-python.
         device_names: The names of the devices.
         on_cpu: Whether the only device is the CPU.
-        server: The version of the protocol, and the memory of each device.
+        server: The protocol version, and the memory of each device.
         beats: The stream of heartbeat bytes.
 
     Raises:
@@ -113,13 +114,13 @@ class RpcServer:
 
 
 def probe_rpc_server(host: str, port: int, timeout_seconds: float) -> RpcServer:
-    """Return what an RPC server reports about itself.
+    """Query an RPC server's version and devices.
 
     A server that is busy with another client accepts the connection but does not answer.
 
     Raises:
         OSError: The server cannot be reached or does not answer in time (`TimeoutError`).
-        ValueError: The other side is not an RPC server of llama.cpp.
+        ValueError: The other side is not a llama.cpp RPC server.
     """
     with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
 

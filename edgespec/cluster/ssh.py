@@ -36,21 +36,23 @@ _OPTIONS = (
     "-o", "ControlMaster=no",
     "-o", "ControlPath=none",
 )  # fmt: skip
-# A login shell sets PATH as in a terminal. On some systems, ~/.local/bin is still missing from it.
+# A login shell sets PATH as in a terminal. We add ~/.local/bin, because some systems leave it out.
 _COMMAND = """exec $SHELL -lc 'exec env PATH="$PATH:$HOME/.local/bin" edgespec worker --listen {address}'"""
 # Linux and macOS do not assign these ports to programs that ask for any free port.
 _WORKER_PORTS = range(20000, 32768)
-# Number of attempts to start a worker. Another program can take either port before it is used.
+# Number of attempts to start a worker, because another program can take one of the two ports before it is
+# used.
 _ATTEMPTS = 4
-# Importing llama.cpp takes seconds on a slow disk, and initialising a GPU can take longer.
+# Startup time limit in seconds. Importing llama.cpp takes seconds on a slow disk, and initialising a GPU can
+# take longer.
 _START_SECONDS = 60.0
 # Seconds between checks for cancellation while waiting.
 _POLL_SECONDS = 0.1
-# Seconds that all workers and `ssh` have to exit before `ssh` is killed.
+# Seconds that the workers and `ssh` processes have to exit before `ssh` is killed.
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20
-# Exit statuses of `ssh` when it fails itself, and of a shell that cannot find the command.
+# Exit status of `ssh` for its own errors, and of a shell that cannot find the command.
 _SSH_FAILED, _NOT_FOUND = 255, 127
 
 
@@ -62,10 +64,10 @@ class _PortTakenError(Exception):
 def reach_workers(
     machines: Sequence[WorkerAddress | SshAddress], progress: ConnectProgress | None = None
 ) -> Iterator[tuple[WorkerAddress, ...]]:
-    """Return the addresses at which workers can be reached.
+    """Yield the addresses at which workers can be reached.
 
-    Starts a worker on the machine of each `SshAddress`. They start in parallel and are stopped at the end of
-    the `with` block.
+    Starts a worker on the machine of each `SshAddress`. These workers start in parallel, and stop at the end
+    of the `with` block.
 
     Args:
         machines: The machines in `--workers`.
@@ -98,7 +100,7 @@ def reach_workers(
 
 
 def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress | None) -> None:
-    """Wait until all workers run. If the ports of an `ssh` are taken, restart it with other ports.
+    """Wait until all workers are running. If an `ssh` process's ports are taken, restart it with others.
 
     Raises the same errors as `reach_workers`.
     """
@@ -135,8 +137,8 @@ class _Ssh:
     """An `ssh` process that runs a worker on another machine and forwards a local port to it.
 
     This machine chooses the worker's port, because `ssh` opens the tunnel before the worker starts. If
-    another program uses the port, the worker fails to start, so the tunnel of a running worker always leads
-    to that worker.
+    another program uses the port, the worker fails to start, so a running worker's tunnel always leads to
+    that worker.
     """
 
     def __init__(self, machine: SshAddress) -> None:
@@ -181,7 +183,7 @@ class _Ssh:
         return WorkerAddress(LOOPBACK, self._local_port, self._machine.memory_bytes, str(self._machine))
 
     def has_started(self, timeout_seconds: float) -> bool:
-        """Wait for the worker's status line, and return whether it has arrived within `timeout_seconds`.
+        """Wait up to `timeout_seconds` for the worker's status line, and return whether it arrived.
 
         Raises:
             WorkerError: `ssh` or the worker exited.
@@ -218,7 +220,7 @@ class _Ssh:
             )
         if f"cannot listen on {LOOPBACK}:{self._worker_port}" in text:
             return _PortTakenError(last)
-        # `edgespec worker` prints its own error on a line that starts with `error: ` and says what to do.
+        # Prefer the line on which `edgespec worker` reports its own error and says what to do.
         own = next((line for line in lines if line.startswith("error: ")), last)
         return WorkerError(
             f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}",
@@ -226,7 +228,7 @@ class _Ssh:
         )
 
     def _show_life(self) -> None:
-        """Send a heartbeat to the worker's stdin until it is closed."""
+        """Send heartbeats to the worker's stdin until stdin is closed."""
         with suppress(OSError, ValueError):
             while True:
                 self._stdin.write(b"\n")
@@ -285,7 +287,7 @@ def _printed_port(line: bytes) -> object:
 
 
 def _read_lines(stream: IO[bytes], add: Callable[[bytes], None]) -> None:
-    """Pass all lines to `add`, followed by an empty one at the end."""
+    """Pass each line to `add`, and an empty one at the end."""
     with suppress(OSError, ValueError), stream:
         while line := stream.readline(_MAX_LINE_BYTES):
             add(line)

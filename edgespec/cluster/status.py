@@ -1,7 +1,7 @@
-"""The status line that a worker sends to a target before the target uses it.
+"""The status line that a worker sends before a target uses the worker.
 
-It contains the versions of the libraries that run a target's layers, which must be the same on all of its
-machines.
+It contains the versions of the libraries that run a target's layers, which must be the same on all of the
+target's machines.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = [
     "installed_mlx",
 ]
 
-# The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
-# status, the worker sends a byte every second, until either side closes the connection. After `MEASURE`, the
-# worker sends its status and answers the messages of `link.py`. `LAYERS` starts a process that runs
-# layers of an MLX target. The worker accepts it once while it is reserved. The connection then carries the
-# messages of `messages.py`.
+# The first line of a connection. `PROBE` requests only the worker's status. `LEAD` also reserves the worker:
+# after the status, the worker sends a byte every second until either side closes the connection. After
+# `MEASURE`, the worker sends its status and answers the messages of `link.py`. `LAYERS` starts a process that
+# runs an MLX target's layers, and the connection then carries the messages of `layer_messages.py`. A reserved
+# worker accepts `LAYERS` only once.
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
 MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
 _MAX_BYTES = 1 << 63
-# Once the program that started a worker has written to the worker's stdin, it must keep writing at least this
-# often. A connection can break unnoticed, for example when a laptop goes to sleep.
+# Once bytes have arrived on its stdin, a worker stops after this many seconds without any. A connection can
+# break unnoticed, for example when a laptop goes to sleep.
 STDIN_SILENCE_SECONDS = 60.0
 LLAMA_CPP, MLX = "llama-cpp-python", "mlx-lm"
 
@@ -76,7 +76,7 @@ class WorkerStatus:
     mlx_lm: str = ""
 
     def version_of(self, library: str) -> str:
-        """Return the version of `LLAMA_CPP` or `MLX`. Empty if it is not installed."""
+        """Return the version of `LLAMA_CPP` or `MLX`, or an empty string if it is not installed."""
         return {LLAMA_CPP: self.llama_cpp, MLX: self.mlx_lm}[library]
 
     def to_json(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class WeightCache:
     max_bytes: int
 
     def prepare(self) -> Path:
-        """Create the folder, delete the least recently used files beyond `max_bytes`, and return its path.
+        """Create the folder, evict the least recently used files beyond `max_bytes`, and return the folder.
 
         Files that llama.cpp wrote but `verify` has not checked yet are moved away, so that llama.cpp cannot
         use them.
@@ -101,7 +101,7 @@ class WeightCache:
         return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
-        """Check the hidden files. Release those that match the hash in their name, and delete the others.
+        """Check all hidden files. Release those whose hash matches their name, and delete the others.
 
         Stops early if `goes_on` returns False, or if a file cannot be read or moved.
         """
@@ -127,7 +127,7 @@ class WeightCache:
         return (self.folder / name).exists()
 
     def _states(self) -> Mapping[str, object]:
-        """Return the state of each verified file at the time of its verification, by name."""
+        """Return the state that each verified file had when it was verified, by file name."""
         with suppress(OSError, ValueError, RecursionError):
             states = json.loads(read_regular_file(self.folder / _STATES))
             if isinstance(states, dict):
@@ -136,7 +136,7 @@ class WeightCache:
 
 
 def hide_unverified(path: Path) -> Path:
-    """Hide a file that llama.cpp has written until `WeightCache.verify` checks it. Return its new path.
+    """Hide a file written by llama.cpp until `WeightCache.verify` checks it, and return its new path.
 
     Raises:
         OSError: The file cannot be moved.
@@ -150,7 +150,7 @@ def weight_digest(data: Buffer) -> str:
 
 
 def read_weight(folder: Path, digest: str) -> bytes | None:
-    """Return a weight of an MLX model from the cache's folder, or None if the folder does not contain it.
+    """Return an MLX model's weight from the cache folder, or None if it is not there.
 
     Raises:
         ValueError: `digest` is not a valid digest.
@@ -168,7 +168,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
 
 
 def write_weight(folder: Path, data: Buffer) -> None:
-    """Add a weight to the cache's folder. Does nothing if the file cannot be written."""
+    """Add a weight to the cache folder. Does nothing if the file cannot be written."""
     with suppress(OSError):
         write_private_file(_path(folder, weight_digest(data)), bytes(data))
 

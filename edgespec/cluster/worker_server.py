@@ -362,7 +362,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _greeting(connection: socket.socket) -> bytes:
-    """Return a client's first line, or `_RPC` without receiving it. Raises OSError."""
+    """Return a client's first line. For an RPC client, return `_RPC` and receive nothing. Raises OSError."""
     if connection.recv(1, socket.MSG_PEEK) == _RPC:
         return _RPC
     line = b""

@@ -1,4 +1,4 @@
-"""Find where a reply's answer starts. Constraints do not apply to the reasoning before it."""
+"""Find where a reply's answer starts. Constraints do not apply to any reasoning before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgespec.model.base import Vocabulary
 
 __all__ = ["Answer", "AnswerPhase", "AnswerStart", "Gap", "Opening", "Reasoning", "Unconstrained"]
 
-# Number of tokens at the end of a prompt to search for a marker that closes the reasoning.
+# Number of tokens at the end of a prompt in which to look for a marker that closes the reasoning.
 _PROMPT_END_TOKENS = 40
 
 
@@ -36,7 +36,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The phase between reasoning and answer. Its first token can be whitespace."""
+    """The phase between the reasoning and the answer. Its first token can be whitespace."""
 
     allows_space: bool = True
 
@@ -57,14 +57,14 @@ AnswerPhase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
 class AnswerStart:
     """Tracks whether a reply is in its reasoning or its answer.
 
-    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model may use any
-    marker from its chat template, unless the prompt already contains the end of the reasoning, or an answer
-    could start with the same token.
+    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model may use
+    any marker from its chat template, unless the prompt already contains the end of the reasoning, or
+    an answer could start with the same token.
 
     Args:
         tokenizer: The vocabulary, with the tables that constraints need.
         vocabulary: The target's tokenizer.
-        prompt: Tokens of the prompt.
+        prompt: The prompt's tokens.
         reply_start: Text at the end of the prompt that already belongs to the reply.
         answer_tokens: Mask of the tokens that an answer can start with.
 
@@ -120,7 +120,7 @@ class AnswerStart:
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
     def allowed(self, phase: AnswerPhase) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that a phase allows in addition to those that the constraint allows.
+        """Return a mask of the tokens that a phase allows beyond those that the constraint allows.
 
         A reply must not end during its reasoning, because it would have no answer.
         """
@@ -132,7 +132,7 @@ class AnswerStart:
             return self._tokenizer.space_mask
         if isinstance(phase, Reasoning):
             allowed = ~self._tokenizer.end_mask
-            # Do not let a token contain both the end of the marker and the start of the answer.
+            # Exclude tokens that contain both the end of the marker and the start of the answer.
             for done in range(1, len(phase.close)):
                 if phase.tail.endswith(phase.close[:done]):
                     allowed &= ~self._tokenizer.longer_than(phase.close[done:])

@@ -1,6 +1,7 @@
-"""Compile constraints for the vocabulary of a model.
+"""Compile constraints for a model's vocabulary.
 
-Each new constraint is compiled in a child process first, because some crash llguidance or take minutes.
+Each new constraint is first compiled in a child process, because some crash llguidance or take
+minutes.
 """
 
 from __future__ import annotations
@@ -45,20 +46,22 @@ _LOOKS = {
 }
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
 _UNKNOWN_FORMAT = re.compile("Unknown format: (.+)")
-# Matches the beginning of a rule in llama.cpp's grammars.
+# Matches the beginning of a rule in a llama.cpp grammar.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Maximum number and total bytes of cached constraints. Programs often send the same schema with every
-# request. The size is limited because a constraint of 10 characters can use 50 MiB.
+# Maximum number and total size in bytes of cached constraints. They are cached because programs often send
+# the same schema with every request. The size is limited because a constraint of 10 characters can use 50
+# MiB.
 _MAX_KEPT = 8
 _MAX_KEPT_BYTES = 48 << 20
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _TRIAL_CPU_SECONDS = 5.0
-# Maximum time in seconds to wait for the child process, which may get little CPU time.
+# Maximum time in seconds to wait for the child process. This exceeds the CPU time limit, because the process
+# may get little CPU time.
 _MAX_TRIAL_SECONDS = 30.0
 # Seconds to wait for a crashed process to exit.
 _TRIAL_EXIT_SECONDS = 5.0
-# Maximum number of constraints to compile concurrently. More than one, so that a slow constraint does not
-# delay all others.
+# Maximum number of constraints to compile concurrently. There is more than one, so that a slow constraint
+# does not delay all others.
 _MAX_TRIALS = 2
 
 
@@ -83,11 +86,11 @@ class _Compiled(NamedTuple):
 class ConstraintCompiler:
     """Compiles constraints for one target. Thread-safe.
 
-    The most recently used constraints are cached. Replies with a cached constraint do not wait for others to
-    be compiled.
+    The most recently used constraints are cached. Replies with a cached constraint do not wait while
+    others are being compiled.
 
     Args:
-        vocabulary: The vocabulary of the target.
+        vocabulary: The target's vocabulary.
         vocab_size: Number of logits of the target.
     """
 
@@ -106,7 +109,7 @@ class ConstraintCompiler:
         self._matcher(constraint)
 
     def answer_rule(self, constraint: Constraint) -> AnswerRule:
-        """Convert a constraint to a grammar rule for replies that may call tools instead.
+        """Convert a constraint to a grammar rule for replies that either satisfy it or call tools.
 
         Raises OptionError if the constraint is invalid or no text satisfies it.
         """
@@ -122,19 +125,19 @@ class ConstraintCompiler:
         *,
         text_may_precede: bool = False,
     ) -> ConstraintProcessor:
-        """Create the logits processor that makes one reply satisfy a constraint.
+        """Create the logits processor that makes a reply satisfy a constraint.
 
-        The constraint applies only to the answer, not to the reasoning before it.
+        The constraint applies only to the answer, not to any reasoning before it.
 
         Args:
             constraint: The constraint.
-            prompt: Tokens of the prompt. Its end determines whether the model may still start to reason.
+            prompt: The prompt's tokens. Its end determines whether the model may still start to reason.
             reply_start: Text at the end of the prompt that belongs to the reply.
             text_may_precede: Whether `reply_start` may violate the constraint, such as text before a tool
                 call. If it does, the constraint applies only to what follows.
 
         Raises:
-            CapabilityError: No token of the vocabulary ends a reply.
+            CapabilityError: The vocabulary has no token that ends a reply.
             OptionError: The constraint is invalid, no text satisfies it, or `reply_start` violates it.
         """
         matcher = self._matcher(constraint)
@@ -146,8 +149,8 @@ class ConstraintCompiler:
         if matcher.try_consume_tokens(given) < len(given):
             if text_may_precede:
                 return ConstraintProcessor(tokenizer, self._matcher(constraint), start)
-            # Do not call it a grammar: if a reply may be tool calls or an answer, edgespec wrote the grammar,
-            # not the user.
+            # Say "constraint" rather than "grammar": if a reply may be tool calls or an answer, edgespec
+            # wrote the grammar, not the user.
             name = "constraint" if constraint.option == "grammar" else _KINDS[constraint.option].name
             raise OptionError(
                 f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
@@ -162,7 +165,7 @@ class ConstraintCompiler:
             return matcher
         text = _checked_text(constraint)
         with _borrowed_trial() as trial:
-            # Another thread may have compiled this constraint while this one was waiting.
+            # Another thread may have compiled this constraint in the meantime.
             if matcher := self._kept_matcher(constraint):
                 return matcher
             compiled = self._compile(constraint.option, text, trial)
@@ -215,7 +218,7 @@ class ConstraintCompiler:
 
 
 def _checked_text(constraint: Constraint) -> str:
-    """Return a constraint as text for llguidance.
+    """Return a constraint in the text form that llguidance expects.
 
     Raises OptionError if it is too long, or if llguidance would not enforce it exactly.
     """
@@ -231,7 +234,7 @@ def _checked_text(constraint: Constraint) -> str:
 
 
 def _enforceable(schema: str) -> str:
-    """Return a JSON schema that llguidance enforces exactly. See `enforceable_schema`."""
+    """Return an equivalent JSON schema that llguidance enforces exactly. See `enforceable_schema`."""
     try:
         value = json.loads(schema)
     except (ValueError, RecursionError):
@@ -240,7 +243,7 @@ def _enforceable(schema: str) -> str:
 
 
 def _is_endless(schema: str) -> bool:
-    # Skip this check for JSON that Python cannot parse: llguidance reports the error.
+    # Skip this check for JSON that Python cannot parse, because llguidance reports the error.
     with suppress(ValueError, RecursionError):
         return requires_endless_value(json.loads(schema))
     return False
@@ -297,7 +300,7 @@ def _refused(option: str, text: str, message: str) -> OptionError:
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
-    """Return the path of the first matching part of a schema, for a message, or an empty string."""
+    """Return the path of the first matching part of a schema, for messages, or an empty string."""
     places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
     found = next(places, None)
     return f" (in {_shortened(found)})" if found else ""
@@ -308,7 +311,7 @@ def _shortened(text: str) -> str:
 
 
 class ConstraintTrial:
-    """A child process that tries to compile constraints. Started by the first constraint.
+    """A child process that tries to compile constraints. It starts with the first constraint.
 
     Not thread-safe. The child process exits when this object is deleted or the parent process exits.
     """
@@ -319,14 +322,15 @@ class ConstraintTrial:
     def run(self, option: str, text: str) -> int | str:
         """Compile a constraint in the child process.
 
-        The result does not say whether the constraint is valid. That can be checked without a child process.
+        The result does not say whether the constraint is valid, which can be checked without a child
+        process.
 
         Args:
             option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
             text: The constraint as text, from `text_of`.
 
         Returns:
-            The approximate memory of the compiled constraint in bytes, or the reason why compiling it failed.
+            The approximate size of the compiled constraint in bytes, or the reason why compiling it failed.
 
         Raises:
             CapabilityError: The process cannot be started.
@@ -350,7 +354,7 @@ class ConstraintTrial:
         except Empty:
             process.close()
             return f"compiling it takes more than {_MAX_TRIAL_SECONDS:.0f} seconds"
-        # The process has closed its output, so it is about to exit. Its exit status shows the reason.
+        # The process has closed its output, so it is about to exit. Its exit status indicates the reason.
         process.wait(_TRIAL_EXIT_SECONDS)
         process.close()
         if process.exceeded_cpu_limit:
@@ -364,14 +368,14 @@ class ConstraintTrial:
 
 
 _trial_places = BoundedSemaphore(_MAX_TRIALS)
-# Keep at most one idle child process, which all models share, because each uses about 40 MiB.
+# All models share at most one idle child process, because each process uses about 40 MiB.
 _idle_trials: list[ConstraintTrial] = []
 _trial_lock = Lock()
 
 
 @contextmanager
 def _borrowed_trial() -> Iterator[ConstraintTrial]:
-    """Provide a trial for exclusive use. If two are already in use, wait for one of them."""
+    """Provide a trial for exclusive use, waiting for one if all are in use."""
     with _trial_places:
         try:
             trial = _idle_trials.pop()

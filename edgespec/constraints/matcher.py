@@ -1,4 +1,4 @@
-"""Read a reply's constraint, and create llguidance matchers, which decide which tokens it allows."""
+"""Extract a reply's constraint from its options, and create llguidance matchers to enforce it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Constraint", "as_expression", "constraint_from", "new_matcher", "rea
 
 # Parts of llguidance's messages to strip: an internal marker and the trailing stack trace.
 _NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
-# Write JSON on one line, as Python's `json.dumps` does. If arbitrary whitespace were allowed, a model could
-# emit it forever.
+# Make the model write JSON on one line, as Python's `json.dumps` does. If arbitrary whitespace were allowed,
+# a model could emit it forever.
 _STYLE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-# Characters to escape in a regular expression of a Lark grammar.
+# Characters that must be escaped in a regular expression in a Lark grammar.
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
@@ -35,11 +35,11 @@ def text_of(constraint: Constraint) -> str:
 
 
 def as_expression(option: str, text: str) -> str:
-    """Return a constraint as an expression in llguidance's Lark format, as part of a larger grammar.
+    """Return a constraint as an expression in llguidance's Lark format, for use in a larger grammar.
 
     Args:
         option: Name of the option that sets the constraint.
-        text: The constraint as text for `new_matcher`.
+        text: The constraint as text, from `text_of`.
     """
     match option:
         case "schema":
@@ -47,7 +47,7 @@ def as_expression(option: str, text: str) -> str:
         case "grammar":
             return f"%lark {{\n{text}\n}}"
         case _:
-            # A slash or a line break ends a regular expression in Lark.
+            # In Lark, a slash or a line break ends a regular expression.
             escaped = re.sub(r"(?s)\\.|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), text)
             return f"/{escaped}/"
 
@@ -55,7 +55,7 @@ def as_expression(option: str, text: str) -> str:
 def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Create a matcher at the start of the reply. If the constraint is invalid, its `get_error` says why.
 
-    Creating a matcher can crash the process or take minutes. See `trial.py`.
+    Creating a matcher can crash the process or take minutes. See `trial_worker.py`.
 
     Args:
         option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
@@ -81,12 +81,15 @@ def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def readable(message: str) -> str:
-    """Strip the parts of an llguidance error message that do not help users."""
+    """Strip the parts of an llguidance error message that are of no use to users."""
     return _NOISE.sub("", message).strip()
 
 
 def _choices(texts: Sequence[str]) -> str:
-    """Return a regular expression that matches the texts. A grammar is limited to 2,000 alternatives."""
+    """Return a regular expression that matches the texts.
+
+    A grammar would be limited to 2,000 alternatives.
+    """
     return "|".join(re.escape(text) for text in texts)
 
 
@@ -98,7 +101,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint set by a reply's options, or None.
+    """Return the constraint that a reply's options set, or None.
 
     Raises:
         OptionError: Several options set a constraint.

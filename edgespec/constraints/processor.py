@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ConstraintProcessor"]
 
-# Number of states whose masks are cached. Rounds visit the states of a draft tree several times.
+# Number of states whose masks are cached. They are cached because rounds visit the states of a draft tree
+# several times.
 _MAX_MASKS = 128
 
 
@@ -51,7 +52,7 @@ class ConstraintProcessor(LogitsProcessor):
 
     `push` and `pop` only move between states. When a mask is needed, the matcher rolls back to the last
     common token and consumes the tokens after it. Drafts are not masked, so they can contain forbidden
-    tokens. States after a forbidden token have no mask, because the target never chooses it.
+    tokens. States after a forbidden token have no mask, because the target never chooses that token.
 
     Args:
         tokenizer: The vocabulary.
@@ -134,7 +135,7 @@ class ConstraintProcessor(LogitsProcessor):
             if state.mask is not None:
                 self._masked.append(state)
             if len(self._masked) > _MAX_MASKS:
-                # Also evict the descendants of this state, most of which belong to rejected drafts.
+                # Also evict this state's descendants, most of which belong to rejected drafts.
                 oldest = self._masked.popleft()
                 oldest.mask = None
                 oldest.children = {}
@@ -154,7 +155,7 @@ class ConstraintProcessor(LogitsProcessor):
         return mask
 
     def _follow(self) -> bool:
-        """Make the matcher consume the tokens of the current state. Return False if it is unconstrained."""
+        """Move the matcher to the current state. Return False if that state is unconstrained."""
         state, matched = self._state, self._matched
         ahead: list[_State] = []
         rollback = 0

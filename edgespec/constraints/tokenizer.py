@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ConstraintTokenizer"]
 
-# llguidance treats tokens that begin with this byte, which is never part of UTF-8, as control tokens.
+# llguidance treats tokens that begin with this byte as control tokens. The byte never occurs in UTF-8.
 _CONTROL_BYTE = b"\xff"
 # Control character to prepend to text before tokenizing it. Tokenizers that add a leading space then add it
 # before this character rather than before the text.
 _TEXT_START = "\x02"
-# Maximum size of the whitespace tokens allowed between the reasoning and the answer.
+# Maximum size in bytes of a whitespace token between the reasoning and the answer.
 _MAX_SPACE_BYTES = 4
 
 
@@ -38,11 +38,11 @@ class ConstraintTokenizer:
         """Read all tokens of a vocabulary.
 
         Args:
-            vocabulary: The vocabulary of the target.
+            vocabulary: The target's vocabulary.
             size: Number of logits of the target, which can be larger than the vocabulary.
 
         Raises:
-            CapabilityError: No token of the vocabulary ends a reply.
+            CapabilityError: The vocabulary has no token that ends a reply.
         """
         self.size = max(size, vocabulary.size)
         self.pieces = [vocabulary.piece(token) for token in range(vocabulary.size)]
@@ -64,7 +64,7 @@ class ConstraintTokenizer:
 
     @cached_property
     def usual_end_token(self) -> int:
-        """The end token to emit if a constraint allows only end tokens. Prefers EOS."""
+        """The end token to emit if a constraint allows only end tokens: EOS, if it is one of them."""
         eos = self._vocabulary.tokenize(self._vocabulary.eos_text, special=True, start=False)
         return eos[0] if len(eos) == 1 and eos[0] in self.end_tokens else self.end_tokens[0]
 
@@ -75,7 +75,7 @@ class ConstraintTokenizer:
 
     @cached_property
     def space_mask(self) -> NDArray[np.bool_]:
-        """Mask of the whitespace tokens that can separate the reasoning from the answer."""
+        """Mask of the whitespace tokens that can separate the answer from the reasoning."""
         pieces = enumerate(self.pieces)
         return self.mask(
             [token for token, piece in pieces if piece.isspace() and len(piece) <= _MAX_SPACE_BYTES]
@@ -104,7 +104,7 @@ class ConstraintTokenizer:
 
 
 class _Tokenizer:
-    """Adapter with the interface that llguidance's `TokenizerWrapper` expects."""
+    """Adapter that provides the interface that llguidance's `TokenizerWrapper` expects."""
 
     def __init__(self, tokenizer: ConstraintTokenizer, vocabulary: Vocabulary) -> None:
         ends = set(tokenizer.end_tokens)
@@ -122,7 +122,7 @@ class _Tokenizer:
         self._start = self._tokenize(_TEXT_START)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokenize text in the way the model usually writes it.
+        """Tokenize text the way the model usually writes it.
 
         If the vocabulary's tokenizer would change the text, greedily choose the longest matching token at
         each position.

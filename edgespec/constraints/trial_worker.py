@@ -1,8 +1,8 @@
-"""Child-process script that compiles constraints, to find those that crash llguidance or take too long.
+"""Compile constraints in a child process, to find those that crash llguidance or take too long.
 
-Reads one JSON array per line from stdin: the constraint's option, its text, and the CPU time limit in
-seconds. For each constraint that compiles, prints the approximate size of the result in bytes. Exits when
-stdin is closed.
+Reads one JSON array per line from stdin: the constraint's option, its text, and the CPU time limit
+in seconds. For each constraint that compiles, prints the approximate size of the result in bytes.
+Exits when stdin is closed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["main"]
 # Maximum address space of this process in bytes. Python and llguidance reserve about 220 MiB, of which they
 # use only a sixth.
 _MEMORY_BYTES = 384 << 20
-# Stack size in bytes for compiling a constraint in this process. The threads that compile it later have
-# larger stacks, so a constraint that fits here cannot overflow them. About 400 nested rules fit.
+# Stack size in bytes for compiling a constraint in this process. A constraint that fits here cannot overflow
+# the threads that compile it later, because they have larger stacks. About 400 nested rules fit.
 _STACK_BYTES = 2 << 20
 
 

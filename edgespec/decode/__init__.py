@@ -1,1 +1,1 @@
-"""Generate one reply: its request, the session that decodes it, and the idle work between replies."""
+"""Generate replies: requests, the sessions that decode them, and idle work between replies."""

@@ -32,9 +32,9 @@ class ReplyKind(NamedTuple):
 
     Attributes:
         constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
-        limited: Whether the request sets `max_loss`. All methods then draft within this limit.
-        has_images: Whether the prompt contains images. Drafters that read the target's state do not draft
-            then, because they would have to see the images too.
+        limited: Whether the request sets `max_loss`. If so, all methods draft within this limit.
+        has_images: Whether the prompt contains images. If so, drafters that read the target's state do not
+            draft, because they would have to see the images too.
     """
 
     constrained: bool = False
@@ -53,12 +53,12 @@ class DrafterSet:
     rates.
 
     Args:
-        drafters: Drafters by name, or the reasons why they are missing.
+        drafters: The drafter of each method, by name, or the reason why it is missing.
         heads: The heads that drafters use.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
-        v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
-            in it.
+        v: Returns the cost of a verify pass of a given width, as a multiple of the cost of a single-token
+            pass.
         auto_config: Settings for the controller that decides when to draft. If None, `auto` always drafts.
     """
 
@@ -99,14 +99,14 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the available drafters, without those that draft only in constrained replies."""
+        """Names of the available drafters, except those that draft only in constrained replies."""
         return tuple(
             each.name for each in methods() if each.name in self._drafters and not each.only_constrained
         )
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
+        """Maximum slowdown that drafting may cause, relative to plain decoding, or None if unlimited.
 
         With limits (r, n), a reply takes at most 1 + r times as long as with plain decoding, plus the time of
         n single-token passes.
@@ -115,13 +115,13 @@ class DrafterSet:
 
     @property
     def live_costs(self) -> LiveCosts | None:
-        """Live costs of the target's passes, which `auto` updates. None if no costs were measured."""
+        """Live costs of the target's passes, updated by `auto`, or None if no costs were measured."""
         return self._auto_config.costs if self._auto_config else None
 
     def report(self, method: str, kind: ReplyKind = ANY_REPLY) -> MethodReport:
         """Return a report on the drafters that a method uses. Can be called from any thread.
 
-        Unlike `choose`, it runs no model, so a reply can be in progress.
+        Unlike `choose`, this runs no model, so it can be called while a reply is in progress.
 
         Args:
             method: The method.
@@ -180,7 +180,7 @@ class DrafterSet:
             )
 
     def _resolve(self, method: str, kind: ReplyKind = ANY_REPLY) -> tuple[tuple[str, ...], MethodReport]:
-        """Return the drafters of a method. The result is cached, because screens ask for it often."""
+        """Return a method's drafters and a report. The result is cached, because the UI requests it often."""
         key = (method, kind.constrained, kind.has_images)
         if key not in self._resolved:
             names, report = self._parsed(method, kind.constrained)
@@ -270,7 +270,7 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str, *, limited: bool = False) -> LanguageModel | None:
-        """Return the draft model if the method uses no other drafter and drafts no branches, or else None."""
+        """Return the draft model if the method uses only the draft model and drafts no branches, or None."""
         is_controlled = self._is_controlled(method, limited)
         return self._chain_model if method == "model" and not is_controlled else None
 
@@ -285,7 +285,7 @@ class DrafterSet:
             drafter.interrupt(enabled)
 
     def close(self) -> None:
-        """Save the statistics of the automatic drafting controllers, and free every drafter."""
+        """Save the statistics of all drafting controllers, and free all drafters."""
         for controller in self._controllers.values():
             controller.save_statistics()
         for drafter in self._drafters.values():
@@ -293,7 +293,7 @@ class DrafterSet:
 
 
 def _without_blind(names: tuple[str, ...], report: MethodReport) -> tuple[tuple[str, ...], MethodReport]:
-    """Leave out the drafters that read the target's state, for a prompt with images."""
+    """Exclude drafters that read the target's state, because the prompt contains images."""
     kept = tuple(name for name in names if method_of_name(name).needs in ("draft model", "nothing"))
     if kept == names:
         return names, report

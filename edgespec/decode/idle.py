@@ -13,7 +13,7 @@ from edgespec.methods.base import Drafter
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# Type of a function that does work between replies. It stops when its argument returns False.
+# A function that does work between replies, and stops once its argument returns False.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
@@ -56,7 +56,7 @@ class IdleWorker:
             self._thread = thread
 
     def stop(self) -> None:
-        """Ask the background thread to stop, without waiting for it. Can be called from any thread."""
+        """Signal the background thread to stop, without waiting for it. Can be called from any thread."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -65,10 +65,10 @@ class IdleWorker:
             self._thread.join()
 
     def run_drafters(self, drafters: Sequence[Drafter], should_continue: Callable[[], bool]) -> bool:
-        """Call `run_idle_work` of each drafter, for example to train the drafter on recent replies.
+        """Call each drafter's `run_idle_work`, for example to train the drafter on recent replies.
 
         Returns:
-            False if a drafter failed. `failures` contains the reason.
+            False if a drafter failed. The reason is added to `failures`.
         """
         succeeded = True
         for drafter in drafters:
@@ -93,7 +93,7 @@ def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: We
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # Remove the function from the list, so that the objects that it references can be freed after the call.
+    # Remove the function from the list, so that objects it references can be freed after the call.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

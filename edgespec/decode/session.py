@@ -51,7 +51,7 @@ _EXIT_SECONDS = 2.0
 
 
 class SessionModels(NamedTuple):
-    """The models and drafters of one session. Each concurrent reply has a session of its own."""
+    """The models and drafters of one session. Each concurrent reply has its own session."""
 
     target: LanguageModel
     draft: LanguageModel | None
@@ -237,7 +237,7 @@ class Session:
         return self._active_request is not None
 
     def cached_prefix_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` are in the target's KV cache. Call it between replies."""
+        """Return how many leading `tokens` are in the target's KV cache. Call this only between replies."""
         return self._target_cache.common_tokens(tokens)
 
     def cached_prefixes(self) -> list[list[int]]:
@@ -253,7 +253,7 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Iterator[Step]:
-        """Prefill the prompt, then decode, yielding the steps of the reply. Read them with `next_step`.
+        """Prefill the prompt, then decode, yielding the steps of the reply. Fetch them with `next_step`.
 
         Args:
             request: The request that was passed to `start`. Its prompt must fit in the context.
@@ -328,7 +328,7 @@ class Session:
         """Reserve this session for a reply, or for other work with the models. Call `end` afterwards.
 
         Args:
-            request: Identifies the reply or the work. Read the `steps` of a reply next.
+            request: Identifies the reply or the work. For a reply, call `steps` next.
 
         Raises:
             BusyError: Another reply is running.
@@ -405,13 +405,13 @@ class Session:
     def embed(
         self, texts: Sequence[Sequence[int]], progress: Progress | None = None
     ) -> list[NDArray[np.float32]]:
-        """Return the embedding of each text with the target. See `LanguageModel.embed`.
+        """Return the target's embedding of each text. See `LanguageModel.embed`.
 
         Raises:
             BusyError: A reply is running.
             CapabilityError: The target cannot embed texts.
             ClosedError: The session was closed.
-            ContextFullError: There is not enough memory for the context of a text.
+            ContextFullError: There is not enough memory for the context that a text requires.
         """
         with self.borrowed_target() as target:
             longest = max(map(len, texts), default=0) + 1
@@ -444,7 +444,7 @@ class Session:
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
 
-        A failure raises no exception but appears in the next `report`.
+        Failures are not raised, but appear in the next `report`.
         """
         check_process(self.process_id)
         with self._compute_lock:
@@ -543,15 +543,15 @@ class ReplyDecoder:
 
     Args:
         target: The target.
-        drafters: The drafters of the methods that a reply can use.
+        drafters: The drafters for all methods that a reply can use.
         target_cache: Prepares the target's KV cache for a prompt.
-        context: Resizes the KV caches while a reply grows.
+        context: Resizes the KV caches as a reply grows.
         memory_pressure: Frees caches when other programs need memory.
         target_step_seconds: Measured time for a single-token pass of the target.
 
     Attributes:
         target_step_seconds: Moving average of the time for a single-token pass of the target.
-        idle_drafters: The drafters of the last reply that have work for the time between replies.
+        idle_drafters: The last reply's drafters that have work to do between replies.
     """
 
     def __init__(
@@ -582,7 +582,7 @@ class ReplyDecoder:
         drafter, _ = self._drafters.choose(settings.method, request.kind)
         if isinstance(drafter, AutoController):
             drafter.limit_loss(settings.max_loss)
-        # The target cache keeps this list, so the tokens of the reply must be appended to it.
+        # The target cache keeps a reference to this list, so append the reply's tokens to it.
         tokens = list(request.tokens)
         self.idle_drafters = ()
         first_logits: Logits | None = None
@@ -592,8 +592,8 @@ class ReplyDecoder:
         try:
             if not must_stop():
                 if self._target_cache.use_adapters(settings.adapter_scales):
-                    # Reset the drafters, because heads cache values that they computed from the target's
-                    # hidden states with other adapter scales.
+                    # Reset the drafters, because heads cache values computed from hidden states under the
+                    # previous adapter scales.
                     self._drafters.reset()
                 if settings.prompt_logprobs is not None:
                     scores = self._target_cache.score(tokens, settings.prompt_logprobs, stats, progress)
@@ -605,7 +605,7 @@ class ReplyDecoder:
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
         if scores is not None:
-            # Scoring put these tokens into the cache. No earlier prompt had cached them.
+            # The tokens are cached only because they were just scored, so do not count them as a cache hit.
             stats.cached_prompt_tokens = 0
             yield Step((), 0, None, prompt_logprobs=scores)
         if not settings.max_tokens:
@@ -685,7 +685,7 @@ class ReplyDecoder:
         )
 
     def _record(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
-        """Update the statistics after a step. The drafter's are updated every few passes and at the end."""
+        """Update the statistics after a step, and the drafter's every few passes and at the end."""
         if stats.worst_case_loss is None:
             stats.target_step_seconds = self.target_step_seconds
         stats.busy_passes += self._target.threads < self._target.max_threads

@@ -37,9 +37,9 @@ class Acceptance(Protocol):
     """An acceptance rule: draws tokens for drafters, and decides which drafted tokens to accept."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
-        """Draw up to `count` different draft tokens from a row of the draft model's logits.
+        """Draw up to `count` distinct draft tokens from a row of the draft model's logits.
 
-        The list is empty if the draft model has none of the tokens that a constraint allows.
+        The list is empty if a constraint allows none of the draft model's tokens.
         """
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
@@ -48,7 +48,7 @@ class Acceptance(Protocol):
         Args:
             tree: The draft tree that the target verified.
             logits: The target's logits. Row i contains the logits after node i.
-            sampler: The sampler of the reply. Its state is restored before returning.
+            sampler: The reply's sampler. Its state is restored before returning.
         """
 
 
@@ -78,7 +78,7 @@ class Invariant:
 
 
 class RandomDraws:
-    """Draws random numbers for speculative sampling, and uses none of them twice."""
+    """Draws random numbers for speculative sampling, never using the same one twice."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -110,7 +110,7 @@ class Rejection:
     mass.
 
     Args:
-        random: The random draws.
+        random: The source of random numbers.
         block_verification: Whether to use block verification (arXiv 2403.10444, algorithm 2) on trees that
             are `block_verifiable`.
     """

@@ -59,8 +59,8 @@ class Logits(Protocol):
     ) -> tuple[list[int], float]:
         """Return the `count` highest-scoring tokens of a row after all logits processors, best first.
 
-        A backend that cannot run every processor on its device calls `best_on_host`. Ties are sorted by token
-        id.
+        A backend that cannot run every processor on its device calls `best_on_host`. Ties are ordered by
+        token id.
 
         Args:
             row: Index of the row.
@@ -81,7 +81,7 @@ class Logits(Protocol):
         """Return all logits of a row that are within `margin` of the largest one."""
 
     def limit_vocab(self, vocab_size: int) -> Logits:
-        """Return the same logits without token ids of `vocab_size` and above."""
+        """Return these logits restricted to token ids below `vocab_size`."""
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the logits of the given tokens in one row, as float64 [n]."""
@@ -170,10 +170,10 @@ class HostLogits:
 
     __slots__ = ("other_tokens", "overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
-    # Tokens per group of `_peaks`. The row is read once to find the peaks of all groups, and again only in
-    # the groups whose peak is large enough.
+    # Tokens per group in `_peaks`. A row is read once to find the peak of each group, and a second time only
+    # in groups whose peak is large enough.
     _GROUP = 64
-    # In smaller vocabularies, reading the whole row twice takes no longer.
+    # For smaller vocabularies, reading the whole row twice is just as fast.
     _MIN_VOCABULARY = 1 << 15
 
     def __init__(self, rows: NDArray[np.float32], other_tokens: int = 0) -> None:
@@ -239,7 +239,7 @@ class HostLogits:
         if peaks is not None and len(logits) >= self._MIN_VOCABULARY:
             groups = len(peaks)
             grouped = logits[: groups * self._GROUP].reshape(self._GROUP, groups)
-            # A group whose peak is NaN may contain logits above the floor.
+            # Include groups whose peak is NaN, because they may contain logits above the floor.
             (hit,) = (~(peaks < floor)).nonzero()
             if len(hit) <= groups // 8:
                 step, group = (grouped.take(hit, axis=1) >= floor).nonzero()

@@ -21,9 +21,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_GOLDEN, _U_M1, _U_M2 = np.uint64(_GOLDEN), np.uint64(_M1), np.uint64(_M2)
 _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
-# Hash up to this many tokens in Python, because NumPy's loops take longer to start.
+# Hash up to this many tokens in pure Python, which is faster than starting NumPy's loops.
 _FEW_TOKENS = 8
-# Tokens per block when the noise of a whole vocabulary is searched. A block fits into a core's cache, and a
+# Tokens per block when searching the noise of a whole vocabulary. A block fits into a core's cache, and a
 # power of two allows computing the token ids by XOR.
 _BLOCK = 1 << 14
 
@@ -92,10 +92,11 @@ def tokens_with_noise_above(
 ) -> NDArray[np.int64]:
     """Return the ids of all tokens whose `gumbel` noise is at least `floor`, and perhaps a few more.
 
-    Only the hashes of the tokens are computed, because logarithms take longer. The ids (int64 [n]) ascend.
+    Only the tokens' hashes are computed, which is faster than computing logarithms. The ids (int64 [n]) are
+    in ascending order.
     """
-    # The noise is at least `floor` if the uniform number is at least 1 - distance. Rounding errors are far
-    # smaller than the allowance.
+    # The noise is at least `floor` if the uniform number is at least 1 - distance. The margins added below
+    # far exceed any rounding errors.
     distance = -math.expm1(-math.exp(-max(floor, -5.0)))
     lowest = (1 << 52) - min(math.ceil(distance * (1 + 1e-9) * 2.0**52) + 2, 1 << 52)
     limit = np.uint64(lowest << 12)
@@ -113,7 +114,7 @@ def tokens_with_noise_above(
 
 
 def _mix_array(words: NDArray[np.uint64], scratch: NDArray[np.uint64] | None = None) -> None:
-    """Replace 64-bit words by their `_mix`. `scratch` is an array of the same size to compute in."""
+    """Apply `_mix` to 64-bit words in place. `scratch` is a temporary array of the same size."""
     words += _U_GOLDEN
     words ^= np.right_shift(words, _U30, out=scratch)
     words *= _U_M1

@@ -49,7 +49,7 @@ class LogitsProcessor(ABC):
 
     Invariants:
 
-    - `apply` depends only on the arguments of the constructor and on the pushed tokens.
+    - `apply` depends only on the constructor's arguments and the pushed tokens.
     - `pop(n)` restores exactly the state before the last n calls to `push`.
     - `apply` keeps token ids in ascending order.
     """
@@ -72,7 +72,7 @@ class LogitsProcessor(ABC):
         return None
 
     def forced_tokens(self, limit: int) -> list[int]:  # noqa: ARG002
-        """Return tokens that almost certainly come next, at most `limit`, for drafting.
+        """Return up to `limit` tokens that almost certainly come next, for drafting.
 
         For example, a schema determines the name of the next property.
         """
@@ -154,7 +154,7 @@ class LogitBias(LogitsProcessor):
 
 
 class MinTokens(LogitsProcessor):
-    """Excludes the tokens that end the reply until it has a minimum number of tokens.
+    """Forbids tokens that end the reply until the reply reaches a minimum length.
 
     If a constraint allows no other token, the reply may end earlier.
     """
@@ -222,7 +222,7 @@ class TopK(LogitsProcessor):
 class TypicalP(LogitsProcessor):
     """Locally typical sampling (Meister et al. 2023, arXiv 2202.00666).
 
-    Keep the tokens whose surprisal is closest to the entropy, up to a given probability mass, but at least
+    Keeps the tokens whose surprisal is closest to the entropy, up to a given probability mass, but at least
     one token.
     """
 
@@ -241,7 +241,7 @@ class TypicalP(LogitsProcessor):
 class TopP(LogitsProcessor):
     """Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
 
-    Keep the most likely tokens, up to a given probability mass, but at least one token.
+    Keeps the most likely tokens, up to a given probability mass, but at least one token.
     """
 
     mass: float
@@ -255,7 +255,7 @@ class TopP(LogitsProcessor):
 
 @dataclass(frozen=True, slots=True)
 class MinP(LogitsProcessor):
-    """Discards tokens less likely than `share` times the most likely token (arXiv 2407.01082)."""
+    """Discards tokens whose probability is below `share` times the highest one (arXiv 2407.01082)."""
 
     share: float
 
@@ -300,7 +300,7 @@ def build_processors(
 
 
 def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
-    """Apply the logits processors in order, and return the tokens that remain with their new logits."""
+    """Apply the logits processors in order, and return the remaining tokens with their new logits."""
     for processor in processors:
         if not len(candidates[0]):
             break

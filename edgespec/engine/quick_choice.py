@@ -1,9 +1,9 @@
-"""Sample a token with the usual filters faster, with the same result as the filters themselves.
+"""Sample a token faster than by applying the usual filters, but with the same result.
 
 `processors` defines which token is sampled from a row of logits. Its filters take most of the sampling time,
 because each of them starts a dozen NumPy loops over a few dozen tokens, or computes the probability of every
-token. This module instead sorts the candidates once, and computes noise only for those that can be chosen.
-It adds numbers in a different order, so the last bits of its sums differ. Where this could change the result,
+token. This module instead sorts the candidates once, and computes noise only for those that can be chosen. It
+adds numbers in a different order, so the last bits of its sums differ. Where this could change the result,
 the functions return None, and the caller applies the filters.
 """
 
@@ -38,13 +38,13 @@ _MIN_VOCABULARY = 1 << 14
 _NUCLEUS_SIZES = (64, 1024)
 # Log-probabilities that differ by less than this may belong to equal probabilities.
 _SAME_LOG_PROB = 1e-12
-# Maximum relative rounding error of a sum of up to a million probabilities in double precision.
+# Maximum relative rounding error when adding up to a million probabilities in double precision.
 _SUM_TOLERANCE = 1e-9
-# The same for a sum in single precision, which includes the error of the exponential function for arguments
-# down to -104, below which it is 0.
+# Maximum relative rounding error of such a sum in single precision, including the error of the exponential
+# function for arguments down to -104, below which its result is 0.
 _FLOAT32_SUM_TOLERANCE = 3e-5
-# Logits per block when the probabilities of a row are added up. A block fits into a core's cache, and its
-# memory is small enough for malloc to reuse it, instead of mapping new pages in every pass.
+# Logits per block when adding up the probabilities in a row. A block fits into a core's cache, and its memory
+# is small enough for malloc to reuse it, instead of mapping new pages in every pass.
 _BLOCK = 1 << 14
 
 
@@ -57,7 +57,8 @@ class Filters(NamedTuple):
     min_p: float = 0.0
 
 
-# The filters in the order of the chain. For each, the name of its field in `Filters` and its own attribute.
+# The filters in the order of the chain, each with the names of its field in `Filters` and of its own
+# attribute.
 _SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
     Temperature: ("temperature", "temperature"),
     TopK: ("top_k", "k"),
@@ -88,10 +89,10 @@ def split_filters(
 
 
 def choose_token(found: Candidates, filters: Filters, noise: Noise) -> int | None:
-    """Return the token that the filters and the noise choose among all candidates, or None if in doubt.
+    """Return the token that the filters and noise choose, or None if the caller must apply the filters.
 
     Args:
-        found: The candidates. Every token that the filters might keep is among them.
+        found: The candidates, including every token that the filters might keep.
         filters: The temperature, which is above 0, and the filters.
         noise: The Gumbel noise to add to the log-probabilities.
     """
@@ -103,9 +104,9 @@ def choose_token(found: Candidates, filters: Filters, noise: Noise) -> int | Non
 def choose_from_row(
     row: NDArray[np.float32], top: Callable[[int], Candidates], filters: Filters, noise: Noise
 ) -> tuple[int, float] | None:
-    """Return the token that the filters and the noise choose in a row, or None if in doubt.
+    """Return the token chosen from a row, or None if the caller must apply the filters.
 
-    Meant for settings without top-k, with which any token of the vocabulary might be chosen.
+    Without top-k, any token in the vocabulary might be chosen. With top-k, the result is always None.
 
     Args:
         row: The logits of the whole vocabulary.
@@ -163,7 +164,7 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
             return None  # The first token that top-p discards is not among those found.
         count = size
     if filters.min_p > 0:
-        # These are exactly the numbers that the filter compares, and they descend.
+        # The filter compares exactly these numbers. They are in descending order.
         floor = math.log(filters.min_p)
         count = bisect_left(log_probs, True, 0, count, key=lambda log_prob: log_prob < floor)
     ids = tokens[order[:count]]
@@ -176,7 +177,7 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
 
 
 def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    """Return the log-probabilities, up to a constant, of descending logits."""
+    """Return the log-probabilities for descending logits, up to an additive constant."""
     spread = (float(ranked[0]) - float(ranked[-1])) / temperature
     # Enter `errstate` only if needed: it can take as long as the rest of the function.
     with np.errstate(over="ignore") if spread == math.inf else nullcontext():
@@ -185,11 +186,11 @@ def _scaled(ranked: NDArray[np.float64], temperature: float) -> NDArray[np.float
 
 
 def _nucleus_size(sums: list[float], mass: float, total: float, tolerance: float) -> int | None:
-    """Return how many tokens top-p keeps, or None if in doubt.
+    """Return how many tokens top-p keeps, or None if rounding could change the number.
 
     Args:
         sums: Cumulative weights of the most likely tokens.
-        mass: The setting of top-p, below 1.
+        mass: The top-p setting, below 1.
         total: Weight of all tokens.
         tolerance: Largest relative error of `sums` and `total`.
     """
@@ -203,7 +204,7 @@ def _nucleus_size(sums: list[float], mass: float, total: float, tolerance: float
 
 
 def _are_apart(log_probs: list[float], size: int) -> bool:
-    """Return whether rounding cannot swap the last of the first `size` tokens with the first of the rest."""
+    """Return whether rounding cannot swap any of the first `size` tokens with a later one."""
     return log_probs[size] < log_probs[size - 1] - _SAME_LOG_PROB
 
 
@@ -227,7 +228,7 @@ def _total_weight(row: NDArray[np.float32], peak: float, temperature: float) -> 
 def _choose_unfiltered(
     row: NDArray[np.float32], peak: float, found: Candidates, temperature: float, noise: Noise
 ) -> int | None:
-    """Choose among all tokens, without computing the noise of tokens that cannot have the largest score."""
+    """Choose among all tokens, computing noise only for tokens that could have the largest score."""
 
     def scores(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):
@@ -235,7 +236,7 @@ def _choose_unfiltered(
         return log_probs + gumbel(noise.seed, Stream.TOKEN, noise.position, tokens)
 
     likely, logits = found
-    # No other token has a larger logit than the least likely of these.
+    # The smallest of these logits is an upper bound for the logits of all other tokens.
     next_log_prob = (float(logits.min()) - peak) / temperature
     floor = float(scores(likely).max()) - next_log_prob - _SUM_TOLERANCE
     if not math.isfinite(floor):

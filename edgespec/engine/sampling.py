@@ -63,7 +63,7 @@ class Sampler:
             processor.pop(count)
 
     def forced_tokens(self, limit: int) -> list[int]:
-        """Return tokens that almost certainly come next because of a constraint, at most `limit`."""
+        """Return up to `limit` tokens that almost certainly come next because of a constraint."""
         return next((tokens for each in self._processors if (tokens := each.forced_tokens(limit))), [])
 
     def token(self, logits: Logits, row: int) -> int:

@@ -1,6 +1,6 @@
-"""Token trees, the drafts that one verify pass checks.
+"""Token trees: drafts that are verified in a single pass.
 
-`common_prefix_length` compares token sequences, whose common prefix can share KV cells.
+`common_prefix_length` compares token sequences, because a common prefix can share KV cells.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TokenTree:
         return tuple(nodes)
 
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
-        """Return a tree of only the given nodes, in this order. Parents must precede their children."""
+        """Return a tree with only the given nodes, in this order. Parents must precede their children."""
         at = {node: i for i, node in enumerate(nodes)}
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
@@ -135,7 +135,7 @@ class TokenTree:
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:
-        """Return this tree without nodes that exceed the limits, and without their descendants.
+        """Return this tree without the nodes that exceed the limits and their descendants.
 
         Removing valid tokens because of their id or probability would bias rejection sampling.
 

@@ -1,1 +1,1 @@
-"""Load models: resolve references, pair models with drafters, plan the memory, and prepare files."""
+"""Load models: resolve references, pair targets with drafters, plan memory use, and prepare files."""

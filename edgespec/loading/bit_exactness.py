@@ -1,6 +1,6 @@
-"""Find out by trial which pass widths of a loaded model agree bit for bit.
+"""Determine by trial which pass widths of a loaded model agree bit for bit.
 
-A kernel for several tokens can sum numbers in a different order than the kernel for one token. The last bits
+A kernel for several tokens can sum numbers in a different order than the single-token kernel. The last bits
 then differ, and because weights and activations are quantised, the difference grows from layer to layer until
 the logits differ by 0.5 or more, which changes the text. Pass widths therefore fall into classes whose logits
 and KV cells agree bit for bit. Which widths agree depends on the model, the library build, the device and the
@@ -62,13 +62,13 @@ __all__ = ["WidthClass", "find_width_classes", "restricted_to"]
 
 @dataclass(frozen=True, slots=True)
 class WidthClass:
-    """Passes of a model whose logits and KV cells agree bit for bit.
+    """A set of pass widths whose logits and KV cells agree bit for bit.
 
     Attributes:
         widths: The pass widths in tokens, in ascending order. Never empty.
         trees: Whether passes over token trees agree as well.
         block_tokens: Prompts must be processed in multiples of this many tokens per pass, so that their KV
-            cells do not depend on how they were split. 1 if any split, including decoding, gives the same
+            cells do not depend on how the prompt is split. 1 if any split, including decoding, gives the same
             cells.
         any_threads: Whether the results are independent of the number of CPU threads.
         is_complete: Whether the class contains all widths that could save time.
@@ -104,15 +104,15 @@ class WidthClass:
 def find_width_classes(model: LanguageModel, progress: Progress | None = None) -> list[WidthClass]:
     """Find the width classes that are usable for decoding: those that contain width 1 or width 2.
 
-    If a pass takes long, for example because it reads weights from disk, wide passes may take hardly longer
-    than one token, so the widest one can be a class of its own, to which all other passes are padded. If the
-    first layers cannot run alone, only a few widths of such a model are tested.
+    If passes are slow, for example because they read weights from disk, a wide pass may take hardly longer
+    than a single-token pass. The widest pass can then be a class of its own, to which all other passes are
+    padded. If such a model cannot run its first layers alone, only a few widths are tested.
 
     The trial processes a few hundred tokens and compares the logits and KV cells of dozens of positions in a
     short and a long context. It runs about 60 single-token passes and up to 90 wider ones. Where the model
-    supports it, these run only the first layers, whose hidden states are compared instead of the logits.
-    Each width that agrees is then confirmed by one pass over all layers. The result is valid only for this
-    model with these options, on this machine and build. The cache is empty afterwards.
+    supports it, these run only the first layers, whose hidden states are compared instead of the logits. Each
+    width that agrees is then confirmed by one pass over all layers. The result is valid only for this model
+    with these options, on this machine and build. The cache is empty afterwards.
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
@@ -142,7 +142,7 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
     restricted = replace(capabilities, exact=True, reuse_block_tokens=found.block_tokens)
     if not capabilities.rollback:
         return restricted
-    # A model that rolls back by rerunning tokens does so in passes of any width.
+    # A model that rolls back by rerunning tokens may rerun them in a pass of any width.
     replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
     if found.max_width == 1 or not replays_exactly:
         reason = "no pass over several tokens gives the same bits as a pass over one token"
@@ -170,11 +170,11 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
 
 
 class _Reference(NamedTuple):
-    """The results of passes of one width after a given context.
+    """Results of passes of one width after a given context.
 
     Attributes:
-        logits: A digest of the logits of each tested position.
-        cells: A digest of the KV cells of the first n tested positions, by n.
+        logits: Digests of the logits at each tested position.
+        cells: Digests of the KV cells of the first n tested positions, keyed by n.
     """
 
     logits: list[bytes]
@@ -217,8 +217,8 @@ class _Trial:
             alone &= set(SLOW_PASS_WIDTHS)
         if self.has_slow_passes:
             wide, other = {max(alone)}, max(alone)
-        # Let the number of threads follow the load unless results depend on it, because a pass with too many
-        # threads takes ten times as long.
+        # Let the number of threads follow the machine's load unless results depend on it, because a pass with
+        # too many threads takes ten times as long.
         any_threads = not self.is_reduced and self._threads_agree(contexts[0], min(5, limit))
         if not any_threads:
             model.fix_threads(True)
@@ -245,12 +245,11 @@ class _Trial:
         return self._confirmed(found) if self.is_partial else found
 
     def _confirmed(self, classes: Sequence[WidthClass]) -> list[WidthClass]:
-        """Return the classes without the widths whose passes over all layers differ.
+        """Return the classes, excluding widths whose passes over all layers differ.
 
-        Where such passes are slow, only a few widths of each class are compared.
-
-        One pass of each width is enough: only the output layer has not been tested yet, and no rounding hides
-        differences between its logits.
+        One pass of each width is enough, because only the output layer has not been tested yet, and no
+        rounding hides differences between its logits. Where passes over all layers are slow, only a few
+        widths of each class are compared.
         """
         self.is_partial = self.model.run_first_layers(False)
         confirmed = []
@@ -278,7 +277,7 @@ class _Trial:
             raise CancelledError("loading the model was cancelled")
 
     def _read_contexts(self) -> list[int]:
-        """Process the longest context that the trial's time allows. Return the context lengths to test."""
+        """Process the longest context that the time limit allows, and return the context lengths to test."""
         model = self.model
         step_seconds = self._step_seconds()
         if not self.is_partial:
@@ -345,7 +344,7 @@ class _Trial:
         return digest
 
     def _pass(self, width: int, real: int | None = None) -> list[bytes]:
-        """Run the next tokens in one pass, and keep all of them or the first `real` ones in the cache."""
+        """Run the next tokens in one pass, and keep the first `real` of them (all if None) in the cache."""
         first, real = self.model.length, width if real is None else real
         root, *rest = self.tokens[first : first + real]
         digests = self._run(TokenTree.chain(root, [*rest, *self.tokens[: width - real]]))
@@ -362,12 +361,12 @@ class _Trial:
             return b""
 
     def _reference(self, base: int, length: int) -> _Reference:
-        """Return the logits and KV cells of all tested positions, computed in passes of width `base`."""
+        """Return digests of the logits and KV cells at all tested positions, for passes of width `base`."""
         if (base, length) not in self.references:
             is_first = all(tested == length for _, tested in self.references)
             positions = self.positions if is_first else min(self.positions, POSITIONS_AGAIN)
             if self.has_slow_passes:
-                # Wide passes compute more positions in the same time.
+                # Wide passes compute more positions in the same time, so test more positions.
                 positions = max(positions, 2 * base)
             self._restore_context(length)
             found = self.references[base, length] = _Reference([], {})
@@ -379,7 +378,7 @@ class _Trial:
         return self.references[base, length]
 
     def _agrees(self, reference: _Reference, length: int, at: int, digests: Sequence[bytes]) -> bool:
-        """Return whether all cells agree, and the logits of the last pass, which began at position `at`."""
+        """Return whether all KV cells and the logits of the last pass, which began at `at`, agree."""
         end = at + len(digests)
         return (
             list(digests) == reference.logits[at:end]
@@ -395,7 +394,8 @@ class _Trial:
                 agreeing.discard(width)
             elif not self._width_agrees(width, reference, length, self._equal_passes * (width == base)):
                 if width == base:
-                    # Even identical passes differ, for example because the device sums in no fixed order.
+                    # Even identical passes differ, for example because the device does not sum in a fixed
+                    # order.
                     return {base}
                 agreeing.discard(width)
                 self.disagreeing.add(width)
@@ -413,8 +413,8 @@ class _Trial:
     def _width_agrees(self, width: int, reference: _Reference, length: int, passes: int = 0) -> bool:
         """Return whether consecutive passes of one width agree with `reference` at all tested positions.
 
-        The output layer rounds activations to 8 bits, which hides small differences: about half of a
-        different kernel's rows have the same logits by chance. Differences in the KV cells, however, add up
+        The output layer rounds activations to 8 bits, which hides small differences: about half of the rows
+        from a different kernel have identical logits by chance. Differences in the KV cells, however, add up
         from pass to pass. The hidden states of the first layers show nearly every difference.
         """
         self._restore_context(length)
@@ -427,19 +427,20 @@ class _Trial:
             if at + width > positions:
                 break
             # Alternate between passes that are partly rolled back and passes that are kept whole, so that
-            # positions are computed in other rows than in the reference.
+            # positions fall into different rows of a pass than in the reference.
             real = width - 1 if width > 2 and count % 2 == 0 else width
             if not self._agrees(reference, length, at, self._pass(width, real)):
                 return False
         return True
 
     def _is_worth_testing(self, width: int, agreeing: set[int]) -> bool:
-        """Return whether a pass could agree and save time, judging by narrower passes."""
+        """Return whether passes of this width could agree and save time, judging by narrower passes."""
         if width <= SURELY_TESTED_WIDTH or self.is_reduced:
             return True
         if width - 1 not in agreeing:
             return False
-        # Compare a typical single-token pass with the fastest wider one, because other programs delay some.
+        # Compare the median single-token pass with the fastest wider one, because other programs delay some
+        # passes.
         single = median(self.seconds[1])
         fastest = min(
             (min(self.seconds[each]) / each for each in range(width // 2, width) if each in self.seconds),
@@ -472,7 +473,7 @@ class _Trial:
         return True
 
     def _threads_agree(self, length: int, wide: int) -> bool:
-        """Return whether passes of 1 and of `wide` tokens give the same results on a single CPU thread."""
+        """Return whether passes of 1 and `wide` tokens give the same results with any thread count."""
         model = self.model
         if (threads := model.max_threads) <= 1:
             return True
@@ -492,7 +493,7 @@ class _Trial:
     def _block_tokens(self, base: int, widths: Sequence[int], whole: bytes) -> int:
         """Return the size of the blocks into which prompts must be split. See `WidthClass.block_tokens`."""
         if not whole and self.model.facts.capabilities.partial_truncate:
-            # No wide prefill pass was run, so nothing is known about its kernels.
+            # No wide prefill pass was run, so its kernels are untested.
             return UNTESTED_BLOCK_TOKENS
         count = min(SPLIT_TOKENS, len(self.tokens) - STEPS_AFTER)
         expected = (whole,) if whole else self._split_digest(count, (count,), self.model.prefill)
@@ -520,7 +521,7 @@ class _Trial:
     def _split_digest(
         self, count: int, sizes: Sequence[int], read: Callable[[Sequence[int]], None]
     ) -> tuple[bytes, ...]:
-        """Process `count` tokens in passes of these sizes. Return digests of the cells or the next logits."""
+        """Process `count` tokens in passes of these sizes. Return digests of the KV cells or next logits."""
         self.model.truncate(0)
         for size in cycle(sizes):
             first = self.model.length
@@ -544,5 +545,5 @@ class _Trial:
 
 
 def _digest(logits: Logits, row: int) -> bytes:
-    # Adding 0 makes negative zeros positive, because both have the same effect.
+    # Add 0 to make negative zeros positive, because the two are equivalent.
     return blake2b((logits.at(row, np.arange(logits.vocab_size)) + 0.0).tobytes()).digest()

@@ -205,7 +205,7 @@ class _DrafterFactory:
         )
 
     def _curve(self) -> CostCurve:
-        """Return the target's cost curve, measured on first use."""
+        """Return the target's cost curve, measuring it on first use."""
         if self._measured_curve is None:
             self._measured_curve = self._costs.curve(self._progress)
         return self._measured_curve

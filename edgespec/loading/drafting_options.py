@@ -37,7 +37,7 @@ class DraftingOptions:
 
     @classmethod
     def of(cls, **given: object) -> DraftingOptions:
-        """Create drafting options from arguments of `load`, with defaults for those not given.
+        """Create drafting options from `load` arguments, with defaults for those not given.
 
         Raises:
             OptionError: An argument is invalid.
@@ -56,7 +56,7 @@ class DraftingOptions:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The names of the drafting methods that replies can use."""
+        """Names of the drafting methods that replies can use."""
         return (self.arguments["method"], *self.arguments["methods"])
 
     @cached_property
@@ -91,7 +91,7 @@ class DraftingOptions:
 
     @property
     def max_branches(self) -> int:
-        """The number of branches in a draft that the target must be able to verify at once."""
+        """Number of draft branches that the target must be able to verify at once."""
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or any(method(name).drafts_trees for name in self.named_drafters)

@@ -1,9 +1,9 @@
 """Load a target with the passes and kernels that keep its replies identical to plain decoding.
 
-Pass widths fall into classes that agree bit for bit (see `bit_exactness`). Which class is best depends on the
-machine, and so does whether to repack the weights: repacked weights are faster, but can have narrower
-classes. We choose both by the expected speed, which is measured the first time a model is loaded on a machine
-and build, and save the choice.
+Pass widths fall into classes that agree bit for bit (see `bit_exactness`). The machine determines which class
+is best, and also whether repacking the weights pays off: repacked weights are faster, but can have narrower
+classes. We choose both by expected speed. The measurements are taken when a model is first loaded on a
+machine and build, and then saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["DraftingForecast", "LoadedTarget", "forecast_drafting", "load_exact_
 
 @dataclass(frozen=True, slots=True)
 class DraftingForecast:
-    """The expected speed and acceptance of drafting for a target.
+    """The expected acceptance rate and cost of drafting for a target.
 
     Attributes:
         acceptance_rate: Fraction of drafted tokens that the target accepts.
@@ -70,7 +70,7 @@ class DraftingForecast:
 
 
 def forecast_drafting(pair: ModelPair) -> DraftingForecast:
-    """Forecast drafting with the pair's draft model or head, or without a model if there is neither."""
+    """Forecast drafting with the pair's draft model or head, or from earlier text if it has neither."""
     if pair.draft is not None:
         models = [(each.path, each.format) for each in (pair.target, pair.draft)]
         rate = measured_acceptance_rate(models[0], models[1])
@@ -127,7 +127,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _TrialResult:
-    """The result of trying a configuration. It does not depend on the drafters.
+    """The result of trying a configuration, which does not depend on the drafters.
 
     Attributes:
         classes: The width classes.
@@ -141,8 +141,8 @@ class _TrialResult:
     is_disturbed: bool
 
 
-# Identifies the kind of trial in saved results. Change it whenever trials find more differences than before,
-# so that models are tried again.
+# Identifies the kind of trial in saved results. Change it whenever trials become able to find more
+# differences, so that models are tried again.
 _TRIAL = "first layers"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
@@ -220,9 +220,9 @@ class _ExactLoading:
     load: _Loader
     file_states: Sequence[str]
     progress: Progress | None
-    # The target in the configuration that was tried last.
+    # The target, loaded in the configuration that was tried last.
     _loaded: LoadedTarget | None = None
-    # The measured pass durations. The key is whether the weights were repacked.
+    # Measured pass durations, keyed by whether the weights were repacked.
     _curves: dict[bool, CostCurve] = field(default_factory=dict)
 
     def run(self) -> LoadedTarget:
@@ -254,7 +254,8 @@ class _ExactLoading:
         """Return the best configuration, from saved trials where possible."""
         first = self._trial(repack=True)
         if first.seconds is None:
-            # A busy machine can make the trial so slow that it tests narrow passes only.
+            # Restrict passes even though all tested widths agree, because a trial that other programs slowed
+            # down may have tested only narrow passes.
             return _Choice(first.classes[0], True, 1.0)
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(first.seconds, COMPARED_WIDTHS), _repeating(first.seconds, COMPARED_WIDTHS)
@@ -276,7 +277,7 @@ class _ExactLoading:
         # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
         if self.requested == "auto" and not is_fast:
-            # `bits` pads plain decoding, or gives up drafting.
+            # Estimate the speed with `bits`, which either pads plain decoding or gives up drafting.
             seconds = first.seconds
             bits_speed = max(
                 min(seconds(1) / seconds(each.widths[0]), _repeating(seconds, each.widths) / free[1])
@@ -286,7 +287,7 @@ class _ExactLoading:
         return _Choice(found, repack, speed)
 
     def _trial(self, *, repack: bool) -> _TrialResult:
-        """Return the saved trial of a configuration. If there is none, load the target and try it."""
+        """Return the saved trial result of a configuration, or load the target and try it."""
         key = self._key(repack)
         saved = _from_json(Facts().get("classes", key)) if self.file_states else None
         # On a machine that is always busy, remeasuring at every start would not give a better result.
@@ -315,7 +316,7 @@ class _ExactLoading:
     def _try_one(
         self, *, repack: bool
     ) -> tuple[LoadedTarget, Sequence[WidthClass], Callable[[int], float] | None]:
-        """Load a configuration. Return the target, its width classes, and its pass durations if needed."""
+        """Load a configuration. Return the target, its width classes and, if needed, its pass durations."""
         loaded = self.load(self._options(repack))
         try:
             classes = find_width_classes(loaded.models[0], self.progress)
@@ -345,7 +346,7 @@ class _ExactLoading:
         *,
         repack: bool,
     ) -> list[tuple[float, float, WidthClass, bool]]:
-        """Return the expected speed of each usable class, on average and for repetitive text."""
+        """Return the expected speed of each usable class, both on average and for repetitive text."""
         speeds = []
         for found in classes:
             padding_loss = seconds(found.widths[0]) / seconds(1) - 1.0

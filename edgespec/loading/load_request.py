@@ -21,7 +21,7 @@ from edgespec.options.settings import MODEL_OPTIONS, as_bytes
 
 __all__ = ["LoadRequest"]
 
-# More layers than any model has.
+# A number that exceeds the layer count of any model.
 _ALL_LAYERS = 1 << 16
 
 
@@ -85,7 +85,7 @@ class LoadRequest:
 
 
 def _layers_with_experts_in_memory(experts: str | int) -> int | None:
-    """Return the value of `LoadOptions.experts` for a value of `--experts`."""
+    """Convert a value of `--experts` to a value of `LoadOptions.experts`."""
     if isinstance(experts, int):
         return experts
     return {"auto": None, "gpu": 0}.get(experts, _ALL_LAYERS)

@@ -108,7 +108,7 @@ class AvailableModel:
 
 
 def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> list[AvailableModel]:
-    """Return the models on this machine, then the other models in the catalogue. Downloads nothing.
+    """List the models on this machine, then the other models in the catalogue, without downloading any.
 
     Args:
         memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
@@ -116,7 +116,7 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
             usable model are left out.
 
     Returns:
-        The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine.
+        The models, with each group sorted by size. MLX models are listed only if MLX can run on this machine.
         They come after the GGUF models except on Apple Silicon, because llama.cpp is faster elsewhere.
 
     Raises:
@@ -141,7 +141,7 @@ def _sorted(models: Iterable[AvailableModel]) -> list[AvailableModel]:
 
 
 def _with_paths(installed: InstalledModels, paths: Sequence[str]) -> InstalledModels:
-    """Return the installed models with those at other paths."""
+    """Return the installed models, plus those at the given paths."""
     models = list(installed.models)
     for path in paths:
         with suppress(EdgespecError):
@@ -158,7 +158,7 @@ def search_models(text: str, *, memory: str | int | None = None, limit: int = 20
     """Search Hugging Face for GGUF models.
 
     Args:
-        text: Words that the repository's name contains, such as "qwen coder".
+        text: Words to look for in repository names, such as "qwen coder".
         memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
         limit: Maximum number of results.
 
@@ -201,7 +201,7 @@ def measure_speed(progress: Progress | None = None) -> str:
         progress: Called with a description and the completed fraction. Returning False cancels.
 
     Returns:
-        Why the result was not saved. Empty if it was saved.
+        The reason why the result was not saved, or an empty string if it was.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -286,12 +286,12 @@ def _installed_model(
 
 
 def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Path | None) -> float | None:
-    """Return the time that each pass reads weights from disk, or 0 if the model fits in memory.
+    """Return how long each pass reads weights from disk, or 0 if the model fits in memory.
 
     Args:
         form: The format of the model's files.
         file_bytes: Size of the model's files.
-        excess_bytes: How much more memory the model needs than there is.
+        excess_bytes: Number of bytes by which the model exceeds the available memory.
         path: A file or folder on the disk. None if there is none to measure.
 
     Returns:
@@ -307,7 +307,7 @@ def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Pa
 
 @cache
 def _disk_speed(path: Path) -> float:
-    """Return the speed of a model's disk in bytes per second. 0 if it cannot be read."""
+    """Return the read speed of the disk that holds a model, in bytes per second, or 0 if it is unknown."""
     try:
         return read_bytes_per_second(gguf_files(path)[0])
     except (EdgespecError, OSError):
@@ -341,7 +341,8 @@ def catalogue_models(
     """Yield the models of one format in the catalogue that are not installed."""
     here = [each for each in installed.models if each.format == form.name]
     names = {each.entry.name for each in here if each.entry}
-    # Downloads are assumed to be on the disk of the largest installed model, which takes longest to cache.
+    # Assume that downloads go to the disk that holds the largest installed model. The speed of that disk is
+    # measured with this model, because a large file is the hardest to cache.
     largest = max(here, key=lambda each: each.info.size_bytes, default=None)
     for entry in load_catalogue().entries:
         if entry.format == form.name and entry.repository and entry.name not in names:

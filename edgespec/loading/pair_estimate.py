@@ -67,7 +67,8 @@ class PairEstimator:
             self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        # Keyed by the names of the draft model's lower-bit versions, and by "" for the requested draft model.
+        # Draft models and their estimators, keyed by the name of the lower-bit version, or by "" for the
+        # requested draft model.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             with loading_draft(pair):
@@ -133,7 +134,8 @@ class PairEstimator:
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
-            # Keep None for "not set", because only a number of layers that was set can have no effect.
+            # Keep None for "not set", because only an option that was set can be reported as having no
+            # effect.
             experts=choice.experts or self._options.experts,
             streamed_layers=choice.streamed_layers,
             streamable=tuple(copies.layer_bytes) if copies else None,
@@ -143,7 +145,7 @@ class PairEstimator:
         return self.substitutes if choice.substitutes else None
 
     def streaming(self, choice: PlanChoice) -> Streaming | None:
-        """Return which weights every pass would read from disk. Measures the speed of the disk.
+        """Return which weights each pass would read from disk, measuring the speed of the disk.
 
         Raises:
             ModelFileError: The model's file cannot be read.
@@ -180,7 +182,8 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts the weights to float32 only if the result fits in the memory limit.
+        # Set the memory limit accordingly, because MLX converts the weights to float32 only if the result
+        # fits in it.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -234,7 +237,7 @@ class PairEstimator:
     def _substitute_items(
         self, choice: PlanChoice, copies: Substitutes, options: LoadOptions, target_tokens: int
     ) -> Sequence[Item]:
-        """Return the items of the draft model, which shares all other weights with the target."""
+        """Return the memory items for drafting with low-bit blocks and the target's other weights."""
         from edgespec.backends.llamacpp.lowbit import partial_copy_options
 
         tokens = self._copy_context_tokens(choice, target_tokens)

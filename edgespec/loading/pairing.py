@@ -107,7 +107,7 @@ def with_working_draft(
     """Return `use(pair)`. If an automatic draft model fails to load, try the next best, and finally none.
 
     Args:
-        find: Finds the pair, given a map from the paths of draft models that failed to the reasons.
+        find: Finds the pair, given a map from the path of each failed draft model to the reason.
         use: Plans or loads the pair. It must mark draft model failures with `loading_draft`.
     """
     failed: dict[Path, str] = {}
@@ -309,7 +309,7 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
-    """Check that models and heads can be loaded. Uses a child process, because damaged files can crash it.
+    """Check that models and heads can be loaded, in a child process that damaged files may crash.
 
     For models larger than the memory limit in `options`, only the metadata is read. Raises the same errors as
     `check_loadable`, except that heads that `auto` chose are dropped if they fail, and `with_working_draft`
@@ -384,7 +384,7 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the options for loading `found`, which is one model of a pair.
+    """Return the options for loading `found`, one model of a pair.
 
     If the other model uses a different backend, options that the backend of `found` does not support are
     reset to their defaults.

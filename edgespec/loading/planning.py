@@ -153,7 +153,7 @@ class LoadPlan:
 
     @property
     def initial_context_tokens(self) -> int:
-        """The target's initial context size in tokens. 0 if the target's KV cache grows token by token."""
+        """The target's initial context size in tokens, or 0 if its KV cache grows token by token."""
         if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
@@ -161,7 +161,7 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """Message about what differs from the user's request. Empty if nothing does."""
+        """Message that explains how the plan differs from the user's request, or an empty string."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         streaming = f"larger than memory: {self.plan.streaming.text}" if self.plan.streaming else ""
@@ -258,11 +258,12 @@ def _plan_pair(
             )
 
         choice, plan = fit(fixed)
-        # If the cause is an option that the user set, such as a long context, the advice names it.
+        # The model is too large only if it would not fit even with other options. Otherwise, an option that
+        # the user set, such as a long context, is the cause, and the advice names it.
         is_too_large = not plan.fits and not (fixed and fit(set())[1].fits)
         if is_too_large and _may_stream(options, drafting) and target.streamable_layers:
-            # Keep the drafters, because they save the most time when passes are slow. A long context would
-            # take memory from the weights even while it is unused.
+            # Keep the drafters, because they save the most time when passes are slow. Shorten the context,
+            # because a long one would take memory from the weights even while it is unused.
             tokens = start.context_tokens
             if "context" not in fixed:
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)
@@ -344,7 +345,7 @@ def _plan_pair(
 def _save_time(estimator: PairEstimator, with_copies: PlanChoice, without: PlanChoice) -> bool:
     """Return whether drafting with low-bit copies of blocks saves more time than it costs.
 
-    The copies take memory, so more blocks are streamed.
+    The copies take up memory, so more blocks have to be streamed.
     """
     more, fewer = (
         sum(estimator.target.streamed_bytes(estimator.load_options(choice)).values())
@@ -377,7 +378,7 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
 
 
 def _with_prefix_cache(plan: MemoryPlan, first: MemoryPlan, requested_bytes: int | None) -> MemoryPlan:
-    """Return a plan with the size limit of the prefix cache.
+    """Return a plan with the size limit of the prefix cache filled in.
 
     Args:
         plan: The plan.

@@ -1,4 +1,4 @@
-"""Recommend a model for this machine, from its memory and its measured speed."""
+"""Recommend a model for this machine, based on its memory and measured speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
 
 Task = Literal["chat", "code"]
 
-# Name parts of models that were trained to write code.
+# Strings that occur in the names of models trained to write code.
 _CODE_NAMES = ("coder", "devstral")
 
 
@@ -106,8 +106,8 @@ def recommend(
 ) -> Recommendation:
     """Recommend a model for this machine, and predict the speed of every model that can run.
 
-    Measures this machine the first time, and again if other programs disturbed the measurement and are no
-    longer busy. A measurement takes up to 20 seconds. Downloads nothing.
+    This machine is measured on first use, and again if other programs disturbed the measurement and are no
+    longer busy. A measurement takes up to 20 seconds. Nothing is downloaded.
 
     Args:
         task: What the model will be used for.
@@ -176,7 +176,7 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
 
 
 def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
-    """Return the largest model that is comfortably, or at least acceptably, fast, or else the fastest one."""
+    """Return the largest model of comfortable, or else of acceptable, speed, or else the fastest one."""
     suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
     for least in (COMFORTABLE_SPEED, ACCEPTABLE_SPEED):
         fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]

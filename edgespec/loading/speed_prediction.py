@@ -28,7 +28,7 @@ class SpeedPrediction:
 
     Attributes:
         tokens_per_second: Speed of plain decoding.
-        pass_costs: Duration of a pass of 2, 4 and 8 tokens, relative to a single-token pass.
+        pass_costs: Durations of passes of 2, 4 and 8 tokens, relative to a single-token pass.
         prompt_seconds: Time to first token for a prompt of 1,000 tokens.
         speedup: Speed-up with the recommended draft model. 1 if there is none.
         is_disturbed: Whether other programs were busy when this machine was measured, so that the speed is
@@ -157,7 +157,7 @@ def recommended_draft(entry: ModelEntry) -> ModelEntry | None:
 
 
 def catalogue_weights(entry: ModelEntry, type_name: str = "") -> PassWeights:
-    """Estimate the weights that a pass of a catalogue model reads, without its files.
+    """Estimate which weights each pass of a catalogue model reads, without needing its files.
 
     Args:
         entry: The model.

@@ -34,8 +34,9 @@ def prepare_substitutes(
         progress: Reports progress while reading and writing.
 
     Returns:
-        The copies, with the facts of `write_substitutes`, `for_memory_bytes`, and
-        `streamed_without_copies_bytes`, which is what each pass would read from disk without them.
+        The copies. Besides the facts of `write_substitutes`, they have `for_memory_bytes` and
+        `streamed_without_copies_bytes`, the number of bytes that each pass would read from disk without the
+        copies.
 
     Raises:
         OptionError: The type is unknown, the copies would not be smaller, or the whole model fits in memory.
@@ -71,7 +72,7 @@ def prepare_substitutes(
 
 
 def _plan(path: Path, memory_bytes: int, copies: Substitutes | None, progress: Progress | None) -> LoadPlan:
-    """Plan how `load` would load the model with this memory and these copies, and with no other drafter."""
+    """Plan how `load` would load the model with this memory, these copies and no other drafter."""
     request = LoadRequest.read(path, "none", {"memory": memory_bytes, "method": "none"})
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
     return plan_pair(

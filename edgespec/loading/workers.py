@@ -1,4 +1,4 @@
-"""Targets whose layers are on workers (`--workers`): check and change their options, and predict their speed.
+"""Support for targets on workers (`--workers`): check and adapt load options, and predict speeds.
 
 The prediction includes the time to send the weights to the workers.
 """
@@ -123,7 +123,8 @@ def connect_workers(
         )
     workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
-    # Heads read hidden states and the output layer's weights on this machine.
+    # Keep the output layer here for heads, which read hidden states and the weights of the output layer on
+    # this machine.
     on_worker = not pair.heads and _output_is_faster_on_worker(pair.target, workers)
     return replace(options, workers=workers, output_on_worker=on_worker)
 
@@ -162,7 +163,8 @@ class SpreadPrediction:
         links: The measured connection to each worker.
         send_seconds: Time to send the weights to all workers over the measured connections, if none of them
             has cached weights. Loading takes longer if files or processors are slower than the network.
-        tokens_per_second: The speed. None if a machine has not been measured or cannot be for this format.
+        tokens_per_second: The speed. None if a machine has not been measured, or cannot be measured for this
+            format.
         unmeasured: The machines that hold part of the target but have not been measured by `edgespec
             recommend`.
         alone: The expected speed with all layers on one machine, for each measured machine that can hold
@@ -284,7 +286,8 @@ def _output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> 
     here, there = saved_machine_speed(form), _from_json(link.status.speed)
     if output is None or here is None or there is None:
         return False
-    # With unlimited bandwidth, only the speeds of the machines count.
+    # Compare with unlimited bandwidth first. If the worker is slower even then, the connection need not be
+    # measured.
     return _saves_time(output, here, there, math.inf) and _saves_time(
         output, here, there, workers.speed_of(link).bytes_per_second
     )
@@ -300,7 +303,7 @@ def _saves_time(
 
 
 def saved_speed_json() -> dict[str, Any]:
-    """Return this machine's measured speed for GGUF models as JSON-compatible values, or {}."""
+    """Return this machine's measured speed for GGUF models as JSON values, or {} if it was not measured."""
     speed = saved_machine_speed(format_of("gguf"))
     if speed is None:
         return {}
@@ -317,7 +320,7 @@ def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
     try:
         seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
         layer_seconds = float(values["layer_seconds"])
-        # Workers of older versions do not report their load.
+        # Older versions of the worker do not report its load.
         busy_cores = float(values.get("busy_cores", 0.0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

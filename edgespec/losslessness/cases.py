@@ -1,6 +1,6 @@
-"""The cases that `verify` compares, and the number of replies that it generates for them.
+"""Enumerate the cases that `verify` compares, count their replies, and read prompts.
 
-Their prompts, which `bench` uses too, are the built-in ones or come from a JSONL file.
+The prompts, which `bench` also uses, are built in or come from a JSONL file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 # Default number of replies per prompt, method, temperature and draft length in rejection mode.
 DEFAULT_SAMPLES = 200
-# Maximum size of a prompt file in bytes. Bounds memory use when reading a device or pipe that never ends.
+# Maximum size of a prompt file in bytes. Bounds memory use if the file is an endless device or pipe.
 _MAX_BYTES = 1 << 28
 _ROLES = ("system", "user", "assistant")
 
@@ -142,7 +142,7 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     `skill`) and `schema` (an object). The default category is the part of the id before the last dash.
 
     Args:
-        path: The file. None reads the built-in prompts.
+        path: The file, or None for the built-in prompts.
 
     Raises:
         OptionError: The file cannot be read or contains no prompts, or a line is invalid.

@@ -1,8 +1,8 @@
-"""Rerun the target passes of a reply in an empty context, and judge the reply by the result.
+"""Rerun a reply's target passes in an empty context, and judge the reply by the result.
 
 A pass over several tokens can round differently than a pass over one token. A speculative reply may therefore
 differ from plain decoding even if the loop, the rollback and the caches are correct. A replay distinguishes
-such rounding from faults. It runs passes of the same shapes over the reply's own tokens, so that they round
+such rounding from faults: it runs passes of the same shapes over the reply's own tokens, so that they round
 the same way. If it yields the same tokens, and the rejected tokens do not change a single bit of the logits,
 the difference is due to rounding. Otherwise, it is a fault.
 """
@@ -128,8 +128,8 @@ class Judgement(NamedTuple):
     Attributes:
         verdict: `rounding` or `fault`.
         reason: Why the reply is wrong. None for `rounding`.
-        largest_difference: Largest difference between the logits of the reply's passes and of single-token
-            passes, up to the first differing token. None if it was not measured.
+        largest_difference: Largest difference between the logits of the reply's passes and those of
+            single-token passes, up to the first differing token. None if it was not measured.
     """
 
     verdict: Verdict
@@ -161,8 +161,8 @@ def replay(
         filler: Selects one of several sequences of filler tokens. They replace the tokens that should not
             affect the reply: rejected tokens, and tokens of earlier prompts that are not reused. If None,
             the passes contain the original tokens.
-        truncates: Whether to truncate to the accepted tokens of a chain, so that `commit` removes nothing.
-            Otherwise, each pass ends with the same `commit` as in the reply.
+        truncates: Whether to commit whole chains and then truncate them to the accepted tokens, so that
+            `commit` removes nothing. Otherwise, each pass ends with the same `commit` as in the reply.
         rows_end: Index after the last position whose logits are returned.
     """
     logits = _read_prompts(target, made, filler)
@@ -251,7 +251,7 @@ def _renew_context(target: LanguageModel) -> None:
 
 
 def _kept_nodes(made: Round) -> tuple[int, ...]:
-    """Return the root and the accepted nodes that precede an emitted token."""
+    """Return the nodes after which a token was emitted: the root and accepted nodes."""
     return (0, *made.path)[: made.emitted]
 
 
@@ -385,7 +385,8 @@ def logit_rows(
         passes: Runs the passes. By default, a single pass prefills the prompt.
 
     Returns:
-        The logits after up to 64 last tokens of `reply`, as float32 [tokens, vocab].
+        The logits after the prompt's last token and after each token of `reply`, but at most the last 64
+        rows, as float32 [tokens, vocab].
     """
     passes = passes or Alone()
     model.truncate(0)

@@ -1,6 +1,6 @@
 """The report that `verify` returns, and the classes that collect the results of each method.
 
-Sampled tokens are tested for goodness of fit with the G-test with simulated p-values, and Holm's correction.
+The goodness of fit of sampled tokens is tested with a G-test, simulated p-values and Holm's correction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIGNIFICANCE = 0.001
 # Counts of tokens sampled after the same prefix, and the distribution that they should follow.
 Sample = tuple[Counter[int], Distribution]
 
-# Number of simulated trials: in the first batch, in total at most, and in each further batch.
+# Numbers of simulated trials: in the first batch, at most in total, and in each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
 # Compute p-values below this with more simulated trials, so that they stay precise after Holm's correction.
 _SUSPICIOUS_P_VALUE = 0.02
@@ -45,7 +45,8 @@ class Divergence:
         reason: Why the reply is wrong. None for `rounding`.
         largest_difference: Largest difference between the logits of the method's passes and those of
             single-token passes over the same tokens. With concurrent replies, this includes the difference
-            between the logits of a reply alone and together with others. None if it was not measured.
+            between the reply's logits when generated alone and together with others. None if it was not
+            measured.
         leak: Largest difference in logits caused by the text of other replies. Unless it is 0, the reply read
             another reply's cached keys and values. None if replies were generated one at a time.
     """
@@ -101,7 +102,7 @@ class MethodResult:
 
 
 class MethodFindings:
-    """The results of one method so far, and the prompt and p-value of each statistical test."""
+    """Collects one method's results, and the prompt and p-value of each statistical test."""
 
     def __init__(self, prompts: int) -> None:
         self.result = MethodResult(prompts)
@@ -137,8 +138,8 @@ class VerifyReport:
     Attributes:
         parallel: Number of replies generated concurrently with each method.
         heads: Names of the loaded heads.
-        exact: Whether edgespec promised at loading that all passes agree bit for bit. If so, replies that
-            differ by rounding break this promise. See `Capabilities.exact`.
+        exact: Whether edgespec promised when loading the target that all passes agree bit for bit. If so,
+            replies that differ by rounding break this promise. See `Capabilities.exact`.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""Measure how other replies in a shared context change the logits of a reply.
+"""Measure how other replies in a shared context change a reply's logits.
 
 There are two legitimate effects, both of them rounding errors. First, attention sums over a reply's KV cells
 in memory order, which depends on the other replies. Second, kernels can round differently in passes that also
@@ -22,16 +22,16 @@ from edgespec.model.base import LanguageModel
 
 __all__ = ["SharingErrors", "measure_sharing"]
 
-# Maximum number of measurements. Many may be needed, because in small models, few placements of the KV cells
-# change the logits at all.
+# Maximum number of measurements. Many may be needed, because few placements of the KV cells change the logits
+# of a small model at all.
 _MAX_MEASUREMENTS = 64
 # Stop after this many measurements with a rounding error.
 _ENOUGH_ERRORS = 4
 # Maximum number of positions in the reply's text at which other replies free KV cells, so that the reply's
 # cells move.
 _MAX_MOVES = 3
-# Number of tokens that each other model keeps. They expose bugs that make a reply read another reply's KV
-# cells.
+# Number of tokens that each other model keeps in its cache, to expose bugs that make a reply read another
+# reply's KV cells.
 _KEPT_TOKENS = 32
 # Every fourth measurement uses shared passes instead of moved KV cells.
 _SHARED_EVERY = 4
@@ -145,7 +145,7 @@ class _MovingPasses(Alone):
         self._random = np.random.default_rng(seed)
         self._turns, self._total = cycle(models[1:]), total
         count = int(self._random.integers(1, _MAX_MOVES + 1))
-        # Early positions are more likely, because replies often continue a short cached prefix.
+        # Make early positions more likely, because replies often continue a short cached prefix.
         self._moves = deque(sorted((total ** self._random.random(count)).astype(int).tolist()))
         # Fill the neighbours' cells first, so that the cells they free precede those of the text.
         for each in models:

@@ -39,11 +39,12 @@ from edgespec.system.cores import CPU_LOAD
 
 __all__ = ["verify"]
 
-# Number of tokens at the start of a reply that statistical tests cover.
+# Number of tokens at the start of each reply that the statistical tests cover.
 _TESTED_POSITIONS = 3
 # Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
-# Number of cached tokens of another prompt that follow the prefix shared with the current prompt.
+# Number of tokens of the previous prompt that are cached beyond its common prefix with the current one, so
+# that the cache has to drop them.
 _UNSHARED_TOKENS = 8
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
@@ -70,7 +71,7 @@ def verify(
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
     In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the passes
-    of the reply are rerun in an empty context (see `judge`). If they reproduce the reply's tokens, the
+    of the reply are rerun in an empty context (see `judge`). If the rerun reproduces the reply's tokens, the
     difference is due to rounding; otherwise, it is a fault. The passes of every plain-decoding reply are
     rerun too, as are those of one reply per method and draft length.
 
@@ -82,8 +83,8 @@ def verify(
     generates one at a time. If a reply differs, the same method regenerates it on its own, and that reply is
     judged. If the text of another reply changes the logits (see `measure_sharing`), that is a fault too.
 
-    During verification, the number of CPU threads does not follow the machine's load, because it can change
-    how logits are rounded.
+    During verification, the number of CPU threads does not follow the machine's load, because the number of
+    threads can change how logits are rounded.
 
     The report contains the number of drafted tokens. If it is 0, nothing was verified. Load the runtime with
     `always_draft` to draft even where drafting is slower.
@@ -219,10 +220,10 @@ class _Verification:
                 self._check_distribution(case, findings[case.method])
 
     def _begin_prompt(self, prompt: Prompt) -> None:
-        """Clear all caches, and prefill the start of another prompt into the target's cache.
+        """Clear all caches, and prefill the start of the previous prompt into the target's cache.
 
-        A replay can reproduce the cached tokens that a reply used only if it knows which prompts they came
-        from. The first reply to the prompt then reuses the tokens that both prompts share.
+        The first reply to `prompt` then reuses the tokens that both prompts share. The caches are cleared
+        because a replay can reproduce cached tokens only if it knows which prompts they came from.
         """
         tokens, before = self._prompt_tokens(prompt), self.last_prompt
         self.last_prompt = tokens
@@ -249,7 +250,7 @@ class _Verification:
         """Record which prompt tokens came from the cache, and which ones the target has processed."""
         cached = reply.stats.cached_prompt_tokens
         if self.reads:
-            # A correct cache never keeps more tokens than this. If a faulty cache does, the replay must not
+            # A correct cache never reuses more tokens than this. If a faulty cache does, the replay must not
             # repeat the fault.
             cached = min(cached, common_prefix_length(self.reads[-1].tokens, tokens))
         # Drop the prompts that have no tokens left in the cache.
@@ -378,7 +379,7 @@ class _Verification:
         return self.plain_faults[key]
 
     def _find_leak(self, case: Case, other: _Generated) -> tuple[Judgement, int] | None:
-        """Check, for one identical reply of each method, that rejected tokens do not change later logits."""
+        """Check that rejected tokens do not change later logits, once per method and draft length."""
         key, made = (case.method, case.draft_length), self._made(case, other)
         if key in self.leaks_checked or not other.reads or not made.has_rejected_tokens:
             return None
@@ -404,7 +405,7 @@ class _Verification:
         return judgement, None
 
     def _judge_at_once(self, case: Case, position: int) -> tuple[Judgement, float | None]:
-        """Judge a reply that was generated together with others, by regenerating it on its own."""
+        """Judge a reply generated together with others, by regenerating it on its own."""
         alone = self._generated_alone(case, **self._drafting(case))
         plain = self._plain(case).reply.tokens
         found = Judgement("rounding")
@@ -501,7 +502,7 @@ class _Verification:
         return self.options | ({"schema": prompt.schema} if prompt.schema else {})
 
     def _constraint(self, prompt: Prompt, reply: Sequence[int]) -> list[LogitsProcessor]:
-        """Return the constraint's processor, advanced past the first tokens of a reply, if there is one."""
+        """Return the constraint's processor, if any, advanced past the first tokens of a reply."""
         constraint = self._settings(self._options(prompt)).constraint
         if constraint is None:
             return []

@@ -1,4 +1,4 @@
-"""Memory management: determine the memory budget, plan what to load within it, and cache prefixes."""
+"""Memory management: determine the memory budget, plan what to load, and cache prefixes."""
 
 from edgespec.memory.budget import (
     Budget,

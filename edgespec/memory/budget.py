@@ -39,19 +39,19 @@ __all__ = [
     "resident_bytes",
 ]
 
-# Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
+# Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number close to 2^63.
 _UNLIMITED_BYTES = 1 << 60
 _NAMES = {
     False: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
-# Round the free address space down to a multiple of this many bytes, so that small changes in memory use do
-# not change the budget.
+# The free address space is rounded down to a multiple of this many bytes, so that small changes in memory use
+# do not change the budget.
 _ADDRESS_STEP_BYTES = 4 * 2**20
 
 
 if sys.platform != "win32":
-    # Import the module now, because `peak_bytes` may be called during interpreter shutdown, when imports
+    # Import the module early, because `peak_bytes` may be called during interpreter shutdown, when imports
     # fail.
     import resource
 
@@ -120,7 +120,7 @@ def find_budget(
 
 
 def check_room_to_plan() -> None:
-    """Check that there is enough memory to read a model's metadata. llama.cpp would abort without it.
+    """Check that there is enough memory to read a model's metadata, because llama.cpp aborts if there is not.
 
     Raises:
         MemoryBudgetError: There is not enough memory.
@@ -169,9 +169,9 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return all limits on this process's memory, the available memory first.
+    """Return all limits on this process's memory, starting with the available memory.
 
-    `root` contains /proc and /sys.
+    `root` is the folder that contains /proc and /sys.
     """
     limits = [Limit(int(psutil.virtual_memory().available), "the available memory of this machine")]
     limits += cgroup_limits(root)
@@ -185,8 +185,8 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
     """Yield the limits set by this process's cgroups (versions 1 and 2) and their parents.
 
-    The page cache counts as free, because the kernel reclaims it on demand. Pages that were read more than once
-    are on its active list, and are reclaimed too. Locked pages are on neither list.
+    The page cache counts as free, because the kernel reclaims it on demand. This includes pages on the active
+    list, which have been read more than once. Locked pages are on neither list and do not count as free.
     """
     for group in control_groups("memory", root):
         limit_file, usage_file, cache_keys = _NAMES[group.version_1]
@@ -195,7 +195,8 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
             stat = dict(line.partition(" ")[::2] for line in group.read("memory.stat").splitlines())
             cached = sum(max(0, _number(stat.get(key, ""))) for key in cache_keys)
             used = max(0, _number(group.read(usage_file)) - cached)
-            yield Limit(max(0, limit - used), f"the memory limit of the control group {group.name}", hard=True)
+            what = f"the memory limit of the control group {group.name}"
+            yield Limit(max(0, limit - used), what, hard=True)
 
 
 def _number(text: str) -> int:
@@ -218,8 +219,9 @@ def address_limit() -> Limit | None:
 def apple_limit() -> Limit:
     """Return the limit on the memory that a Mac's GPU can keep resident.
 
-    Weights beyond this limit would be paged out between passes. The limit is `iogpu.wired_limit_mb` if set.
-    Otherwise, it is two thirds of the memory on Macs with up to 36 GiB, and three quarters on larger ones.
+    Weights beyond this limit would be paged out between passes. The limit is `iogpu.wired_limit_mb` if it is
+    set. Otherwise, it is two thirds of the memory on Macs with up to 36 GiB, and three quarters on larger
+    ones.
     """
     total = int(psutil.virtual_memory().total)
     limit, what = _wired_bytes(), "the wired limit of the GPU (iogpu.wired_limit_mb)"
@@ -231,7 +233,7 @@ def apple_limit() -> Limit:
 
 @functools.cache
 def _wired_bytes() -> int:
-    """Return the user's limit on resident GPU memory on macOS, or 0 if it is not set."""
+    """Return the user-configured limit on resident GPU memory on macOS, or 0 if it is not set."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)

@@ -16,9 +16,9 @@ __all__ = ["ResizableContext", "has_room_to_resize"]
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a memory plan leaves room for a copy of the KV cache, which resizing requires.
+    """Return whether a memory plan leaves room to copy the KV cache, which resizing requires.
 
-    If not, the full context is allocated when the models are loaded.
+    If it does not, the full context is allocated when the models are loaded.
     """
     caches: Counter[str] = Counter()
     for item in plan.items:
@@ -31,7 +31,7 @@ class ResizableContext:
     """Grows the contexts of a target and its draft model during replies, and shrinks them in between.
 
     Use only on the thread that runs the models, and not between `verify` and `commit`. A resize preserves the
-    contents of the caches. To limit copying, contexts at least double when they grow.
+    contents of the caches. To limit copying, contexts at least double in size when they grow.
 
     Attributes:
         limit_tokens: Maximum context size. Reduced if there is not enough memory to grow.
@@ -93,7 +93,7 @@ class ResizableContext:
         return self._smaller_size(self._target, self._target.length + MIN_ROOM_TOKENS) is not None
 
     def shrink(self) -> int:
-        """Shrink each context to what its tokens need, if that frees at least half of it.
+        """Shrink each context to the size that its tokens need, if that frees at least half of it.
 
         The target keeps all its tokens. The draft model drops tokens beyond its new size and reprocesses them
         later.
@@ -122,7 +122,7 @@ class ResizableContext:
             return
         if model.length > size:
             model.truncate(size)
-        # Ignore a failure to resize, because the next prompt resizes the context again if necessary.
+        # Ignore a failed resize, because the next prompt resizes the context again if necessary.
         with suppress(MemoryBudgetError):
             model.resize(size)
 

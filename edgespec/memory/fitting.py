@@ -17,7 +17,7 @@ from edgespec.model.memory_estimate import BLOCK_TOKENS
 __all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget", "stream_least"]
 
 Preference = Literal["speed", "context"]
-"""What to keep where memory is short: the draft model (speed), or a long context."""
+"""What to preserve when memory is short: the draft model (speed), or a long context."""
 
 PlanOption = Literal[
     "context",
@@ -32,9 +32,9 @@ PlanOption = Literal[
     "experts",
     "gpu_layers",
 ]
-"""Fields of `PlanChoice` that the planner can reduce. `context` stands for `context_tokens`."""
+"""Fields of `PlanChoice` that the planner can reduce. `context` refers to `context_tokens`."""
 
-# The load options to restore, in this order, while there is memory left.
+# Load options to restore while memory is left, in this order.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -43,8 +43,8 @@ _RESTORABLE: tuple[PlanOption, ...] = (
     "draft_kv_type",
     "context",
 )
-# Effect of each KV cache format, without figures, because they depend on the
-# model. `scripts/bench_kv_types.py` measures the effect.
+# Effect of each KV cache format on quality. No figures are given, because they depend on the model.
+# `scripts/bench_kv_types.py` measures the effect.
 _QUALITY = {
     "q8_0": "it needs about half the memory of 16 bits, and replies hardly change",
     "q4_0": "it needs about a quarter of the memory of 16 bits, but replies can get worse",
@@ -118,7 +118,8 @@ def fit_to_budget(
         OptionError: The model cannot be loaded with the options of `start`.
         MemoryBudgetError: There is not even enough memory to make an estimate.
     """
-    # Move experts first. This slows down replies, but all other steps take something away from the user.
+    # Move experts first. This slows down replies, but every other reduction takes something away from the
+    # user.
     choice = start if "experts" in fixed else _with_fewest_experts_in_memory(start, plan)
     passed = [start]
     for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
@@ -148,7 +149,7 @@ def stream_least(choice: PlanChoice, plan: _Plan) -> PlanChoice:
 
 
 def _with_fewest_experts_in_memory(choice: PlanChoice, plan: _Plan) -> PlanChoice:
-    """Return the choice with as many experts on the GPUs as fit there, after everything else."""
+    """Return the choice with as many experts on the GPUs as fit there alongside everything else."""
     experts = plan(choice).experts
     if experts is None:
         return choice
@@ -197,7 +198,7 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the options that can be reduced, with their reduced values, in the order to try them."""
+    """Return the reductions to try, in order: which option to reduce, and to what value."""
     short = replace(start, context_tokens=min(start.context_tokens, SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, MIN_CONTEXT_TOKENS))
     # Drop heads last, because they need the least memory.
@@ -208,7 +209,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
     ]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
-    # Reduce the precision of the draft model's KV cache first, which never affects replies.
+    # Start with the precision of the draft model's KV cache, which never affects replies.
     cache: list[_Step] = [
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),

@@ -1,6 +1,6 @@
-"""The memory plan, which lists the memory that a load needs and compares it with the budget.
+"""The memory plan, which lists the memory needed to load the models and compares it with the budget.
 
-`MemoryUse` is the memory that a loaded runtime currently uses.
+`MemoryUse` describes the memory that a loaded runtime currently uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES: dict[ModelMemoryKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of a memory plan: memory of one kind used by a `role`, such as `target` or `draft`."""
+    """One line of a memory plan: the memory of one kind that a `role`, such as `target` or `draft`, uses."""
 
     role: str
     name: str
@@ -51,15 +51,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The target's weights that are read from disk in every pass, because the target is larger than memory.
+    """The weights that are read from disk in every pass, because the target does not fit in memory.
 
     Attributes:
         layers: Number of layers whose feed-forward weights are streamed.
         all_layers: Number of layers that could be streamed.
-        bytes_per_pass: Number of bytes that each pass reads.
-        disk_bytes_per_second: Measured speed of the disk.
-        substitute_bytes: Size of the low-bit copies of these weights, in bytes, with which the target drafts.
-            0 if there are none.
+        bytes_per_pass: Number of bytes read in each pass.
+        disk_bytes_per_second: Measured read speed of the disk.
+        substitute_bytes: Size in bytes of the low-bit copies of these weights that the target drafts
+            with, or 0 if there are none.
     """
 
     layers: int
@@ -70,12 +70,12 @@ class Streaming:
 
     @property
     def seconds_per_pass(self) -> float:
-        """The time in which the disk reads the weights of a pass."""
+        """Time needed to read one pass's weights from disk, in seconds."""
         return self.bytes_per_pass / self.disk_bytes_per_second
 
     @property
     def text(self) -> str:
-        """A user-facing clause: how many bytes each pass reads, and how long that takes."""
+        """User-facing clause that says how many bytes each pass reads, and how long that takes."""
         copies = f"; it drafts with low-bit copies of them ({format_bytes(self.substitute_bytes)})"
         return (
             f"{format_bytes(self.bytes_per_pass)} of the model are read from disk for every token, which"
@@ -84,7 +84,7 @@ class Streaming:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as in `edgespec plan --json`."""
+        """Return the figures shown by `edgespec plan --json`."""
         return {
             "layers": self.layers,
             "bytes_per_pass": self.bytes_per_pass,
@@ -104,7 +104,7 @@ class MemoryPlan:
         kv_type: User-facing name of the target's KV cache data type.
         items: All planned memory except the prefix cache, which is evicted on demand.
         decisions: Reductions that the planner made to fit the items into the budget.
-        prefix_cache_bytes: Size limit of the prefix cache, which uses the memory that the items leave over.
+        prefix_cache_bytes: Size limit of the prefix cache, which uses the memory that the items leave free.
         machines: The target's shares on several machines, this machine's first. Empty without workers.
         streaming: What is read from disk in every pass, or None if the models fit in memory.
         experts: Where the target's experts are. None without experts, or without a GPU with its own memory.
@@ -134,7 +134,7 @@ class MemoryPlan:
 
     @property
     def unused_experts(self) -> str:
-        """User-facing message if the option `experts` has no effect. Empty otherwise."""
+        """User-facing message if the option `experts` has no effect, otherwise an empty string."""
         return f"--experts has no effect: {self.why_experts_stay}" if self.why_experts_stay else ""
 
     @property
@@ -239,7 +239,7 @@ class MemoryUse:
         kv_bytes: Current size of the target's and draft model's KV caches.
         resident_bytes: Resident memory of the process, including memory-mapped weights read so far.
         plan: The memory plan made before loading.
-        context_tokens: Current context size of the target.
+        context_tokens: Current size of the target's context.
         max_context_tokens: Maximum context size.
         available_bytes: Memory still available to other programs.
         reclaimed_bytes: Total memory freed for other programs so far.

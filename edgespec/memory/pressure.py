@@ -66,7 +66,7 @@ class MemoryPressure:
         """Evict cached prefixes if memory is low, after writing them to disk if the disk cache is enabled.
 
         Returns:
-            The time taken in seconds. 0 if memory is not low.
+            The time taken in seconds, or 0 if memory is not low.
         """
         if not (self._store and self._store.memory_bytes and self.is_low):
             return 0.0

@@ -1,6 +1,6 @@
-"""Manage the target's KV cache: save its contents and load the prompt before each reply.
+"""Manage the target's KV cache: save its contents, and prefill the prompt before each reply.
 
-Reading a prompt can also score it, which computes the log-probability of each prompt token.
+It can also score a prompt, which means computing the log-probability of each of its tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ __all__ = ["TargetCache", "read_prompt", "score"]
 class TargetCache:
     """Tracks which tokens are in the target's KV cache. Use only on the thread that runs the model.
 
-    A reply can be interrupted at any step, so the recorded tokens and the cache can differ in length. One is
-    always a prefix of the other.
+    A reply can be interrupted at any step, so the recorded tokens and the KV cache can differ in length, but
+    one
+    is always a prefix of the other.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class TargetCache:
         """Set the adapter scales for the next reply, and return whether they changed.
 
         A KV cache is valid only for the scales that it was computed with. The prefix cache holds sequences
-        for the scales that the target was loaded with, and is bypassed for other scales.
+        for the
+        scales that the target was loaded with, and is bypassed for any others.
 
         Raises:
             CapabilityError: The scales of the target's adapters are fixed.
@@ -105,7 +107,7 @@ class TargetCache:
 
     @property
     def has_reply_to_read(self) -> bool:
-        """Whether the next prompt could reuse more tokens after `read_reply`."""
+        """Whether calling `read_reply` would let the next prompt reuse more tokens."""
         if self._reuse_is_exact:
             return False
         tokens = self._tokens
@@ -113,10 +115,11 @@ class TargetCache:
         return self._reusable(tokens, len(tokens)) > self._reusable(tokens, prefilled)
 
     def read_reply(self, should_continue: Callable[[], bool]) -> None:
-        """Reprocess the last reply in the same passes that the next prompt would use for it.
+        """Reprocess the last reply in the same passes in which the next prompt would process it.
 
-        KV cells from decoding can differ from those that a prefill computes. The next prompt could then reuse
-        only the tokens of the last prompt, and would have to wait for the reply to be reprocessed.
+        Decoding can compute slightly different KV cells than prefill. Without this call, the next prompt
+        could
+        reuse only the last prompt's tokens, and would have to wait for the reply to be reprocessed.
 
         Args:
             should_continue: Called between passes. Returning False ends the call.
@@ -146,7 +149,7 @@ class TargetCache:
     def prepare(
         self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None
     ) -> Logits | None:
-        """Prefill all prompt tokens except the last, which is verified in the same pass if possible.
+        """Prefill all prompt tokens except the last, and verify the last in the same pass if possible.
 
         Args:
             tokens: The prompt. The caller appends the reply's tokens to this list.
@@ -195,11 +198,11 @@ class TargetCache:
     ) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each prompt token after the first, given the preceding tokens.
 
-        The values are the same as from single-token passes. The call does not change the next reply.
+        The values are the same as from single-token passes. Scoring does not affect the next reply.
 
         Args:
             tokens: The prompt.
-            count: How many of the most likely tokens' log-probabilities to return at each position.
+            count: Number of most likely tokens whose log-probabilities to return at each position.
             stats: Records the time spent on resizing.
             progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
 
@@ -220,7 +223,8 @@ class TargetCache:
         if capabilities.exact and self._reuse_is_exact and not self._heads:
             self._tokens = list(tokens[: target.length])
         else:
-            # A reply splits the prompt into different passes, whose results may be rounded differently.
+            # Clear the cache, because a reply splits the prompt into different passes, whose results may be
+            # rounded differently.
             target.truncate(0)
         return tuple(scores)
 
@@ -245,8 +249,8 @@ class TargetCache:
         Rerunning the token recomputes the hidden state, without which the head could not use its KV cache.
         """
         length, capabilities = self._target.length, self._target.facts.capabilities
-        # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the
-        # models that cannot verify token trees.
+        # Exclude recurrent models, because truncating them loses all tokens since their last checkpoint. They
+        # are the models that cannot verify token trees.
         can_drop = self._reuse_is_exact and (capabilities.partial_truncate or capabilities.tree)
         if can_drop and any(head.needs_last_state(tokens[:length]) for head in self._heads):
             self._target.truncate(whole_images(tokens, length - 1))
@@ -273,7 +277,7 @@ class TargetCache:
 def _scoring_width(capabilities: Capabilities) -> int:
     """Return the pass width for scoring a prompt. Passes of this width need no padding.
 
-    Passes wider than one token are used only if they are bit-exact. On SmolLM2, others changed
+    Passes wider than one token are used only if they are bit-exact. On SmolLM2, passes that were not changed
     log-probabilities by up to 0.5.
     """
     limit = min(capabilities.max_width, SCORED_TOKENS) if capabilities.exact and capabilities.rollback else 1
@@ -305,7 +309,7 @@ def read_prompt(
 
 
 def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | None) -> None:
-    """Append the tokens that are not in the cache yet, split into passes only by their positions."""
+    """Append the tokens that are not in the cache yet, in passes whose ends depend only on the positions."""
     begin, end = target.length, len(tokens)
     for stop in _pass_ends(tokens, begin, target.facts.capabilities.reuse_block_tokens):
         start = target.length
@@ -317,9 +321,9 @@ def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | 
 
 
 def _pass_ends(tokens: Sequence[int], begin: int, block: int) -> Iterator[int]:
-    """Yield where passes over the tokens from `begin` on end, given the block size of the model."""
+    """Yield the end of each pass over the tokens from `begin` on, given the model's block size."""
     if block > 1 and begin < len(tokens):
-        # Blocks are counted from the end of the last image, as in `reusable_tokens`.
+        # Count blocks from the end of the last image, as in `reusable_tokens`.
         block_start = end_of_images(tokens[:begin])
         for start, stop, is_image in token_runs(tokens[begin:]):
             start, stop = begin + start, begin + stop
@@ -343,8 +347,8 @@ def score(
 
     Args:
         target: The target. Its KV cache must be empty.
-        tokens: The text.
-        count: How many of the most likely tokens' log-probabilities to return at each position.
+        tokens: The text's tokens.
+        count: Number of most likely tokens whose log-probabilities to return at each position.
         max_width: Maximum number of tokens in a pass.
 
     Yields:

@@ -43,7 +43,7 @@ class DrafterMemory:
 
 
 class Drafter(ABC):
-    """Proposes tokens for the target to verify. Drafts affect only how fast a reply is generated.
+    """Proposes tokens for the target to verify. Drafts affect only the speed of a reply.
 
     In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
     `commit`, and finally the drafter's `commit`. `propose` may be skipped. Before a draft is verified, the
@@ -53,7 +53,7 @@ class Drafter(ABC):
     draft to find out whether drafting saves time.
 
     Attributes:
-        name: Name of the method in options and reports. Must match the name in its record.
+        name: Name of the method in options and reports. Must match the name in the method's record.
         is_lookup: Whether drafts are looked up without running a model. Any part of such a draft can be
             verified on its own.
         chooses_length: Whether the drafter chooses the draft length itself, up to the limit passed to
@@ -122,7 +122,7 @@ class Drafter(ABC):
         return self.pending_tokens
 
     def prefill(self, max_tokens: int) -> None:  # noqa: B027
-        """Prefill the drafter's model with the missing tokens, or only the most recent of them.
+        """Prefill the drafter's model with the missing tokens, or with only the most recent ones.
 
         Args:
             max_tokens: Maximum number of tokens to prefill.
@@ -157,7 +157,7 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that this drafter combines, or just itself if it combines none."""
+        """The drafters that this drafter combines, or only itself if it combines none."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027

@@ -1,7 +1,7 @@
-"""Constants of drafters: how long and how wide drafts are, and what is assumed of them before they run.
+"""Constants of drafters: the length and width of drafts, and what is assumed about drafters before they run.
 
-`methods/auto/constants.py` decides when to draft, and `methods/costs/constants.py` how passes are measured.
-`model/online.py` has the constants of training between replies.
+`methods/auto/constants.py` determines when to draft, and `methods/costs/constants.py` how passes are
+measured. The constants for training between replies are in `model/online.py`.
 """
 
 from __future__ import annotations
@@ -55,135 +55,140 @@ __all__ = [
 
 # --- Length and width of drafts ---
 
-# Longest draft, in tokens, of drafters that choose their length themselves. It also limits the pass widths
-# that are tested for exactness, and the draft lengths that `edgespec tune` recommends. Chosen: even if each
-# token is accepted with a probability of 0.9, only one draft of 16 tokens in five is accepted as a whole.
+# Longest draft, in tokens, of drafters that choose the draft length themselves. It also limits the pass
+# widths that are tested for exactness, and the draft lengths that `edgespec tune` recommends. It was chosen
+# because longer drafts rarely help: even if each token is accepted with a probability of 0.9, only one
+# 16-token draft in five is accepted as a whole.
 MAX_DRAFT_LENGTH = 16
-# Draft length, in tokens, of drafters that do not choose it themselves. Chosen short enough that a rejected
-# draft costs little.
+# Draft length, in tokens, of drafters that do not choose it themselves. It was chosen to be short, so that a
+# rejected draft costs little.
 FIXED_DRAFT_LENGTH = 4
-# Maximum number of tokens in an adaptive tree, including its root. Chosen to limit the time for planning a
-# tree. The measured costs of passes end most trees earlier.
+# Maximum number of tokens in an adaptive tree, including its root. The limit was chosen to bound the time for
+# planning a tree. Most trees stay smaller because of the measured pass costs.
 MAX_TREE_WIDTH = 64
-# Default maximum number of tokens and of leaves in a verify pass, for targets with higher limits. Chosen to
-# limit the size of a pass.
+# Default maximum number of tokens and of leaves in a verify pass, chosen to limit its size if the target
+# supports more.
 DEFAULT_MAX_WIDTH, DEFAULT_MAX_BRANCHES = 64, 8
-# Number of leaves that a target must be able to verify for methods that draft trees. Chosen as twice
-# `DEFAULT_MAX_BRANCHES`.
+# Number of leaves that a target must be able to verify for methods that draft trees. The number was chosen as
+# twice `DEFAULT_MAX_BRANCHES`.
 TREE_BRANCHES = 16
-# Maximum number of successive tokens to draft because a constraint determines them. Chosen to match the
-# longest draft of other drafters.
+# Maximum number of successive tokens to draft because a constraint determines them. The number was chosen to
+# match the longest draft of other drafters.
 MAX_FORCED_TOKENS = 16
 
 # --- Adaptive trees (`tree_growth.py`) ---
 
-# Maximum number of tree levels to plan ahead. Chosen because estimates for deeper levels are too uncertain.
+# Maximum number of tree levels to plan ahead, chosen because estimates for deeper levels are too uncertain.
 MAX_LOOKAHEAD_LEVELS = 4
 # If a two-token pass takes at least this many times as long as a single-token pass, `force_draft` drafts two
-# tokens instead of one. Chosen because at 2, a single drafted token cannot save time.
+# tokens instead of one. The value was chosen because a single drafted token cannot save time if the ratio is
+# 2.
 STEEP_COST = 1.9
-# Assumed duration of a draft model pass, in single-token target passes, until it is measured. Chosen as the
-# cost of a draft model of a fifth of the target's size. `auto` measures draft models and heads when they are
-# first used (`Drafter.warm_up`).
+# Assumed duration of a draft model pass, in single-token target passes, until it is measured. It was chosen
+# as the cost of a draft model with a fifth of the target's size. `auto` measures draft models and heads when
+# they are first used (`Drafter.warm_up`).
 ASSUMED_DRAFT_PASS_COST = 0.2
-# Draft probabilities that separate the ranges in which acceptance is counted. Chosen closer together near 0
-# and 1, where small differences matter more.
+# Draft probabilities that separate the ranges in which acceptance is counted. They were chosen to be closer
+# together near 0 and 1, where small differences matter more.
 DRAFT_PROB_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-# Assumed acceptance probability in each of these ranges, before any tokens have been counted. Chosen near the
-# middle of each range, as if the draft model's probabilities were correct.
+# Assumed acceptance probability in each range separated by `DRAFT_PROB_EDGES`, before any tokens have been
+# counted. Values near the middle of each range were chosen, as if the draft model's probabilities were
+# correct.
 DRAFT_PROB_PRIOR = (0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98)
-# Assumed acceptance probability of the draft model's most likely token, until tokens have been counted.
-# Chosen high enough that draft models are tried.
+# Assumed acceptance probability of the draft model's most likely token, until tokens have been counted. It
+# was chosen to be high, so that draft models are tried.
 TYPICAL_PRIOR = 0.7
 
 # --- Running statistics (`running_stats.py`, `auto/drafter_stats.py`) ---
 
-# Number of recent values in a running mean. Chosen to follow changes within a reply.
+# Number of recent values in a running mean, chosen so that the mean follows changes within a reply.
 MEAN_VALUES = 10
-# A mean restored from an earlier run counts as at most this many values. Chosen so that new values soon
-# outweigh it.
+# A mean restored from an earlier run counts as at most this many values. The number was chosen so that new
+# values soon outweigh it.
 MAX_RESTORED_COUNT = 5
-# Each new token multiplies the earlier acceptance counts by this factor. Chosen: a token loses half of its
-# weight after 34 further tokens.
+# Each new token multiplies the earlier acceptance counts by this factor. It was chosen so that a token loses
+# half of its weight after 34 more tokens.
 ACCEPTANCE_DECAY = 0.98
-# The same for long-term acceptance rates. Chosen: a token loses half of its weight after 346 further tokens.
+# Decay factor for long-term acceptance counts, chosen so that a token loses half of its weight after 346 more
+# tokens.
 LONG_ACCEPTANCE_DECAY = 0.998
-# Assumed acceptance probabilities count as much as this number of drafted tokens. Chosen so that measurements
-# soon outweigh them.
+# Weight of assumed acceptance probabilities, as a number of drafted tokens. It was chosen so that
+# measurements soon outweigh them.
 PRIOR_WEIGHT = 4.0
-# When drafting resumes after a pause, earlier results count as at most this many drafted tokens. Chosen
-# because the text may have changed.
+# When drafting resumes after a pause, earlier results count as at most this many drafted tokens. A low number
+# was chosen, because the text may have changed.
 WEIGHT_AFTER_PAUSE = 2.0
 
 # --- Draft models (`draft_cache.py`, `model/`) ---
 
-# Number of tokens at the beginning of a sequence that a draft model always keeps ("attention sinks"). Chosen
-# because four suffice in StreamingLLM (arXiv 2309.17453).
+# Number of tokens at the beginning of a sequence that a draft model always keeps ("attention sinks"). Four
+# were chosen because they suffice in StreamingLLM (arXiv 2309.17453).
 SINK_TOKENS = 4
-# Draft probabilities are computed only for this many of the most likely tokens. Chosen because sorting the
-# whole vocabulary is slow.
+# Draft probabilities are computed only for this many of the most likely tokens. The number was chosen to
+# avoid sorting the whole vocabulary, which is slow.
 TOP_TOKENS = 64
-# Default number of recent tokens that a draft model with an attention window sees. Chosen to keep the KV
-# cache of the draft model small.
+# Default number of recent tokens that a draft model with an attention window sees, chosen to keep its KV
+# cache small.
 WINDOW_TOKENS = 1024
-# Number of tokens in a windowed draft model's context that are reserved for draft trees. Chosen as twice
+# Number of tokens reserved for draft trees in a windowed draft model's context, chosen as twice
 # `MAX_TREE_WIDTH`.
 WINDOW_TREE_TOKENS = 128
-# Number of prompt tokens with which a draft model's speed is measured when it is first used. Chosen to keep
-# the first use short.
+# Number of prompt tokens used to measure a draft model's speed when it is first used, chosen to keep the
+# delay short.
 WARM_UP_TOKENS = 16
 # Minimum fraction of the target's tokens that the draft model must share for token ids to be translated.
-# Otherwise, the draft model's text is tokenized again for the target. Chosen so that most tokens can be
-# drafted.
+# Otherwise, the draft model's text is tokenized again for the target. The fraction was chosen so that most
+# tokens can be drafted.
 MIN_TRANSLATED_FRACTION = 0.5
 # Warn the user if the draft model has less than this fraction of the target's tokens, because then fewer
-# drafted tokens are accepted. Chosen so that a few missing tokens cause no warning.
+# drafted tokens are accepted. The fraction was chosen so that a few missing tokens cause no warning.
 MIN_GOOD_FRACTION = 0.9
 
 # --- Text lookup (`suffix/`) ---
 
-# Maximum number of tokens at the end of the chat to match with earlier text. Chosen to limit the time of a
-# lookup.
+# Maximum number of tokens at the end of the chat to match against earlier text, chosen to limit the lookup
+# time.
 MAX_MATCH_TOKENS = 32
-# Maximum number of tokens to draft after a match. Chosen as in `max_tokens` in ArcticInference's suffix
+# Maximum number of tokens to draft after a match, chosen to match `max_tokens` in ArcticInference's suffix
 # decoding.
 MAX_CONTINUATION_TOKENS = 32
 # Number of drafted tokens per matched token, and the minimum estimated probability of a drafted token and all
-# its ancestors. Chosen as in ArcticInference's suffix decoding.
+# its ancestors. Both were chosen to match ArcticInference's suffix decoding.
 SUFFIX_LENGTH_FACTOR, SUFFIX_MIN_PROBABILITY = 1.0, 0.1
-# Maximum number of occurrences of a match to look at. If there are more, an evenly spaced sample is used.
-# Chosen to limit the time of a lookup.
+# Maximum number of occurrences of a match to look at. If there are more, an evenly spaced sample is used. The
+# limit was chosen to keep lookups fast.
 MAX_SAMPLED_OCCURRENCES = 64
-# Number of recent tokens from other chats to search. Chosen to limit the index's memory use.
+# Number of recent tokens from other chats to search, chosen to limit the index's memory use.
 OTHER_CHATS_TOKENS = 1 << 13
 
 # --- Lookahead decoding (`lookahead/`) ---
 
-# Longest draft for which the size of the lookahead window is chosen when the target is loaded. Chosen to
-# match the longest draft of other drafters.
+# Longest draft for which the size of the lookahead window is chosen when the target is loaded. It was chosen
+# to match the longest draft of other drafters.
 LOOKAHEAD_DRAFT_LENGTH = MAX_DRAFT_LENGTH
-# Initial guesses for future tokens are drawn at random from this many recent tokens. Chosen so that guesses
-# fit the current text.
+# Initial guesses for future tokens are drawn at random from this many recent tokens. The number was chosen so
+# that guesses fit the current text.
 LOOKAHEAD_RECENT_TOKENS = 512
-# Number of tokens at the end of the prompt whose n-grams are indexed for drafting. Chosen to limit the time
-# for indexing.
+# Number of tokens at the end of the prompt whose n-grams are indexed for drafting, chosen to limit the
+# indexing time.
 LOOKAHEAD_PROMPT_TOKENS = 1 << 14
 # Assumed probability that a drafted token is accepted, and assumed number of verify passes per useful draft.
-# Chosen because the size of the window is needed before anything was drafted.
+# Both had to be chosen, because the window size is needed before anything has been drafted.
 LOOKAHEAD_TOKEN_PROBABILITY, LOOKAHEAD_PASSES_PER_HIT = 0.4, 3.0
-# Maximum number of n-grams to remember for each first token. Derived: as many as the largest window verifies.
+# Maximum number of n-grams to remember for each first token. Derived from the largest window, which verifies
+# this many.
 MAX_NGRAMS_PER_TOKEN = 16
 
 # --- Drafting with the target itself (`layerskip/`, `lowbit/`) ---
 
-# Longest draft for which the exit layer is chosen. Chosen to limit the number of widths that must be
-# measured.
+# Longest draft for which the exit layer is chosen. The limit itself was chosen to keep the number of widths
+# to measure small.
 MAX_EXIT_DRAFT_LENGTH = 12
 # A model was probably trained for early exit if its lower layers predict the same token as the full model at
-# least this often. Chosen as a clear majority. It only affects the explanation.
+# least this often. The threshold was chosen as a clear majority, and affects only the explanation.
 MIN_TRAINED_AGREEMENT = 0.6
-# Number of tokens of the reply on which the agreement of an exit layer is measured. Chosen to limit the time
-# of the measurement.
+# Number of reply tokens on which the agreement of an exit layer is measured, chosen to keep the measurement
+# short.
 AGREEMENT_TOKENS = 96
 # A pass of the low-bit copy must read less than this fraction of the model's bytes. Derived from
 # `COST_PER_ROW`: otherwise, drafting costs more than it saves even if every drafted token is accepted.

@@ -1,4 +1,4 @@
-"""The context in which a method creates its drafter, and what it returns if it cannot draft."""
+"""What a method receives to create its drafter, and what it returns if it cannot draft."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DrafterContext:
         named: The methods that the user named, excluding those that `auto` chooses.
         measured_curve: Returns the target's cost curve: the duration of a pass by width. The first call
             measures it, which clears the target's KV cache.
-        calibration_prompt: Returns the tokens of a prompt for measurements.
+        calibration_prompt: Returns the tokens of a prompt to use for measurements.
         window_tokens: Number of most recent tokens that a draft model attends to. See `DraftingOptions`.
         has_room_for_copy: Whether the memory plan leaves room for a copy of the target.
         uses_substitutes: Whether the planner chose low-bit copies of the blocks that the target streams.
@@ -61,10 +61,10 @@ class DrafterContext:
         heads: The heads to draft with, at most one for each method.
         why_no_head: Why there is no head. Empty if there is one.
         head_advice: How to draft with a head that is used only if the user names it. Can be empty.
-        progress: Reports the progress of slow work. Can be None.
+        progress: Reports the progress of slow operations. Can be None.
         loaded_heads: The heads of the drafters created so far. Methods add theirs.
         dropped_heads: Why heads that were found are not used. Methods add theirs.
-        notices: Other sentences for the user about the drafters. Methods add theirs.
+        notices: Other notices for the user about the drafters. Methods add theirs.
     """
 
     target: LanguageModel

@@ -1,4 +1,4 @@
-"""Manage the KV cache of a draft model, or of a head, which drafts from the target's hidden states.
+"""Manage the KV cache of a draft model or of a head that drafts from the target's hidden states.
 
 The module also has helpers for drafters that run a model.
 """
@@ -26,7 +26,7 @@ _COPY = struct.Struct("<QQQ")
 
 
 class DraftCache:
-    """Keeps a draft model's KV cache in step with the token sequence. Prefills only on request.
+    """Keeps a draft model's KV cache in sync with the token sequence, prefilling only on request.
 
     If there is no time to prefill the whole sequence, only its first and last tokens are prefilled. This
     lowers the acceptance rate but does not change the reply.
@@ -43,7 +43,7 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Number of tokens that the draft model has yet to process."""
+        """Number of tokens that the draft model has not processed yet."""
         return len(self.visible_tokens) - self.model.length
 
     @property
@@ -121,7 +121,7 @@ def is_confident(logits: Logits, row: int, token: int, min_confidence: float) ->
 
 
 class HeadCache(DraftCache):
-    """Keeps a head's KV cache in step with the token sequence. Prefills only on request.
+    """Keeps a head's KV cache in sync with the token sequence, prefilling only on request.
 
     A head can process a token only if the target's hidden state at the previous token is known. Old hidden
     states are not kept, and those of a prefix restored from the prefix cache are unknown unless the head's

@@ -38,7 +38,7 @@ DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 class Children(NamedTuple):
-    """How many children to draft for a node of a tree, and how many of them get children themselves.
+    """How many children to draft for a tree node, and how many of them get children themselves.
 
     Both numbers are chosen before any token is sampled, because dropping a sampled token would bias rejection
     sampling.
@@ -61,7 +61,7 @@ class TreeGrowth(ABC):
     `record_outcome`.
 
     Attributes:
-        drafts_chains: Whether no node has more than one child.
+        drafts_chains: Whether every node has at most one child.
         siblings: Minimum number of candidate tokens to sample for each node.
         chooses_length: Whether a draft may end before it reaches the draft length.
     """
@@ -142,7 +142,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     pass.
 
     Args:
-        limits: Maximum width and number of branches of a verify pass, and of draft model passes before it.
+        limits: Limits on the width and branches of a verify pass, and on the number of draft model passes.
         v: Returns the duration of a verify pass of a given width, relative to a single-token target pass. The
             durations may change between drafts.
         siblings: Maximum number of children per node. If 1, the tree is a chain.

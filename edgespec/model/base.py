@@ -1,4 +1,4 @@
-"""The protocols for loaded models and their tokenizers, and the options for loading a model.
+"""Protocols for loaded models and their tokenizers, and options for loading a model.
 
 A model can also draft for itself: with fewer layers, at lower precision, or with a head.
 """
@@ -51,9 +51,9 @@ class LoadOptions:
         initial_context_tokens: Initial size of the KV cache, which `resize` can enlarge. None allocates the
             full size immediately.
         gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
-        experts: Number of layers whose experts stay in main memory, although the rest of the layer is on the
-            GPU. These are the first layers that have experts. None leaves no experts in main memory, unless
-            the planner changes it.
+        experts: Number of layers whose experts stay in main memory, while the rest of each layer is on the
+            GPU. These are the first layers with experts. None leaves no experts in main memory, unless the
+            planner changes it.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
         flash_attention: `auto`, `on` or `off`.
@@ -78,12 +78,11 @@ class LoadOptions:
         split_tensors: Whether each worker holds a shard of every layer instead of whole layers.
         streamed_layers: Number of layers whose feed-forward weights are read from disk in every pass, because
             the model is larger than memory.
-        streamable: Numbers of the layers to choose the streamed ones from. None means all that can be
-            streamed.
-        output_on_worker: Whether to put the output layer on the last worker, if that has layers and enough
-            memory.
+        streamable: Indices of the layers that may be streamed. None means all layers that support it.
+        output_on_worker: Whether to put the output layer on the last worker, if this worker has layers and
+            enough memory.
         projector: Path of the projector (mmproj file) that encodes images. Empty if there is none.
-        small_images: Whether larger images are reduced to about a megapixel, to save memory.
+        small_images: Whether to reduce larger images to about a megapixel, to save memory.
     """
 
     context_tokens: int | None = None
@@ -172,23 +171,23 @@ class Vocabulary(Protocol):
         """
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens in text, without tokenizing it.
+        """Return a lower bound on the number of tokens in `text`, without tokenizing it.
 
         Surrounding whitespace does not count, because templates and control tokens can remove it. The bound
         is 0 for vocabularies in which a token can represent text of any length.
         """
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. They are empty for control tokens."""
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
 
     def raw_piece(self, token: int) -> bytes:
         """Return a token's vocabulary entry as bytes, even for control tokens."""
 
     def same_entries(self, other: Vocabulary) -> bool:
-        """Return whether every token id in both vocabularies certainly stands for the same token.
+        """Return whether every token id certainly stands for the same token in both vocabularies.
 
-        This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. If the result is
-        False, that comparison is necessary.
+        This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. A result of False
+        is inconclusive and makes that comparison necessary.
         """
 
     def is_end(self, token: int) -> bool:
@@ -215,7 +214,7 @@ class LanguageModel(Protocol):
 
     @property
     def free_tokens(self) -> int:
-        """Number of further tokens that fit in the context."""
+        """Number of tokens that still fit in the context."""
 
     @property
     def threads(self) -> int:
@@ -282,14 +281,14 @@ class LanguageModel(Protocol):
         """
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
-        """Return the embedding of text, float32 [size]. The cache must be empty, and is cleared afterwards.
+        """Return the embedding of a text, float32 [size]. The cache must be empty, and is cleared afterwards.
 
         Args:
-            tokens: The text. The EOS token is appended if the model needs one.
+            tokens: The tokens of the text. The EOS token is appended if the model needs one.
             progress: Called after each batch. Returning False cancels the computation.
 
         Raises:
-            CapabilityError: The model cannot embed texts.
+            CapabilityError: The model cannot embed text.
             ContextFullError: The text does not fit.
             CancelledError: `interrupt` or `progress` stopped the computation.
         """
@@ -337,7 +336,7 @@ class LanguageModel(Protocol):
         """Append copies of all cached tokens until the cache holds `end` tokens.
 
         The copies keep their keys and values, so the state differs from that of processing the tokens again.
-        Tests of passes in a long context use this to fill the context quickly. Any uncommitted token tree is
+        Tests of passes in long contexts use this to fill a context quickly. Any uncommitted token tree is
         discarded.
 
         Returns:
@@ -352,8 +351,8 @@ class LanguageModel(Protocol):
         differences that the rounding of activations in later layers hides.
 
         Returns:
-            Whether only the first layers run now. If the model does not support this, or the first layers
-            are more than half of all layers, passes run all of them.
+            Whether passes now run only the first layers. They run all layers if the model does not support
+            this, or if the first layers are more than half of all layers.
 
         Raises:
             MemoryBudgetError: The context cannot be allocated again.

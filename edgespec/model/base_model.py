@@ -40,7 +40,7 @@ __all__ = [
     "wrapped_capabilities",
 ]
 
-# A vocabulary caches the bytes of at most this many tokens. Caching all of them would take tens of MiB.
+# Maximum number of tokens whose bytes a vocabulary caches. Caching all of them would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 
 
@@ -79,7 +79,7 @@ def check_progress(progress: Progress | None) -> None:
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """Scale a progress callback to the part of a task from fraction `begin` to `begin + share`."""
+    """Map the progress of a subtask to the range from `begin` to `begin + share` of the whole task."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
@@ -99,7 +99,7 @@ class BaseModel(ABC):
         return self.facts.context_tokens - self.length - self.facts.capabilities.padding_tokens
 
     def _padded(self, tree: TokenTree) -> TokenTree:
-        """Pad a draft tree to a width that the model's passes may have."""
+        """Pad a draft tree to a width that the model allows for passes."""
         return tree.padded(self.facts.capabilities.padded_width(tree.width))
 
     @property

@@ -1,4 +1,4 @@
-"""The interfaces through which backends train heads and draft models, also online, between replies."""
+"""Interfaces for training heads and draft models, including online training between replies."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Teacher(Protocol):
         """
 
     def head(self, method: str) -> Student:
-        """Return an untrained head of a kind such as `eagle3` for this target."""
+        """Return an untrained head of the given kind, such as `eagle3`, for this target."""
 
     def draft(self, path: Path, name: str, lora: bool) -> Student:
         """Return a draft model to train for this target.
@@ -223,7 +223,7 @@ class Trainer(Protocol):
         """Return the adapter's weights, keyed by name."""
 
     def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
-        """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
+        """Load saved adapter weights, or return False and change nothing if their names or shapes differ."""
 
     def release_thread_state(self) -> None:
         """Free memory cached for the calling thread. Call this before the thread ends."""

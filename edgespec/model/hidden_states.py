@@ -1,4 +1,4 @@
-"""The interfaces between heads and the target whose hidden states they read.
+"""Interfaces between heads and the target whose hidden states they read.
 
 A target logs the hidden states of its most recent committed tokens, and a head reads the log.
 """
@@ -54,7 +54,7 @@ class HiddenStateLog:
 
     def __init__(self, row_size: int, max_tokens: int = MAX_LOGGED_TOKENS) -> None:
         self.start = self.end = 0
-        # A ring buffer, whose memory the operating system commits page by page as it fills.
+        # A ring buffer. The operating system commits its memory page by page as it fills.
         self._rows: NDArray[np.float32] = np.empty((max_tokens, row_size), np.float32)
 
     @property
@@ -169,9 +169,9 @@ class HiddenStateSource(LanguageModel, Protocol):
         Several logs can be open at once. Logging does not change the model's logits.
 
         Args:
-            states: Numbers of the hidden states to log, in the order in which a row concatenates them. Number
-                k is the input of layer k. The number of layers is the last layer's output before the final
-                norm, and `POST_NORM` is the state after the final norm. See also `stream_states`.
+            states: Indices of the hidden states to log, in the order in which a row concatenates them. Index
+                k is the input of layer k, the layer count is the last layer's output before the final norm,
+                and `POST_NORM` is the state after the final norm. See also `stream_states`.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.

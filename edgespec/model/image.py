@@ -24,13 +24,13 @@ __all__ = ["FORMATS", "MAX_IMAGE_BYTES", "Image", "is_named_like_image", "looks_
 
 # Display names of the supported formats, keyed by Pillow's names.
 FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF"}
-# Brands of HEIC and AVIF files, in which phones store photos.
+# File type codes ("brands") of HEIC and AVIF files, in which phones store photos.
 _PHONE_BRANDS = (b"heic", b"heix", b"mif1", b"avif")
 # Pillow's name for JPEG files with several images, which some cameras write.
 _SEVERAL_JPEGS = "MPO"
 # Maximum size of an image file in bytes. A photo of 40 megapixels takes about 20 MB.
 MAX_IMAGE_BYTES = 32 << 20
-# Endings of the names of image files. Not `.svg`, which is text.
+# File name extensions of images. `.svg` is missing because SVG files are text.
 _SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # Maximum number of pixels. Decoding takes up to 6 bytes of memory per pixel, so at most 240 MB.
 _MAX_PIXELS = 40_000_000
@@ -43,7 +43,7 @@ _REDUCIBLE = ("L", "LA", "RGB", "RGBA", "CMYK")
 
 
 def is_named_like_image(name: str) -> bool:
-    """Return whether a file's name ends like that of an image in a common format, supported or not."""
+    """Return whether a file name has the extension of a common image format, supported or not."""
     return Path(name).suffix.lower() in _SUFFIXES
 
 
@@ -60,11 +60,11 @@ class Image:
     """A validated image file. Create it with `read`.
 
     Attributes:
-        name: The name to show, such as the file's path.
+        name: Display name, such as the file's path.
         data: The file's contents.
-        width, height: The size in pixels, after the rotation that the file specifies.
+        width, height: Size in pixels, after the rotation that the file specifies.
         format: One of the values of `FORMATS`.
-        orientation: EXIF's number for the rotation that the file specifies. 1 if there is none.
+        orientation: EXIF orientation, from 1 to 8. 1 if the file specifies none.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Image:
 
     @classmethod
     def read(cls, data: bytes, name: str = "the image") -> Image:
-        """Check an image file. Models see only the first frame of an animation.
+        """Create an image from the contents of a file. Models see only the first frame of an animation.
 
         Raises:
             AttachmentError: The file is not an image in a supported format, is damaged, or is too large.
@@ -98,7 +98,7 @@ class Image:
 
     @classmethod
     def from_base64(cls, text: str, name: str = "the image") -> Image:
-        """Check an image in base64 or in a `data:` URL. Raises AttachmentError."""
+        """Create an image from base64 or a `data:` URL. Raises AttachmentError if it is unusable."""
         if text.startswith("data:"):
             header, comma, text = text.partition(",")
             if not comma or not header.endswith(";base64"):
@@ -153,7 +153,7 @@ class Image:
         image.draft(None, (2 * size[0], 2 * size[1]))
         _load(self.name, image)
         if image.mode.startswith("I"):
-            # Pillow would cut off 16-bit values at 255.
+            # Scale 16-bit values to 8 bits, because Pillow would clip them at 255.
             image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode not in _REDUCIBLE:
             # Pillow cannot average palette indices, so convert them to colours first.
@@ -185,7 +185,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
 
     if not data:
         raise AttachmentError(f"{name} is empty", "choose another file", code="attachment_unreadable")
-    # edgespec has its own, lower limit on the number of pixels.
+    # Ignore Pillow's warning about large images, because edgespec has its own, lower limit.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
         try:
@@ -207,7 +207,7 @@ def _opened(name: str, data: bytes) -> PillowImage:
 
 
 def _orientation(image: PillowImage) -> int:
-    """Return EXIF's number for the rotation that an image specifies."""
+    """Return an image's EXIF orientation, or `_UPRIGHT` if it is missing or invalid."""
     try:
         value = image.getexif().get(_ORIENTATION)
     except Exception:

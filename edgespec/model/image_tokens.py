@@ -1,4 +1,4 @@
-"""The token ids that stand for images in prompts. They are larger than all ids of vocabularies."""
+"""Token ids that stand for images in prompts. They are larger than any id in a vocabulary."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PreparedImage:
 
 
 class TokenRun(NamedTuple):
-    """The tokens [start, end) of a sequence, which are either text or a single image."""
+    """The range [start, end) of tokens in a sequence that are either text or a single image."""
 
     start: int
     end: int
@@ -53,9 +53,9 @@ class TokenRun(NamedTuple):
 
 
 def image_token_ids(content: bytes, count: int) -> list[int]:
-    """Return the ids of an image's `count` tokens, which depend on the image's content.
+    """Return `count` token ids for an image, derived from its content.
 
-    Prefixes that contain an image can therefore be compared and cached like any others.
+    Prefixes with images can therefore be compared and cached like any others.
     """
     words = np.frombuffer(shake_256(content).digest(4 * count), "<u4") % (1 << _HASH_BITS)
     ids = _FIRST_ID + 2 * words.astype(np.int64)
@@ -69,7 +69,7 @@ def contains_image(tokens: Tokens) -> bool:
 
 
 def text_tokens(tokens: Tokens) -> list[int]:
-    """Return the tokens without image tokens."""
+    """Return the tokens that are not image tokens."""
     return [token for token in tokens if token < _FIRST_ID]
 
 
@@ -81,7 +81,7 @@ def whole_images(tokens: Tokens, length: int) -> int:
 
 
 def cut_between_images(tokens: Tokens, start: int, count: int) -> int:
-    """Return the end of a batch of about `count` tokens from `start` that splits no image."""
+    """Return the end of a batch of about `count` tokens from `start`, without splitting an image."""
     end = whole_images(tokens, min(len(tokens), start + count))
     if end <= start:
         end = start + 1
@@ -98,7 +98,7 @@ def end_of_images(tokens: Tokens) -> int:
 
 
 def token_runs(tokens: Tokens) -> Iterator[TokenRun]:
-    """Split a sequence into its texts and images. It must start with text or a whole image."""
+    """Split a sequence into runs of text and single images. It must not start inside an image."""
     if len(tokens) and not contains_image(tokens):
         yield TokenRun(0, len(tokens), False)
         return

@@ -1,7 +1,7 @@
 """Estimates of a model's memory use, computed from its metadata before it is loaded.
 
-Functions based on these estimates choose context sizes, and reject models that do not fit in memory, prompts
-that do not fit in a context, and drafts that do not fit in a pass.
+This module also chooses context sizes, and rejects models that do not fit in memory, prompts that do not fit
+in a context, and drafts that do not fit in a pass.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MachineShare:
         weight_bytes: Size of the weights, including the embedding on the target's own machine.
         cache_bytes: Size of the KV cache.
         compute_bytes: Maximum size of the compute buffers.
-        read_fraction: The share of the weight bytes read by a pass that is on this machine, from 0 to 1.
+        read_fraction: Fraction (0 to 1) of the weight bytes read by a pass that are on this machine.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
         has_output: Whether the output layer is on this machine, in which case `weight_bytes` includes it.
         parts: Number of workers that each layer is sharded across. 1 if the machine holds whole layers.
@@ -199,7 +199,7 @@ class MemoryEstimator(Protocol):
     def streamable_layers(self) -> int: ...
 
     def streamed_bytes(self, options: LoadOptions) -> Mapping[int, int]:
-        """Return how many bytes each pass reads with these load options, by layer."""
+        """Return how many bytes each pass reads from disk for each streamed layer with these options."""
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.
@@ -245,7 +245,7 @@ def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_swi
 
 
 def requested_context(options: LoadOptions, trained_tokens: int) -> int:
-    """Return the requested context size, or the default for a model trained for `trained_tokens`."""
+    """Return the requested context size, or the default for the given trained context length."""
     if options.choose_context_tokens:
         return options.choose_context_tokens(trained_tokens)
     return options.context_tokens or min(trained_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)

@@ -1,7 +1,7 @@
-"""The properties of a model, in a form that is independent of the backend.
+"""Backend-independent properties of a model.
 
-`ModelInfo` is the metadata in its files. `ModelFacts` are the properties of the loaded model: its size, its
-adapters, and which features the backend supports for it.
+`ModelInfo` holds the metadata in its files. `ModelFacts` holds the properties of the loaded model: its size,
+its adapters, and which features the backend supports for it.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Capabilities:
             that predict a fixed number of tokens.
         drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
             longer. True for block-diffusion heads.
-        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit)
-            and the methods of heads (Head).
+        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit) and
+            the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
         partial_truncate: Whether `truncate` and `snapshot` work at any token. If not, `truncate` may keep
             fewer tokens than requested.
-        self_draft_refusals: Why a method is not in `self_draft_methods`, by method.
+        self_draft_refusals: Reasons why methods are not in `self_draft_methods`, keyed by method.
         exact: Whether the logits and KV cells of all passes that the model accepts agree bit for bit. See
             `bit_exactness`.
         reuse_block_tokens: The KV cells of a prompt are reused in whole blocks of this many tokens, and only
@@ -134,7 +134,7 @@ class Exactness:
 
     @property
     def reason(self) -> str:
-        """Explanation in one sentence."""
+        """One-sentence explanation."""
         return f"replies {self.outcome}"
 
     def to_json(self) -> dict[str, object]:
@@ -283,7 +283,7 @@ class OutputLayer:
 
     @property
     def row_growth_bytes(self) -> int:
-        """How many bytes larger a row of logits is than a hidden state."""
+        """Number of bytes by which a row of logits is larger than a hidden state."""
         return (self.vocabulary_size - self.hidden_size) * _FLOAT32_BYTES
 
 
@@ -304,5 +304,5 @@ class PassWeights:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all types."""
+        """Total bytes of weights of all types."""
         return sum(self.bytes_of.values())

@@ -47,9 +47,9 @@ _BUILT_IN_MODULE = "edgespec.backends.built_in"
 ExitMeasurement: TypeAlias = tuple[dict[int, float], list[int], int]
 """Three measurements of a model's exit layers.
 
-- The share of tokens for which each exit layer predicts the same token as the full model.
-- The bytes of each layer.
-- The bytes that are read after the last layer.
+- The fraction of tokens for which each exit layer predicts the same token as the full model.
+- The size of each layer in bytes.
+- The number of bytes read after the last layer.
 """
 
 
@@ -83,7 +83,7 @@ class BenchmarkModels:
 
 
 class HeadNetwork(Protocol):
-    """The code that runs a kind of head: a module of the built-in backends."""
+    """A module that runs one kind of head, such as those of the built-in backends."""
 
     def load_head(self, target: Any, head: Head, /) -> Any:
         """Load a head for a loaded target, whose cache must be empty. Each backend defines the result.
@@ -119,8 +119,9 @@ class HeadSupport:
         convert: Converts a published head to a file of this format, given the head's folder, the number of
             layers in the target, and the path of the file (`edgespec prepare head`). Raises ModelFileError or
             OSError. None if heads are not converted.
-        unconverted: Kinds of heads, such as `EAGLE-1`, that are read as published nevertheless.
-        can_crash: Whether a damaged head can crash the process, so that it is first loaded in another one.
+        unconverted: Kinds of heads, such as `EAGLE-1`, that are nevertheless read as published.
+        can_crash: Whether a damaged head can crash the process, so that it is first loaded in a separate
+            process.
     """
 
     network: Callable[[], HeadNetwork]
@@ -179,8 +180,8 @@ class FileFormat:
             workers. None if the format does not support `LoadOptions.workers`.
         splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
         projectors: Whether models in this format can see images with a projector (an mmproj file).
-        is_fast_here: Returns whether this machine has the hardware that the library is made for. Lists show
-            models in other formats first.
+        is_fast_here: Returns whether this machine has the hardware that the library is made for. If not,
+            lists show models in other formats first.
     """
 
     name: str
@@ -268,7 +269,7 @@ class Backend:
         shares_kv_type: Whether a draft model uses the target's `kv_type`, even if their backends differ.
         knows_architecture: Returns whether models with a given architecture can be loaded.
         build_identity: Identifies the installed build of the library and the devices that it uses, both of
-            which affect how passes round.
+            which affect rounding.
         repacks: Whether `LoadOptions.repack` can change the kernels of a model with these files and load
             options.
         streams: Whether models larger than memory can run on this system, with weights read from disk in
@@ -326,10 +327,10 @@ def register(backend: Backend) -> Callable[[], None]:
 
 
 def register_head(format_name: str, network: str, support: HeadSupport) -> Callable[[], None]:
-    """Register how heads defined outside of edgespec draft for targets in a format.
+    """Register support for heads that are defined outside edgespec, for targets in one format.
 
     Returns:
-        A function that removes the support.
+        A function that removes this support.
 
     Raises:
         ValueError: The format already has a network with this name.

@@ -1,4 +1,4 @@
-"""Read the tokens of models from their files, compare them, and find the longest one."""
+"""Read the tokens of models from their files, compare them, and find the longest token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TokenList:
     """The tokens of a vocabulary.
 
     Attributes:
-        kind: The tokenizer kind, which determines how bytes are encoded in tokens.
+        kind: Kind of tokenizer, which determines how bytes are encoded in tokens.
         tokens: The text of each token as stored in the file, indexed by token id.
     """
 
@@ -80,7 +80,7 @@ class TokenList:
 
 
 def _byte_level_table() -> dict[int, int]:
-    """Return a map from each character code in GPT-2's byte-level encoding to the byte it represents."""
+    """Map each character code in GPT-2's byte-level encoding to the byte that it represents."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}

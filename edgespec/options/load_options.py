@@ -35,7 +35,7 @@ __all__ = ["LOAD_OPTIONS", "LoadArguments"]
 _MIN_CONTEXT_TOKENS = 256
 # Maximum context size. No published model was trained for more than 10,485,760 tokens (Llama 4 Scout).
 _MAX_CONTEXT_TOKENS = 1 << 24
-# Maximum number of concurrent replies. llama.cpp has 256 sequences, and each reply needs at least 9.
+# Maximum number of concurrent replies. llama.cpp supports 256 sequences, and each reply needs at least 9.
 _MAX_PARALLEL = 28
 
 
@@ -190,4 +190,4 @@ class LoadArguments(TypedDict, total=False):
 
 
 LOAD_OPTIONS: Mapping[str, Option] = MappingProxyType(declared_options(LoadArguments))
-"""The options of `load` and `plan`, besides the target, the draft model and `progress`."""
+"""The options of `load` and `plan`, excluding the target, the draft model and `progress`."""

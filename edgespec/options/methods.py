@@ -2,7 +2,7 @@
 
 Each built-in method is a folder in `edgespec/methods/` whose `__init__.py` defines its record as `METHOD`.
 Everything that depends on which methods exist reads these records: options, help, planning, loading, `auto`,
-the chat and the documentation. `Wording` has the terms for drafting in messages.
+the chat and the documentation. `Wording` holds the drafting terms used in messages.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class HeadTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadKind:
-    """The heads that a method drafts with.
+    """The kinds of heads that a method can draft with.
 
     Attributes:
         kinds: Maps a name in a head's metadata or file name, such as `eagle3`, to the kind of head that users
             see, such as `EAGLE-3`. A name that contains another one comes first. The first word of a kind
             identifies the method.
-        network: The key of the code that runs the heads in `FileFormat.networks`. Methods can share it. Empty
-            if it is the method's name.
+        network: Key in `FileFormat.networks` of the code that runs the heads. Methods can share a key. If
+            empty, the key is the method's name.
         drafts_in_one_pass: Whether a head drafts several tokens in one pass, rather than one.
         training: How `edgespec train` trains such heads. None if it cannot.
     """
@@ -187,10 +187,10 @@ def _built_in() -> tuple[Method, ...]:
 
 
 def register(added: Method) -> Callable[[], None]:
-    """Register a method defined outside of edgespec. The methods in `edgespec/methods/` need no registration.
+    """Register a method that is defined outside edgespec. The built-in methods need no registration.
 
     Returns:
-        A function that removes the method.
+        A function that unregisters the method.
 
     Raises:
         ValueError: The name is taken or not a valid name.
@@ -217,7 +217,7 @@ def method(name: str) -> Method:
 
 
 def sources_text(drafters: str) -> str:
-    """Describe where the tokens of drafters such as `model+suffix` come from."""
+    """Describe where drafters such as `model+suffix` get their tokens from."""
     labels = {each.name: each.label for each in methods()}
     return " + ".join(dict.fromkeys(labels.get(name, name) for name in drafters.split("+")))
 
@@ -233,7 +233,7 @@ def head_names() -> tuple[str, ...]:
 
 
 def head_kinds() -> dict[str, tuple[str, Method]]:
-    """Return the kind and the method of heads, by their names in metadata and file names."""
+    """Map each head name in metadata and file names to its kind and method."""
     return {name: (kind, each) for each in methods() if each.head for name, kind in each.head.kinds.items()}
 
 
@@ -243,7 +243,7 @@ def methods_by_need() -> tuple[Method, ...]:
 
 
 def readers_of(option: str) -> tuple[str, ...]:
-    """Return the names of the methods that use an option of `load`. Empty if all methods use it."""
+    """Return the names of the methods that use a `load` option, or an empty tuple if all methods do."""
     return tuple(each.name for each in methods_by_need() if option in each.reads)
 
 
@@ -294,14 +294,14 @@ def parse_method(method: str) -> tuple[str, ...]:
 
 
 class Wording(NamedTuple):
-    """The terms for drafting in sentences.
+    """The terms that messages use for drafting.
 
     Attributes:
         draft: The noun.
         drafts: The plural of `draft`.
         drafted: The participle.
         drafting: The activity.
-        sources: Returns the name of drafters such as `model+suffix` in a sentence.
+        sources: Returns the words that a sentence uses for drafters such as `model+suffix`.
         subject: Returns the subject of a sentence about a reply with a method such as `auto`.
         without: The term for plain decoding, with which the subject is compared.
         limit: Where the maximum loss is set, in parentheses. Empty in the chat, which cannot change it.
@@ -327,7 +327,7 @@ TERMS = Wording(
     without="plain decoding",
     limit=" (see --max-loss)",
 )
-"""The terms of the command line, the API and the documentation."""
+"""The terms used by the command line, the API and the documentation."""
 
 CHAT = Wording(
     draft="guess",
@@ -339,11 +339,11 @@ CHAT = Wording(
     without="without it",
     limit="",
 )
-"""The words of the chat, in which drafters are called by the source of their tokens."""
+"""The terms used by the chat, which names drafters after the source of their tokens."""
 
 
 def no_draft_text(reason: str) -> str:
-    """Return a sentence, without its full stop, that says why there is no draft model."""
+    """Return a sentence that explains why there is no draft model, without a full stop."""
     return reason if reason.startswith("no draft model") else f"no draft model: {reason}"
 
 

@@ -369,7 +369,7 @@ class Branches(Kind):
 
 
 class ExpertPlacement(Kind):
-    """Where the experts of a model are: `auto`, `gpu`, `cpu`, or the number of layers that use the CPU."""
+    """Where a model's experts run: `auto`, `gpu`, `cpu`, or the number of layers that use the CPU."""
 
     metavar = "auto|gpu|cpu|N"
     _WORDS: ClassVar = ("auto", "gpu", "cpu")
@@ -426,7 +426,7 @@ class Choices(TextList):
 
 
 class TextFile(Kind):
-    """A string, given on the command line as the path of a file that contains it."""
+    """A string. On the command line, it is read from a file."""
 
     metavar = "FILE"
 

@@ -26,7 +26,7 @@ class Preset:
 
     Attributes:
         name: The name, which is also the file name without `.toml`.
-        settings: The values of the settings, such as `system`, `target` and `temperature`, by name.
+        settings: Setting values by name, such as `system`, `target` and `temperature`.
     """
 
     name: str
@@ -91,7 +91,7 @@ def write_preset(preset: Preset) -> Path:
     """Write a preset and return the path of its file. Replaces an existing preset with the same name.
 
     Raises:
-        ConfigurationError: The file cannot be written, or would be too large to be read again.
+        ConfigurationError: The file cannot be written, or would be too large to read back.
         OptionError: The name is invalid.
     """
     path = preset_path(preset.name)

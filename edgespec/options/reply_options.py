@@ -1,6 +1,7 @@
 """The options that apply to a single reply.
 
-Model files and other programs use various names for some of these options.
+Model files and other programs have their own names for some of these options, which `stated_sampling`
+accepts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments", "stated_sampli
 CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
 
 _MAX_SEED = (1 << 63) - 1
-# The names in GGUF files that are not also option names of llama.cpp.
+# The option names of other programs, and the additional names that occur in GGUF metadata.
 _STATED_NAMES = FOREIGN_NAMES | {
     "penalty_freq": "frequency_penalty",
     "penalty_last_n": "penalty_window",
@@ -158,7 +159,7 @@ REPLY_OPTIONS: Mapping[str, Option] = MappingProxyType(
 def stated_sampling(stated: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric sampling settings in `stated`, keyed by edgespec's names.
 
-    Other settings and invalid values are left out, because a model is usable without them.
+    Other settings and invalid values are skipped, because a model is usable without them.
     """
     found: dict[str, float] = {}
     for key, value in stated.items():

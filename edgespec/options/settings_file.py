@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 KeyPath: TypeAlias = tuple[str, ...]
-"""The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
+"""The keys of a value, outermost first, such as `("temperature",)` or `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
 _MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
@@ -106,7 +106,7 @@ def read_text(path: Path) -> str | None:
 
 
 def encoded(path: Path, text: str) -> bytes:
-    """Return the text of a TOML file as UTF-8. Raises ConfigurationError if the text is too long."""
+    """Encode a TOML file's text as UTF-8. Raises ConfigurationError if it is too large."""
     data = text.encode()
     if len(data) > _MAX_BYTES:
         raise ConfigurationError(
@@ -189,7 +189,7 @@ def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str)
 
 
 def line_number(text: str, path: KeyPath) -> int | None:
-    """Return the one-based line number where a value or table starts in a valid file, or None."""
+    """Return the one-based line where a value or table starts in valid TOML, or None if it is missing."""
     for statement in _statements(text.replace("\r\n", "\n").split("\n")):
         if statement.path[: len(path)] == path:
             return statement.first + 1
@@ -197,7 +197,7 @@ def line_number(text: str, path: KeyPath) -> int | None:
 
 
 def changed(text: str, path: KeyPath, literal: str | None) -> str:
-    """Return a valid file's text with `path` set to a TOML literal, or removed if `literal` is None.
+    """Return valid TOML text with the value at `path` set to `literal`, or removed if `literal` is None.
 
     Raises:
         NotEditableError: The edit would change more than this value.

@@ -5,13 +5,13 @@ A request passes through these modules:
 1. `http_server.py` runs uvicorn with limits for slow clients, and stops gracefully.
 2. `security.py` checks the Host and Origin headers and the API key.
 3. `endpoint.py` reads the body, validates it against the endpoint's pydantic model, and calls the
-   endpoint's handler. A client that disconnects ends the handler, which cancels its replies.
+   endpoint's handler. If the client disconnects, the handler and its replies are cancelled.
 4. The handler translates the request into `ReplyRequest`s, opens `Service.generate`, and turns the events of
    the `Generation` into JSON or into an event stream. `reply_builder.py` does so for APIs whose streams
    consist of named events.
 5. `models.py` lends the loaded model. `generation.py` reads the replies of the model's `RequestQueue`.
 
-To add an API, write a package beside `openai`:
+To add an API, write a package next to `openai`:
 
 - For each endpoint, a pydantic request model derived from `RequestFields`, a `TypedDict` for its responses,
   and an async handler that receives a `Call` and returns a `Response`.

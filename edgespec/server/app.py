@@ -37,7 +37,7 @@ __all__ = ["create_app", "describe"]
 
 _log = logging.getLogger(__name__)
 
-# Paths of Ollama's API that change models.
+# Paths in Ollama's API that change models.
 _MODEL_CHANGES = frozenset(f"/api/{name}" for name in ("push", "create", "copy", "delete"))
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -91,7 +91,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the API that the path belongs to: the API with the longest matching prefix."""
+    """Return the API that a path belongs to, which is the one with the longest matching prefix."""
     prefixes = {prefix: protocol for protocol in _PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 
@@ -145,7 +145,7 @@ _SYSTEM = Protocol(
     error_body,
 )
 _PROTOCOLS = (_SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
-"""The protocols that the server speaks."""
+"""The APIs that the server provides."""
 
 
 def describe(protocols: Sequence[Protocol]) -> Endpoint:

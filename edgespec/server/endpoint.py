@@ -31,7 +31,7 @@ from edgespec.system.files import format_bytes
 __all__ = ["Call", "Endpoint", "PathEndpoint", "Protocol", "error_response"]
 
 _Body = TypeVar("_Body", bound=BaseModel | None)
-# Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB, and a photo as much.
+# Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB, as does a photo.
 MAX_BODY_BYTES = 48 * 2**20
 # Maximum total size in bytes of the request bodies being received, so that clients cannot exhaust memory.
 MAX_BUFFERED_BYTES = 4 * MAX_BODY_BYTES

@@ -67,7 +67,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str = "inva
 
 
 def unsupported_content(kind: str, *, param: str) -> ApiError:
-    """Return the error for a message's content part that is not text, such as audio."""
+    """Return the error for a content part that is not text, such as audio."""
     return invalid_request(
         f"{param} has type {kind[:40]!r}, but edgespec's models read only text and, in messages of the user,"
         " images; remove it, or describe it in words",
@@ -126,7 +126,7 @@ def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiErro
 def validation_error(
     error: ValidationError, known: Sequence[str], advice: Mapping[str, str] = MappingProxyType({})
 ) -> ApiError:
-    """Convert the first problem that pydantic found in a request body.
+    """Convert the first problem that pydantic found in a request body to an error for the client.
 
     Args:
         error: The exception.

@@ -1,4 +1,4 @@
-"""Base classes of the request bodies."""
+"""Base classes for request bodies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored.
 
 
 def _require(neutral: int, value: Any, name: str | None) -> Any:
-    """Raise OptionError unless an option has its neutral value."""
+    """Return `value` if it is None or neutral. Raise OptionError otherwise."""
     if value is not None and value != neutral:
         raise OptionError(
             f"{name} {value!r} is not supported",
@@ -64,14 +64,14 @@ def _require(neutral: int, value: Any, name: str | None) -> Any:
 
 
 Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, info.field_name))]
-"""The type of a field for a feature that edgespec does not have. It is ignored if it is 0 or false."""
+"""The type of a field for an unsupported feature. Ignored if it is 0 or false, and rejected otherwise."""
 One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
-"""The type of a field for a feature that edgespec does not have. It is ignored if it is 1 or true."""
+"""The type of a field for an unsupported feature. Ignored if it is 1 or true, and rejected otherwise."""
 
-# Maximum number of unknown fields in an object, and of characters in their names. Bounds the time for
-# comparing them with known names, and the size of the list of ignored fields.
+# Maximum number of unknown fields in an object, and maximum length of their names in characters. These limits
+# bound the time for comparing them with known names and the size of the list of ignored fields.
 _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
-# Maximum number of items whose ignored fields are listed. Bounds the time. Chosen, not measured.
+# Maximum number of items to search for ignored fields. The limit was chosen to bound the time.
 _MAX_SEARCHED_ITEMS = 1000
 # Minimum similarity (`difflib`) at which an unknown name is probably misspelt, such as `max_token`.
 _MISSPELT_SIMILARITY = 0.8
@@ -83,7 +83,7 @@ class _Fields(BaseModel):
     model_config = ConfigDict(strict=True)
 
     unlisted: ClassVar[frozenset[str]] = frozenset()
-    """Fields that `ignored_fields` omits, because the server does what they request, or sent them itself."""
+    """Fields that `ignored_fields` omits, because the server honours them or sent them itself."""
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields that the request sets, including those in nested objects."""
@@ -109,7 +109,7 @@ class _Fields(BaseModel):
 
 
 class ItemFields(_Fields):
-    """An item of a conversation, such as a message. Unknown fields are ignored.
+    """An item in a conversation, such as a message. Unknown fields are ignored.
 
     A request can contain many items, so they must be cheap to validate.
     """
@@ -134,10 +134,10 @@ class RequestFields(_Fields):
     """Whether to ignore unknown fields. Otherwise, they are rejected unless they are null."""
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of setting fields that other endpoints support, keyed by field name."""
+    """Advice for fields that only other endpoints support, keyed by field name."""
 
     other_names: ClassVar[Mapping[str, str]] = {}
-    """The fields that are meant by fields of other APIs, in addition to `FOREIGN_NAMES`."""
+    """Maps fields of other APIs to the equivalent fields here, in addition to `FOREIGN_NAMES`."""
 
     prompt_field: ClassVar[str] = "messages"
     """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""
@@ -232,7 +232,7 @@ def _ignored_below(fields: _Fields) -> list[str]:
     return list(first.values())[:_MAX_UNKNOWN_FIELDS]
 
 
-# Maximum number of entries in a list or object. Bounds the validation time.
+# Maximum number of entries in a list or object. This limit bounds the validation time.
 _MAX_ENTRIES = 10_000
 # Value of `min_tokens` for replies that end only at `max_tokens`.
 _NO_END_TOKENS = (1 << 63) - 1
@@ -293,7 +293,7 @@ if TYPE_CHECKING:
     MaxTokensOrZero = int | None
 
     class ReplyFields(RequestFields):
-        """The options of a reply, by their edgespec names."""
+        """Reply options under their edgespec names."""
 
         ignore_eos: bool | None = None
 

@@ -21,7 +21,7 @@ from edgespec.server.models import LoadedModel
 __all__ = ["ChatPrompt", "Generation", "ReplyPart", "ReplyRequest", "TextPrompt", "TokenPrompt"]
 
 ReplyPart: TypeAlias = tuple[int, TextChunk | Reply]
-"""A part of a reply, or the finished reply, and the index of the reply."""
+"""The index of a reply, and a chunk of it or the finished reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class ChatPrompt:
         return cls(conversation, reply_start, tools, tool_choice)
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
-        """Queue the request for a reply.
+        """Queue a request for a reply to this prompt.
 
-        If a tool call is required, a schema for the answer has no effect, because there is no answer.
-        Instructor sends both.
+        If a tool call is required, a schema for the answer is dropped, because there will be no answer. The
+        library Instructor sends both.
         """
         known = [str(tool["function"].get("name")) for tool in self.tools]
         if "schema" in options and read_choice(self.tool_choice, known).mode == "required":
@@ -98,7 +98,7 @@ class TextPrompt:
     images: tuple[Image, ...] = ()
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
-        """Queue the request for a reply."""
+        """Queue a request for a reply to this prompt."""
         return queue.stream(self.text, raw=True, images=self.images, **options)
 
 
@@ -109,7 +109,7 @@ class TokenPrompt:
     tokens: Sequence[int]
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
-        """Queue the request for a reply."""
+        """Queue a request for a reply to this prompt."""
         return queue.stream_tokens(self.tokens, **options)
 
 
@@ -148,7 +148,7 @@ class Generation:
         self._replies: list[QueuedReply] = []
 
     async def start(self) -> None:
-        """Queue the requests. Raises the errors of `RequestQueue.stream_messages`.
+        """Queue the requests. Raises the same errors as `RequestQueue.stream_messages`.
 
         Runs in a thread, because checking a constraint such as a JSON schema can take a while.
         """
@@ -197,7 +197,7 @@ class Generation:
         return stream.stats
 
     def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
-        """Return `Reply.prompt_logprobs` of a reply. `events` must already have yielded part of it."""
+        """Return a reply's `prompt_logprobs`. `events` must already have yielded part of the reply."""
         stream = self._replies[index].stream
         assert stream is not None
         return stream.prompt_logprobs

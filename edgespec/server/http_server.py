@@ -32,13 +32,13 @@ _HEADER_SECONDS = 20.0
 # Close a connection after this many seconds without a request.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Seconds until the first check whether a client that has closed its side of the connection still reads. The
-# interval doubles with each check. The second check detects a client that has gone away. Chosen, not
-# measured.
+# Seconds until the first check that a client still reads after it has closed its side of the connection. The
+# interval doubles with each check, and the second check detects a client that has gone away. The value was
+# chosen, not measured.
 _READER_CHECK_SECONDS = 0.25
 # Maximum number of connections. Further ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
-# Maximum time in seconds that replies may continue after a stop request.
+# Maximum time in seconds for replies to finish after a stop request.
 _GRACE_SECONDS = 5.0
 # On shutdown, wait this many seconds for clients that neither send nor read.
 _CLOSE_SECONDS = 10
@@ -201,7 +201,7 @@ class _TimedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection open for a client that may still be reading its response.
 
-        Clients half-close right after the request. One that does so during the response has gone away.
+        Clients half-close right after their request. A client that does so during the response has gone away.
         """
         if not self._is_busy() or self.cycle.more_body or self.cycle.response_started:
             return False
@@ -219,7 +219,7 @@ class _TimedProtocol(H11Protocol):
         if not self._is_busy() or self.cycle.response_started:
             return
         if self.scope["http_version"] == "1.0":
-            # HTTP/1.0 has no interim responses. Proxies that speak it cancel a request by closing the
+            # HTTP/1.0 has no interim responses. Proxies that use it cancel a request by closing the
             # connection, so assume that the client has gone away.
             self.transport.close()
             return
@@ -227,7 +227,7 @@ class _TimedProtocol(H11Protocol):
         self._check_reader_in(2 * seconds)
 
     def _is_busy(self) -> bool:
-        """Whether a request's headers have arrived and its response is not complete yet."""
+        """Return whether a request's headers have arrived but its response is not complete yet."""
         cycle: RequestResponseCycle | None = self.cycle
         return bool(cycle and not cycle.response_complete)
 

@@ -33,7 +33,7 @@ _GAUGE_HELP = {
 
 @dataclass(frozen=True, slots=True)
 class ModelGauges:
-    """The current values of a loaded model's gauges. Each attribute is the name of a gauge."""
+    """The current gauge values of a loaded model. Each attribute is named after its gauge."""
 
     requests_waiting: int
     prefix_cache_bytes: int
@@ -55,7 +55,7 @@ class Metrics:
             self._requests[path, status] += 1
 
     def count_reply(self, reply: Reply | None) -> None:
-        """Add the statistics of a finished reply, or None for a reply that failed."""
+        """Count a finished reply and add its statistics. Pass None for a reply that failed."""
         with self._lock:
             self._replies[reply.finish_reason if reply else "failed"] += 1
             if reply:

@@ -55,8 +55,9 @@ _NAMES_SECONDS = 5.0
 # Maximum number of model names in an error message.
 _MAX_SHOWN_NAMES = 10
 _WRITTEN_AS_PATH = re.compile(r"[/\\]|^~|\.gguf$", re.IGNORECASE)
-# Minimum similarity (`difflib`) at which an unknown name is probably misspelt.
-# Many Ollama clients add the tag, and gateways such as LiteLLM name the server's API before the model.
+# Parts that clients add to a model's name. Many Ollama clients add the tag, and gateways such as LiteLLM put
+# the name of the server's API before the model. `_MISSPELT_SIMILARITY` is the minimum similarity (`difflib`)
+# at which an unknown name is probably misspelt.
 _ADDED = re.compile(
     r"^(?:openai|ollama|ollama_chat|anthropic|hosted_vllm|lm_studio|litellm_proxy|custom_openai)/|:latest$",
     re.IGNORECASE,
@@ -194,7 +195,7 @@ class ModelPool:
         # Clients may also use the path that the user passed, or the file name shown in the log (without its
         # suffix).
         self._path_names = (path.stem, str(path)) if _is_path(self._target) else ()
-        # Keyed by the files of the models and their adapters.
+        # The loaded or loading models, keyed by the files of the model and its adapters.
         self._entries: dict[tuple[Path, ...], _Entry] = {}
         self._leaving: list[LoadedModel] = []
         # Held while a model is loaded or unloaded. Waiting tasks acquire it in order.
@@ -395,7 +396,7 @@ class ModelPool:
         return options
 
     def _last_used(self, files: tuple[Path, ...]) -> tuple[bool, bool, float]:
-        """Sort key for unloading: models without users first, then the least recently used."""
+        """Return the sort key for unloading: models without users first, then the least recently used."""
         entry = self._entries[files]
         return (entry.loaded is None, entry.users > 0, entry.last_used)
 
@@ -546,7 +547,7 @@ def _described(
 
 
 def _memory_note(plan: MemoryPlan | None) -> str:
-    """Return a log note on a loaded model's memory. Empty if its memory was not planned."""
+    """Return a log note about a loaded model's memory use, or an empty string if it was not planned."""
     if plan is None:
         return ""
     note = f": uses up to {format_bytes(plan.total_bytes)} of memory"

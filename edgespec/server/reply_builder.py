@@ -1,4 +1,4 @@
-"""Generate replies for APIs that stream named events which build up the whole response."""
+"""Generate replies for APIs whose streams consist of named events that build up the response."""
 
 from __future__ import annotations
 

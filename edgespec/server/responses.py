@@ -108,7 +108,7 @@ async def open_stream(
 
     Args:
         parts: Generates the encoded events.
-        error_event: Returns the event for an error after that.
+        error_event: Returns the event that reports an error after the stream has started.
         media_type: The media type of the stream.
     """
     first: asyncio.Future[bytes] = asyncio.ensure_future(anext(parts))

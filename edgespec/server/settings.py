@@ -23,7 +23,7 @@ class ServerSettings:
     """The server's settings: what it serves, and to whom.
 
     Attributes:
-        target: The model for requests that name no model, or whose name cannot be a model's. If None, the
+        target: The model for requests that name no model or use a name that no model can have. If None, the
             default model serves requests that name no model.
         draft: The draft model for `target`. Other models use the best one on this machine.
         load_options: Options of `edgespec.load`. Options for a single model apply only to `target`.

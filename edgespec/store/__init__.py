@@ -1,1 +1,1 @@
-"""Models on this machine and on Hugging Face, and data that is saved between runs."""
+"""Models on this machine and on Hugging Face, and data saved between runs."""

@@ -11,7 +11,7 @@ from edgespec.store.reference import NameReference, Resolved, parse_reference, r
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]
 
-# Special values of --draft, which cannot be used as aliases.
+# Special values for `--draft`, which cannot be used as aliases.
 _RESERVED = ("auto", "none")
 
 
@@ -19,7 +19,7 @@ def check_alias(name: str, reference: str) -> str:
     """Check that `name` can be an alias for a model reference.
 
     Returns:
-        A notice for the user. Empty if the model is on this machine.
+        A notice for the user, or an empty string if the model is on this machine.
 
     Raises:
         OptionError: The name is invalid, or the alias would refer to itself.
@@ -54,7 +54,7 @@ def check_pair(target: str, draft: str) -> str:
     """Check that a draft model can be paired with a target.
 
     Returns:
-        A notice for the user. Empty if both models are on this machine and share a vocabulary.
+        A notice for the user, or an empty string if both models are on this machine and share a vocabulary.
 
     Raises:
         OptionError: One of the names is invalid.

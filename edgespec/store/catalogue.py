@@ -1,6 +1,6 @@
 """The catalogue of models that edgespec knows by name, and the user's aliases and draft pairs.
 
-The catalogue also suggests larger models that fit this machine to users of the default model.
+To users of the default model, the catalogue also suggests larger models that fit this machine.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
 
 # Suffixes of short names, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
-# Maximum download size. Larger models take hours to download, and are slow on most machines that can hold
-# them.
+# Maximum size of a suggested download. Larger models take hours to download, and are slow on most machines
+# that can hold them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Memory for a KV cache of 8,192 tokens of a model with eight billion parameters. For other models, this
-# amount is scaled by the square root of their number of parameters.
+# Size of a KV cache of 8,192 tokens for a model with eight billion parameters. For other models, this is
+# scaled by the square root of the number of parameters.
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20
@@ -75,24 +75,25 @@ class ModelEntry:
         licence: The model's licence.
         chat_template: Name of the chat template.
         gguf_repository: Hugging Face repository of the GGUF files. Empty if there is none.
-        mlx_repository: Hugging Face repository of the MLX files. Empty if there is none. A GGUF entry that
-            has one gets a second entry named NAME-mlx.
-        embedded_file: Path of the file in the models folder, if the model comes with edgespec. If there is a
-            `package`, this is the path within the package.
+        mlx_repository: Hugging Face repository of the MLX files. Empty if there is none. A GGUF entry
+            that has one gets a second entry named NAME-mlx.
+        embedded_file: Path of the file in the models folder, if the model comes with edgespec. If there
+            is a `package`, this is the path within the package.
         package: Name of the Python package that contains the model. Empty if there is none.
-        packaged_quantisation: The quantisation of the file in the package, from which edgespec makes a copy
+        packaged_quantisation: Quantisation of the file in the package, from which edgespec makes a copy
             in the default quantisation.
-        header_name: The model's name in its GGUF headers, used to recognise copies under other paths. Empty
-            if copies are not recognised.
+        header_name: The model's name in its GGUF headers, used to recognise copies under other paths.
+            Empty if copies are not recognised.
         sampling: Recommended sampling settings, used as defaults for this model.
         notice: A notice for the user. Empty if there is none.
-        suggested: Whether the first screen suggests it to users of a model that comes with edgespec.
+        suggested: Whether the start screen suggests the model to users of a model that comes with
+            edgespec.
         is_gated: Whether a user must accept the licence on Hugging Face before downloading the model.
         heads: Kinds of heads that the GGUF files contain, as in `ModelInfo.heads`.
         drafts: Names of recommended draft models, best first. They share this model's vocabulary.
         aliases: Other names for the model, each with the quantisation that it selects.
         format: Name of the file format.
-        sources: Where these facts are from: public addresses, or repositories and paths.
+        sources: Sources for these facts: public addresses, or repositories and paths.
     """
 
     name: str
@@ -122,12 +123,12 @@ class ModelEntry:
 
     @property
     def repository(self) -> str:
-        """The Hugging Face repository to download from. Empty for a model that comes with edgespec."""
+        """Hugging Face repository to download from, or an empty string if the model comes with edgespec."""
         return self.gguf_repository or self.mlx_repository
 
     @property
     def active_fraction(self) -> float:
-        """The fraction of the parameters that process each token."""
+        """Fraction of the parameters that process each token."""
         return (self.active_parameters or self.parameters) / self.parameters
 
     @property
@@ -137,7 +138,7 @@ class ModelEntry:
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of the model's file if it comes with edgespec or its package is installed, or None."""
+        """Path of the model's file if it comes with edgespec or its package is installed, otherwise None."""
         folder = package_folder(self.package) if self.package else models_folder()
         return folder / self.embedded_file if folder is not None and self.embedded_file else None
 
@@ -155,9 +156,9 @@ class HeadEntry:
         gguf_file: The head's file, if the repository contains other GGUF files. Empty for a repository that
             contains only the head.
         embedded_file: Path of the file or folder in the models folder, if the head comes with edgespec.
-        published_speedup: The speed-up that the publisher measured. 0 if there is none.
+        published_speedup: The speed-up measured by the publisher, or 0 if there is none.
         published_on: The machine on which the publisher measured the speed-up.
-        sources: Where these facts are from, as for models.
+        sources: Sources for these facts, as for models.
     """
 
     name: str
@@ -172,16 +173,16 @@ class HeadEntry:
     sources: tuple[str, ...] = ()
 
     def fits_format(self, form: ModelFormat) -> bool:
-        """Return whether the head's files can be used with models in a format.
+        """Return whether the head's files can be used with models in this format.
 
         Published heads that are folders can be used with all formats, because edgespec converts them for GGUF
-        models. A single file is for the format whose models are single files.
+        models. A head in a single file requires a format whose models are also single files.
         """
         return not self.gguf_file or format_of(form).one_file_per_quantisation
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of the head if it comes with edgespec, or None."""
+        """Path of the head if it comes with edgespec, otherwise None."""
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
@@ -202,7 +203,7 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
-        """The lower-case names and aliases of all models, in catalogue order."""
+        """Lower-case names and aliases of all models, in catalogue order."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
@@ -236,7 +237,7 @@ class Catalogue:
         )
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """Return the entry of the model at `path` if it comes with edgespec, or None."""
+        """Return the entry for the model at `path` if it comes with edgespec, otherwise None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
@@ -250,10 +251,10 @@ class Catalogue:
         return next((entry for entry in self.entries if name and entry.header_name == name), None)
 
     def of_header(self, path: Path) -> ModelEntry | None:
-        """Return the entry of the model that a GGUF file is a copy of, judging by its header, or None.
+        """Return the entry for the model that a GGUF file is a copy of, judging by its header, or None.
 
         Other programs' copies can have any file name and quantisation, but their headers still contain the
-        name of the model or the parts of it. A model that was trained further has another name.
+        model's name or its parts. A model that was trained further has a different name.
         """
         header = read_general(path)
         parts = ("basename", "size_label", "finetune")
@@ -264,7 +265,7 @@ class Catalogue:
         return next((entry for entry in self.entries if spelled & _header_names(entry)), None)
 
     def nearest(self, name: str, also: Iterable[str] = ()) -> list[str]:
-        """Return the names of up to three models that are similar to `name`, most similar first.
+        """Return up to three model names similar to `name`, most similar first.
 
         Args:
             name: The name that the user typed, with or without a tag.
@@ -273,7 +274,7 @@ class Catalogue:
         known = [*also, *self.names]
         typed = name.lower().removesuffix(LATEST)
         found: dict[str, str] = {}
-        # If no name resembles the one with the tag, suggest those that resemble the name without it.
+        # If no name resembles the one with the tag, suggest names that resemble the one without it.
         for text in dict.fromkeys((typed, typed.partition(":")[0])):
             starts = [candidate for candidate in known if candidate.startswith(text)]
             close = difflib.get_close_matches(text, known, n=8, cutoff=0.5)
@@ -301,7 +302,7 @@ def _letters(name: str) -> str:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Return the built-in catalogue. It is read once per process."""
+    """Return the built-in catalogue, which is read once per process."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: dict[str, list[dict[str, Any]]] = tomllib.load(file)
     entries = [_entry(table) for table in tables["model"]]
@@ -424,7 +425,7 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
 def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
     """Return the three largest suggested models that fit, with their draft models, smallest first.
 
-    Only the catalogue is read.
+    Only the catalogue is consulted.
 
     Args:
         budget_bytes: Memory that edgespec may use.
@@ -437,7 +438,7 @@ def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Sugges
     for entry in load_catalogue().entries:
         if entry.format != model_format or not entry.suggested:
             continue
-        # A model with layers for multi-token prediction drafts for itself.
+        # Models with multi-token prediction layers draft for themselves.
         found = load_catalogue().find(entry.drafts[0]) if entry.drafts and not entry.heads else None
         size_bytes = entry.approximate_file_bytes + (found[0].approximate_file_bytes if found else 0)
         if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes(size_bytes, entry.parameters) <= budget_bytes:

@@ -1,7 +1,8 @@
-"""Constants of the estimates that rank models before they have run. See `speedup_estimate` and `drafts`.
+"""Constants for the estimates that rank models before they have run. See `speedup_estimate` and `drafts`.
 
-Acceptance rates measured on this machine replace the assumed ones. If the caller has a measured speed of this
-machine, it replaces the assumed costs.
+Acceptance rates measured on this machine replace the assumed ones. If the caller knows this machine's
+measured
+speed, it replaces the assumed costs.
 """
 
 from __future__ import annotations
@@ -27,50 +28,53 @@ __all__ = [
 ]
 
 # Do not predict the speed of models that read fewer bytes of weights per pass. Fixed costs dominate there,
-# and estimates in proportion to the bytes would be too high. Chosen: a CPU reads 64 MiB in 1 to 3 ms, and
-# below `FAST_TARGET_SECONDS` (`methods/auto/constants.py`), drafting usually costs more than it saves.
+# and estimates in proportion to the bytes would be too high. The limit was chosen because a CPU reads 64 MiB
+# in 1 to 3 ms, and below `FAST_TARGET_SECONDS` (`methods/auto/constants.py`), drafting usually costs more
+# than it saves.
 MIN_ESTIMABLE_BYTES = 64 * 2**20
 
 # Assumed acceptance rate of a draft model as large as the target, and the decrease for each factor of 10 in
-# size. Chosen, because they only rank models that have not run yet.
+# size. The values were chosen rather than measured, because they only rank models that have not run yet.
 RATE_AT_EQUAL_SIZE, RATE_PER_DECADE = 0.86, 0.08
-# Limits of the assumed acceptance rate. Chosen so that extreme sizes do not give rates near 0 or 1.
+# Limits on the assumed acceptance rate, chosen so that extreme sizes do not give rates near 0 or 1.
 MIN_ASSUMED_RATE, MAX_ASSUMED_RATE = 0.3, 0.95
-# Assumed size of a draft model relative to the target if one of the files cannot be read. Chosen as a typical
-# size.
+# Assumed size of a draft model relative to the target if either file cannot be read. It was chosen as a
+# typical ratio.
 ASSUMED_SIZE_RATIO = 0.1
-# Assumed acceptance rate of a head or a low-bit copy. Measured by AngelSlim for a head: its EAGLE-3 head for
-# Qwen 3 8B reaches 1.99 tokens per target pass with drafts of two tokens (published benchmark), which
+# Assumed acceptance rate of a head or a low-bit copy. It is derived from a published benchmark: AngelSlim
+# measured 1.99 tokens per target pass for its EAGLE-3 head for Qwen 3 8B with drafts of two tokens, which
 # corresponds to a rate of 0.62.
 HEAD_RATE = 0.62
-# Assumed cost of verifying one more token in the same pass, in single-token passes of the target. Measured
-# with F16 weights on two CPU cores. The curve of such a machine in `scripts/simulation/machines.py` has 0.137
-# between one and four tokens. It only ranks models that are not loaded: `speed_prediction` uses the measured
-# speed of this machine instead, and `auto` measures the loaded model.
+# Assumed cost of verifying one more token in the same pass, relative to a single-token pass of the target.
+# Measured with F16 weights on two CPU cores. For such a machine, the curve in
+# `scripts/simulation/machines.py` has 0.137 between one and four tokens. This only ranks models that are not
+# loaded: `speed_prediction` uses the measured speed of this machine instead, and `auto` measures the loaded
+# model.
 COST_PER_ROW = 0.14
-# Longest draft for which a speed-up is estimated. Chosen as half of the longest draft of `auto`.
+# Longest draft for which a speed-up is estimated, chosen as half of the longest draft of `auto`.
 MAX_ESTIMATED_DRAFT_LENGTH = 8
 
-# Minimum number of drafted tokens for a usable acceptance rate. Chosen: the standard error of a rate from 200
-# tokens is at most 0.035.
+# Minimum number of drafted tokens for a usable acceptance rate. It was chosen because the standard error of a
+# rate from 200 tokens is at most 0.035.
 MIN_DRAFTED = 200
-# Counts of drafted tokens are halved above this number, so that recent replies have more weight. Chosen as a
-# hundred times `MIN_DRAFTED`.
+# Counts of drafted tokens are halved above this number, so that recent replies have more weight. The limit
+# was chosen as a hundred times `MIN_DRAFTED`.
 MAX_DRAFTED = 20_000
-# Save the acceptance counts after this many drafted tokens. Chosen to write a file only once in many replies.
+# Save the acceptance counts after this many drafted tokens. The value was chosen so that the file is written
+# only once in many replies.
 SAVE_EVERY_DRAFTED = 2_000
 
-# Maximum size of a draft model relative to the target, in bytes read per token. Chosen because a larger one
-# is rarely fast enough.
+# Maximum size of a draft model relative to the target, in bytes read per token. It was chosen because larger
+# draft models are rarely fast enough.
 MAX_STEP_COST = 0.5
-# Minimum fraction of the target's tokens that a draft model must also have. Chosen so that most tokens can be
-# drafted.
+# Minimum fraction of the target's tokens that a draft model must share. It was chosen so that most tokens can
+# be drafted.
 MIN_SHARED_FRACTION = 0.5
-# Minimum fraction of the target's tokens that a draft model chosen by `--draft auto` must also have. Chosen
-# so that edgespec automatically selects only models that lack few tokens.
+# Minimum fraction of the target's tokens that a draft model selected by `--draft auto` must share. It was
+# chosen so that edgespec automatically selects only models that lack few tokens.
 AUTO_MIN_SHARED_FRACTION = 0.9
 # Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this. Chosen so that
 # the catalogue's order decides between similar estimates.
 EQUAL_SPEEDUP_RATIO = 0.97
-# Context length in tokens for estimating the size of KV caches. Chosen to match a long chat.
+# Context length in tokens for estimating the size of KV caches. It was chosen to match a long chat.
 ESTIMATED_CONTEXT_TOKENS = 8192

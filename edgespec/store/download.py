@@ -1,6 +1,7 @@
 """Download models into the Hugging Face cache. Interrupted downloads can be resumed.
 
-`huggingface_hub` lists and locates the files. This module downloads them itself, because that library deletes
+`huggingface_hub` lists and locates the files. This module downloads them itself, because `huggingface_hub`
+deletes
 the partial file of an interrupted download, and a model can take hours to download.
 """
 
@@ -55,7 +56,7 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 18
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
-# Number of consecutive retries without progress before a download fails.
+# Number of consecutive retries without progress after which a download fails.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
 # Maximum time in seconds to wait while another program downloads the same file.
@@ -65,7 +66,7 @@ _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class RepositoryContent:
-    """The rules for choosing the files of a model or head in a Hugging Face repository.
+    """Rules for choosing the files of a model or head in a Hugging Face repository.
 
     Attributes:
         choose: Returns the files to download, given the repository, its files and the quantisation.
@@ -135,7 +136,7 @@ def fetch(
 
 
 def _choose_model(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files of a model, preferring GGUF models to MLX models."""
+    """Return the files of a model, preferring GGUF to MLX."""
     if any(map(is_gguf_model, files)):
         chosen = choose_files(repository, files, quantisation)
         projector = best_projector([file.name for file in files], chosen[0].name)
@@ -156,7 +157,7 @@ HEAD = RepositoryContent(choose_head_files, missing_from_head)
 
 
 def list_repository(repository: str) -> tuple[str, list[HubFile]]:
-    """Return the latest commit of a repository and the files in it."""
+    """Return a repository's latest commit and the files in it."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, files_metadata=True)
@@ -181,7 +182,7 @@ def _check_disk(repository: str, files: list[HubFile]) -> None:
 def _report(
     progress: Progress | None, file: HubFile, finished_bytes: int, total_bytes: int, done_bytes: int
 ) -> None:
-    """Report the total download progress. `finished_bytes` is the size of all finished files.
+    """Report the total download progress. `finished_bytes` is the total size of the finished files.
 
     Raises CancelledError if `progress` returns False.
     """
@@ -215,7 +216,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # Other programs use the same lock, so that only one program downloads the file at a time.
+    # Other programs use the same lock, which ensures that only one of them downloads the file at a time.
     with FileLock(lock, timeout=_LOCK_SECONDS):
         if not blob.exists():
             partial_file = blob.with_name(f"{etag}.edgespec")
@@ -233,12 +234,12 @@ def _link(blob: Path, pointer: Path) -> None:
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except OSError:
-        # Windows allows symbolic links only in developer mode, so store the file itself instead of a link.
+        # Windows allows symbolic links only in developer mode, so store the file itself rather than a link.
         shutil.move(blob, pointer)
 
 
 def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[int], None]) -> None:
-    """Download the rest of a partial file and verify it. The partial file is kept on errors."""
+    """Download the rest of a partial file and verify it. It is deleted only if verification fails."""
     import httpx2
 
     failures = 0
@@ -273,7 +274,7 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
                         code="download_interrupted",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
-                # The user may have cancelled the download while no data arrived.
+                # Report progress, because the user may have cancelled the download while no data arrived.
                 report(done_bytes)
     has_checksum = len(etag) in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
     if size_bytes and done_bytes != size_bytes:
@@ -298,7 +299,8 @@ def _new_digest(etag: str, size_bytes: int) -> Any:
 def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bool, bytes]]:
     """Yield the content of a URL, starting at byte `start`. Closing the iterator ends the transfer.
 
-    Each chunk comes with a flag that is True for the first chunk if the server ignored `start` and is sending
+    Each chunk comes with a flag, which is True for the first chunk if the server ignored `start` and is
+    sending
     the whole file.
     """
     from huggingface_hub import constants, get_session, get_token
@@ -324,7 +326,7 @@ def _network_reason(error: Exception) -> str:
 
 @contextmanager
 def translate_errors(repository: str) -> Iterator[None]:
-    """Translate exceptions from `huggingface_hub`, the network and the disk to one-line edgespec errors."""
+    """Translate exceptions from `huggingface_hub`, the network and the disk into one-line edgespec errors."""
     import httpx2
     from huggingface_hub.errors import HFValidationError
 

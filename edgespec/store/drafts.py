@@ -1,6 +1,8 @@
 """Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
 
-The choice depends only on model sizes, vocabularies and measured acceptance rates, and downloads nothing.
+The choice depends only on model sizes, vocabularies and measured acceptance rates. Nothing is downloaded to
+make
+it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class DraftOption:
         needed_bytes: Size of the files plus the KV cache at the default context length.
         speedup: Expected speed-up over plain decoding, from `estimate_speedup`.
         architecture: Name of the architecture. Empty if the file is not on this machine.
-        acceptance_rate: Acceptance rate measured with this target. None if not measured.
+        acceptance_rate: Acceptance rate measured with this target, or None if it has not been measured.
     """
 
     reference: str
@@ -78,7 +80,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and how it was determined, for messages."""
+        """The expected speed-up and where it comes from, for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -101,9 +103,9 @@ class DraftChoice:
     """The draft model that `--draft auto` uses.
 
     Attributes:
-        draft: The model. None if no model is suitable.
+        draft: The model, or None if no model is suitable.
         reason: Why this model was chosen, or why none was.
-        is_expected: If False, the user is notified of the choice.
+        is_expected: Whether the choice needs no explanation. If False, the user is notified of it.
         source: `user` if it was set with --draft or `edgespec models pair`, otherwise `automatic`.
     """
 
@@ -114,7 +116,7 @@ class DraftChoice:
 
 
 def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOption]:
-    """Return the models that can draft for a target: installed models first, then downloadable models.
+    """Return the models that can draft for a target, installed ones before downloadable ones.
 
     Both groups are sorted by expected speed-up, highest first.
     """
@@ -183,8 +185,8 @@ def choose_draft(
     try:
         draft = resolve(best.reference, allow_download=False)
     except EdgespecError as error:
-        # The draft model has become unusable: for example, another program deleted the file, or its reference
-        # now matches several models.
+        # The draft model has become unusable. For example, another program has deleted the file, or its
+        # reference now matches several models.
         assert best.path is not None
         failed = {**failed, best.path: error.what}
         return choose_draft(target, memory_bytes, context_tokens, installed=installed, failed=failed)

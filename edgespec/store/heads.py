@@ -1,8 +1,8 @@
-"""Find heads for a target in its own files, next to them, and in the catalogue, and resolve references to
-heads.
+"""Find heads for a target in its files, next to them and in the catalogue, and resolve references.
 
-Finding heads reads only metadata, without downloading files or loading weights. A head is assumed to fit the
-target if the sizes in their metadata match. Only resolving a reference downloads a missing head.
+Finding heads reads only metadata, and neither downloads files nor loads weights. A head is assumed
+to fit the target if the sizes in their metadata match. Only resolving a reference downloads a
+missing head.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ __all__ = ["HeadOption", "head_options", "named_head", "published_heads", "resol
 
 HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
-# Maximum number of entries to read from a model's folder while looking for heads.
+# Maximum number of entries to read in a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
-# Where to find heads, most preferred first. A head beside the model comes before the catalogue, because
-# the user probably put it there to use it.
+# Where to find heads, most preferred first. A head beside the model takes precedence over the catalogue,
+# because the user probably put it there to use it.
 _SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
 
 
@@ -68,7 +68,7 @@ class HeadOption:
     Attributes:
         reference: A reference to the head. Empty for a head in the target's own files.
         kind: The kind of head, such as `EAGLE-3`.
-        head: The head to load. None if it must be downloaded first.
+        head: The head to load, or None if it must be downloaded first.
         source: Where the head was found: `named` by the user, `beside` the target, in the `catalogue`, or in
             the files of the `target`.
         size_bytes: Size of the head's files. 0 for a head in the target's own files.
@@ -90,7 +90,7 @@ class HeadOption:
 
     @property
     def method(self) -> str:
-        """The drafting method for this kind of head. Empty if there is none."""
+        """The drafting method for this kind of head, or an empty string if there is none."""
         return method_of(self.kind)
 
     @property
@@ -105,7 +105,7 @@ class HeadOption:
 
     @property
     def expectation(self) -> str:
-        """The head's size and expected speed-up, for messages. Empty if both are unknown."""
+        """The head's size and expected speed-up, for messages, or an empty string if both are unknown."""
         size = format_bytes(self.size_bytes) if self.size_bytes else ""
         if not self.speedup:
             return size
@@ -139,7 +139,7 @@ def head_options(target: Resolved) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the heads of a model in the catalogue that is not on this machine: in its files, then others."""
+    """Return the heads for a catalogue model that is not on this machine: those in its files, then others."""
     own = [
         HeadOption("", kind, None, "target", problem=_why_not_yet(kind, entry.file_format))
         for kind in entry.heads
@@ -188,7 +188,7 @@ def named_head(found: Resolved, target: Resolved, *, convert: bool = True) -> He
 
 
 def _other_head(refused: Resolved, target: Resolved) -> str:
-    """Suggest a head in the catalogue for the target, or say how to list heads."""
+    """Suggest a head from the catalogue for the target, or explain how to list heads."""
     for entry in load_catalogue().heads_for(target.entry):
         if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
             return f"use --head {entry.name}, which was made for {target.name}"
@@ -235,7 +235,7 @@ def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> He
     option = _installed(path, entry.name, "catalogue", target, target_info) if path else None
     if option is None:
         return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
-    # The demo must start quickly and has its own draft model, so its head is not chosen automatically.
+    # The demo must start quickly and has its own draft model, so do not select its head automatically.
     return replace(option, published=_published_speedup(entry), must_be_named=bool(entry.embedded_file))
 
 
@@ -260,7 +260,7 @@ def _published_speedup(entry: HeadEntry) -> str:
 
 
 def _kind(info: ModelInfo) -> str:
-    """Return the kind of head in the files, such as `EAGLE-3`, or "" if it is unknown."""
+    """Return the kind of head in the files, such as `EAGLE-3`, or an empty string if it is unknown."""
     return next(filter(method_of, info.heads), "")
 
 
@@ -271,7 +271,7 @@ def _speedup(kind: str, head_bytes: int, target_bytes: int) -> float:
 
 
 def _why_not_yet(kind: str, form: FileFormat) -> str:
-    """Return why edgespec cannot use this kind of head with targets in this format, or an empty string."""
+    """Return why edgespec cannot use such heads with targets in this format, or an empty string."""
     method = method_of(kind)
     if method in form.heads:
         return ""
@@ -300,7 +300,7 @@ def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int
 
     Args:
         option: The head.
-        own_words: The words in the target's names. Heads that share more words with the target come first.
+        own_words: Words in the target's names. Heads whose names share more of them come first.
     """
     heads = head_names()
     return (
@@ -329,7 +329,7 @@ def resolve_head(
 
     Raises:
         ModelNotFoundError: No head matches the reference.
-        ModelFileError: The file or folder cannot be read, or the reference names a model.
+        ModelFileError: The file or folder cannot be read, or the reference names a model instead.
         DownloadError: The download failed.
         CancelledError: `progress` returned False.
     """
@@ -372,7 +372,7 @@ def resolve_head_with(reference: str, download: Downloader) -> Resolved:
 
 
 def _resolve_head_path(path: Path) -> Resolved:
-    """Return the head at a path, which can be the weight file for Medusa and Hydra heads."""
+    """Return the head at a path. For Medusa and Hydra heads, the path may be that of the weight file."""
     is_weights = path.is_file() and residual_head_method(path) is not None
     return resolve_path(path.parent if is_weights else path, missing_from_head)
 

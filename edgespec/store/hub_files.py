@@ -1,6 +1,6 @@
 """Select a model's files in a Hugging Face repository by name, and find models in the Hugging Face cache.
 
-Nothing in this module accesses the network.
+This module never accesses the network.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class HubFile:
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and the part number, which is the same for all parts of a split model."""
+        """The path without `.gguf` and the part number. All parts of a split model have the same stem."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property
     def quantisation(self) -> str:
-        """The upper-case quantisation at the end of the name, such as `Q4_K_M`. Empty if there is none."""
+        """Upper-case quantisation at the end of the name, such as `Q4_K_M`, or an empty string if none."""
         match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
         return match.group(1).upper() if match else ""
 
@@ -106,7 +106,7 @@ def is_quantisation(text: str) -> bool:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names for an error message. Show the first 20 and the number of omitted names."""
+    """Join names for an error message, showing the first 20 and the number of omitted names."""
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -172,8 +172,9 @@ def is_gguf_model(file: HubFile) -> bool:
 def best_projector(names: Iterable[str], model: str) -> str | None:
     """Return the name of the best projector for the file `model`, or None.
 
-    The names of projectors contain `mmproj`. The best one is that whose name is most similar to the model's,
-    and on a tie the one with the best data type.
+    Projectors have `mmproj` in their names. The best one has the name most similar to the model's or, on a
+    tie,
+    the best data type.
     """
 
     def rank(name: str) -> tuple[int, int, str]:
@@ -254,14 +255,14 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
 
 
 def hub_cache_folder() -> Path:
-    """Return the folder of the Hugging Face cache."""
+    """Return the path of the Hugging Face cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def repository_folder(repository: str) -> Path:
-    """Return the folder of a repository in the Hugging Face cache."""
+    """Return a repository's folder in the Hugging Face cache."""
     return hub_cache_folder() / f"{_PREFIX}{repository.replace('/', '--')}"
 
 
@@ -312,7 +313,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
         ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
         main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        # Skip links that point outside the repository, because they could lead to a whole disk.
+        # Skip links that point outside the repository, because such a link could lead to a whole disk.
         snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
         yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 

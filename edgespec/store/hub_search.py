@@ -1,4 +1,4 @@
-"""Search Hugging Face for models, reading only their descriptions."""
+"""Search Hugging Face for models, fetching only their descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["search_hub"]
 
 # The quantisation that edgespec downloads by default, and its average number of bits per weight.
 _QUANTISATION, _BITS = "Q4_K_M", 4.85
-# Maximum time in seconds to wait for an answer from the hub. Short, because the user is waiting.
+# Maximum time in seconds to wait for a response from the hub. It is short, because the user is waiting.
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -23,8 +23,8 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
         limit: Maximum number of results.
 
     Returns:
-        The entries, most downloaded first. Sizes are estimated from the number of parameters, and are 0 if
-        that is unknown.
+        The entries, most downloaded first. Sizes are estimated from the number of parameters, or 0 if that is
+        unknown.
 
     Raises:
         DownloadError: The hub cannot be reached or rejects the search.
@@ -41,7 +41,7 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
         "expand": ["gguf", "gated"],
     }
     try:
-        # `HfApi.list_models` is not used, because it would retry for half a minute if the hub is unreachable.
+        # Do not use `HfApi.list_models`, because it would retry for half a minute if the hub is unreachable.
         response = get_session().get(
             f"{constants.ENDPOINT}/api/models", params=params, timeout=_TIMEOUT_SECONDS
         )
@@ -73,7 +73,7 @@ def _failed(reason: str, next_step: str, code: str = "") -> DownloadError:
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:
-    """Create the entry for a repository. `facts` is the data that the hub read from one of its GGUF files."""
+    """Create a catalogue entry for a repository. `facts` is what the hub read from one of its GGUF files."""
     if known := load_catalogue().of_repository(repository):
         return known
     parameters = int(facts.get("total") or 0)

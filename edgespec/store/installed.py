@@ -1,8 +1,8 @@
 """Find, describe and remove the models on this machine, whichever program installed them.
 
-Metadata is cached across runs until one of a model's files changes. The sampling settings that a model's
-makers recommend are the defaults of its replies. Models that belong to other programs are never modified or
-deleted.
+Metadata is cached across runs until one of a model's files changes. By default, replies use the sampling
+settings
+that a model's makers recommend. Models that belong to other programs are never modified or deleted.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ _NOT_MODELS: dict[ModelKind, str] = {
     "embedding": "the file is an embedding model, which does not generate text",
     "other": "the file is not a language model",
 }
-# Increment this when `read_info` returns different values for the same files, or when the type of a field
-# changes.
+# Increment this when `read_info` returns different values for the same files, or when a field's type changes.
 _VERSION = 6
 # Fields of `ModelInfo` that are sequences.
 _SEQUENCES = ("heads", "read_layers")
-# Why edgespec does not remove a model, with a hint, keyed by where the model was found.
+# Why edgespec does not remove a model, and a hint, keyed by where the model was found.
 _REFUSALS = {
     "embedded": ("it is part of edgespec", ""),
     "ollama": ("it belongs to Ollama", "use `ollama rm`"),
@@ -97,7 +96,7 @@ class InstalledModel:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The model's path and its adapters, which together identify the model."""
+        """The model's path and its adapters' paths, which together identify the model."""
         return (self.path, *self.adapters)
 
 
@@ -113,7 +112,7 @@ class InstalledModels:
     """All models found on this machine.
 
     Attributes:
-        models: The models that edgespec can run.
+        models: Models that edgespec can run.
         prepared: Files that `edgespec prepare` created.
         unusable: Models that edgespec cannot run.
     """
@@ -165,7 +164,7 @@ def _refusals(models: Sequence[InstalledModel]) -> list[str]:
 
 
 def refusal_of(resolved: Resolved, info: ModelInfo) -> str:
-    """Return why the backend rejects a model with this metadata. Empty if the model seems usable."""
+    """Return why the backend rejects a model with this metadata, or an empty string if it seems usable."""
     if not info.doubt:
         return ""
     (reason,) = why_refused([TrialModel(resolved.name, resolved.path, resolved.file_format, runs=False)])
@@ -175,7 +174,7 @@ def refusal_of(resolved: Resolved, info: ModelInfo) -> str:
 def loaded_bytes(info: ModelInfo, entry: ModelEntry | None) -> int:
     """Return the size of the file that edgespec loads for a model with this metadata.
 
-    edgespec converts a model in a Python package to its default quantisation when it is first loaded.
+    edgespec converts a model from a Python package to its default quantisation when it is first loaded.
 
     Args:
         info: The metadata of the model's files.
@@ -199,7 +198,7 @@ def model_info_or_none(resolved: Resolved) -> ModelInfo | None:
 
 
 def smaller_quantisations(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
-    """Return installed versions of the same model with fewer bits per weight, largest first."""
+    """Return installed versions of the same model that have fewer bits per weight, largest first."""
     return _resolve_all(model for model, is_same in _smaller(resolved, installed) if is_same)
 
 
@@ -218,7 +217,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return a model's shortest reference and its catalogue entry, or its path and None."""
+    """Return a model's shortest reference and its catalogue entry. Fall back to its path and None."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)
@@ -279,7 +278,7 @@ def model_info(path: Path, form: ModelFormat) -> ModelInfo:
 
 
 def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
-    """Return whether the models use the same token IDs. True if that is unknown."""
+    """Return whether the models use the same token IDs. If that is unknown, return True."""
     if not target[2] or not draft[2] or target[2] == draft[2]:
         return True
     target_tokens, draft_tokens = _read_tokens(target, draft)
@@ -287,7 +286,7 @@ def same_token_ids(target: ModelVocabulary, draft: ModelVocabulary) -> bool:
 
 
 def shared_token_fraction(target: ModelVocabulary, draft: ModelVocabulary) -> float | None:
-    """Return the fraction of the target's tokens that the draft model also has, or None if unknown."""
+    """Return the fraction of the target's tokens that the draft model also has, or None if it is unknown."""
     if not target[2] or not draft[2]:
         return None
     if target[2] == draft[2]:
@@ -333,7 +332,7 @@ def find_projector(model: Resolved) -> Path | None:
     """Return the projector that is stored with a model, or None.
 
     Ollama stores the projector as part of the model. LM Studio and the Hugging Face cache store it in the
-    folder of the model's file.
+    same folder as the model's file.
     """
     if model.projector:
         return model.projector
@@ -342,7 +341,7 @@ def find_projector(model: Resolved) -> Path | None:
     names: list[str] = []
     with suppress(OSError):
         names = [path.name for path in folder.iterdir()]
-    # A folder can contain the projectors of other models.
+    # Check the size, because a folder can also contain other models' projectors.
     while info and (name := best_projector(names, model.path.name)):
         with suppress(ModelFileError):
             if read_projector(folder / name).hidden_size == info.hidden_size:
@@ -365,7 +364,7 @@ class RemovalPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes that the removal frees."""
+        """Number of bytes that the removal will free."""
         return sum(path.stat().st_size for path in self.blobs)
 
     def execute(self) -> int:
@@ -434,9 +433,9 @@ class RecommendedSetting(NamedTuple):
 def recommended_sampling(model: Resolved | None, entry: ModelEntry | None) -> dict[str, RecommendedSetting]:
     """Return the recommended sampling settings of a model, by name.
 
-    The user's own settings take precedence. If several sources state a setting, the first of these counts:
-    the program that stores the model, the model's files, the catalogue. The catalogue's settings also apply
-    to copies of its models in other programs' folders, which are recognised by their headers.
+    The user's own settings take precedence. If several sources define a setting, the first of these wins: the
+    program that stores the model, the model's files, the catalogue. The catalogue's settings also apply to
+    copies of its models in other programs' folders, which are recognised by their headers.
 
     Args:
         model: The model, or None if it is not on this machine.

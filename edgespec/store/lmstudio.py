@@ -1,4 +1,4 @@
-"""Find the models of LM Studio, which stores them as publisher/repository/file. Modifies none of them."""
+"""Find LM Studio's models, which it stores as publisher/repository/file, without modifying them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Repository(NamedTuple):
 
 
 def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredModel | None:
-    """Return the LM Studio model with this repository name, or None.
+    """Return the LM Studio model in this repository, or None.
 
     Args:
         repository: `publisher/repository`.
@@ -66,14 +66,14 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
 
 
 def lmstudio_file(reference: str) -> StoredModel | None:
-    """Return the LM Studio model named `publisher/repository/file.gguf`, or None if there is none."""
+    """Return the LM Studio model named `publisher/repository/file.gguf`, or None."""
     publisher, _, rest = reference.partition("/")
     name, _, file = rest.partition("/")
     return lmstudio_model(f"{publisher}/{name}", file) if file.lower().endswith(".gguf") else None
 
 
 def lmstudio_models() -> Iterator[StoredModel]:
-    """Yield all models in LM Studio, including those that edgespec cannot run."""
+    """Yield all LM Studio models, including those that edgespec cannot run."""
     seen: set[Path] = set()
     budget = EntryBudget()
     for repository in _repositories(budget):
@@ -134,7 +134,7 @@ def _matches(file: HubFile, quantisation: str | None) -> bool:
 
 
 def _repository(name: str) -> Iterator[_Repository]:
-    """Yield the contents of the folder `publisher/repository` in each of LM Studio's models folders."""
+    """Yield the folder `publisher/repository` from each of LM Studio's models folders that contains it."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
         publisher_folder = find_child(root, publisher)
@@ -148,11 +148,11 @@ def _repository(name: str) -> Iterator[_Repository]:
 def _repositories(budget: EntryBudget) -> Iterator[_Repository]:
     """Yield all repository folders in LM Studio's models folders.
 
-    Follows symbolic links, because users link to models on other disks and in other programs' stores.
+    Symbolic links are followed, because users link to models on other disks and in other programs' stores.
     """
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
-        # Search the folder in one pass, so that the limit on entries applies to the whole folder.
+        # Search the folder in one pass, so that the limit on entries applies to all of it.
         for path in files_below(root, _MAX_DEPTH + 2, budget):
             parts = path.relative_to(root).parts
             if len(parts) > 2 and (path.name == _CONFIG or path.name.lower().endswith(".gguf")):
@@ -167,7 +167,7 @@ def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
 
 
 def _folders() -> list[Path]:
-    """Return LM Studio's models folders: those in its settings and the defaults of all versions."""
+    """Return LM Studio's models folders: those in its settings and the default ones of all versions."""
     home = home_folder()
     if home is None:
         return []

@@ -21,7 +21,7 @@ _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _PROJECTOR = "application/vnd.ollama.image.projector"
 _PARAMETERS = "application/vnd.ollama.image.params"
-# Kinds of files that edgespec does not use, with user-facing names. The templates are Go templates.
+# Kinds of files that edgespec does not use, with user-facing names. Ollama's templates are Go templates.
 _UNUSED = {
     "application/vnd.ollama.image.template": "template",
     "application/vnd.ollama.image.system": "system prompt",
@@ -35,7 +35,7 @@ _MAX_MANIFEST_BYTES = 1 << 20
 
 
 def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
-    """Return Ollama's model `name:tag`, or None if there is none.
+    """Return the Ollama model `name:tag`, or None.
 
     Args:
         name: `llama3.2`, `user/name`, or a name with a registry, such as `hf.co/user/repo`.
@@ -55,7 +55,7 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
 
 
 def ollama_models() -> Iterator[StoredModel]:
-    """Yield all models in Ollama, including those that edgespec cannot run."""
+    """Yield all Ollama models, including those that edgespec cannot run."""
     for folder in _folders():
         root, budget = folder / "manifests", EntryBudget()
         for path in files_below(root, 5, budget, inside=root):
@@ -81,7 +81,7 @@ def _manifest_path(name: str) -> tuple[str, ...]:
 
 
 def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
-    """Return the model whose manifest is at `place`, which is registry/owner/name/tag."""
+    """Return the model whose manifest is at `place`, a path of the form registry/owner/name/tag."""
     name, _, tag = place.rpartition("/")
     shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
     names = (shown, f"ollama:{shown}")
@@ -112,7 +112,7 @@ def _layers(manifest: Path) -> list[tuple[str, str]]:
             f"the model's manifest cannot be read: {error_reason(error)}", code="model_file_unreadable"
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        # Ollama may change the format of its manifests at any time.
+        # Ollama may change its manifest format at any time.
         raise ModelFileError("edgespec cannot parse the model's manifest") from error
 
 
@@ -131,7 +131,7 @@ def _gguf_files(folder: Path, parts: Sequence[tuple[str, str]]) -> tuple[Path, t
 
 
 def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the parameters in a model's Modelfile. Empty if there are none, or the file is unreadable."""
+    """Return the parameters in a model's Modelfile, or an empty mapping if there are none to read."""
     match = _DIGEST.fullmatch(dict(parts).get(_PARAMETERS, ""))
     if match:
         with suppress(OSError, ValueError, RecursionError):
@@ -143,7 +143,7 @@ def _parameters(folder: Path, parts: Sequence[tuple[str, str]]) -> dict[str, Any
 
 
 def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
-    """Return a model's projector, or None. A damaged one is ignored, because text does not need it."""
+    """Return a model's projector, or None. A damaged projector is ignored, because text does not need it."""
     with suppress(ModelFileError):
         for kind, digest in parts:
             if kind == _PROJECTOR:
@@ -154,8 +154,8 @@ def _projector(folder: Path, parts: Sequence[tuple[str, str]]) -> Path | None:
 def _unused(parts: Sequence[tuple[str, str]], parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a model's parts that edgespec does not use.
 
-    Stop strings are omitted, because they repeat the end tokens in the GGUF file, and most manifests contain
-    some.
+    Stop strings are left out, because most manifests contain some, and they only repeat the end tokens in the
+    GGUF file.
     """
     kinds = dict(parts)
     unused = [name for kind, name in _UNUSED.items() if kind in kinds]
@@ -164,7 +164,7 @@ def _unused(parts: Sequence[tuple[str, str]], parameters: Mapping[str, Any]) -> 
 
 
 def _gguf_file(folder: Path, digest: str, what: str) -> Path:
-    """Return the file with a digest. Raises ModelFileError if it is not a GGUF file."""
+    """Return the file with this digest. Raises ModelFileError if it is not a GGUF file."""
     match = _DIGEST.fullmatch(digest)
     if match is None:
         raise ModelFileError(f"{what} has an invalid digest")

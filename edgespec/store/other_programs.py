@@ -48,7 +48,7 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Return the model in LM Studio or Ollama whose name is `path`, unless a file with this path exists.
+    """Return the LM Studio or Ollama model whose name is `path`, unless a file with this path exists.
 
     Names in LM Studio can look like publisher/repo/file.gguf, and in Ollama like registry/owner/name:tag.
     """
@@ -69,7 +69,7 @@ def find_in_other_programs(
     Args:
         repository: `user/repo`.
         quantisation: A label or the name of a `.gguf` file. Defaults to the default quantisation.
-        hub_only: Whether to ignore models named `user/repo` in Ollama's own registry, which is a separate
+        hub_only: Whether to ignore models named `user/repo` from Ollama's own registry, which is a separate
             namespace.
     """
     registries = ["hf.co", "huggingface.co", *([] if hub_only else ["registry.ollama.ai"])]
@@ -78,7 +78,7 @@ def find_in_other_programs(
 
 
 def are_same_size(paths: Iterable[Path]) -> bool:
-    """Return whether all models have exactly the same size, and so are probably copies."""
+    """Return whether all models have exactly the same size, which means that they are probably copies."""
     return len({_size(path) for path in paths}) <= 1
 
 

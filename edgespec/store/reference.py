@@ -1,6 +1,6 @@
 """Parse model references, and resolve them to files and folders, downloading missing models.
 
-A reference is a path, a Hugging Face repository, a model of Ollama or LM Studio, or a name.
+A reference is a path, a Hugging Face repository, an Ollama or LM Studio model, or a name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Source = Literal["path"] | Store
 
 
 Downloader: TypeAlias = Callable[[str, str | None], Path]
-"""Return the path of a model, given its repository and quantisation. Download the model if necessary."""
+"""Returns the path of a model, given its repository and quantisation, downloading it if necessary."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Resolved:
         format: Name of the model's file format.
         adapters: Adapters that are part of the model, as in some Ollama models.
         unused: Names of the model's parts that edgespec does not use, such as Ollama's `template`.
-        sampling: The sampling settings that another program stores with the model, by edgespec's names.
+        sampling: Sampling settings that another program stores with the model, keyed by edgespec's names.
         projector: The projector (mmproj file) that Ollama stores with the model, or None.
     """
 
@@ -103,7 +103,7 @@ class Resolved:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The model's path and its adapters, which together identify the model."""
+        """The model's path and its adapters' paths, which together identify the model."""
         return (self.path, *self.adapters)
 
     @property
@@ -144,7 +144,7 @@ def resolve_with(
 ) -> Resolved:
     """Return the model that a reference names, calling `download` if it is not on this machine.
 
-    If `prepare` is set, a model in a Python package is first copied to its default quantisation.
+    If `prepare` is set, a model from a Python package is first copied to its default quantisation.
     """
     typed = reference.strip()
     match parsed := follow_aliases(typed):
@@ -198,7 +198,7 @@ def _resolve_name(
     if os.path.exists(full_name):
         return resolve_path(Path(full_name))
     if stored:
-        # Raises an error, because the model is unusable.
+        # This raises an error, because the model is unusable.
         return _resolve_stored(typed, stored)
     _refuse_head(full_name)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
@@ -230,7 +230,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
 def _resolve_packaged(
     typed: str, entry: ModelEntry, quantisation: str, progress: Progress | None, *, prepare: bool
 ) -> Resolved:
-    """Return the model in a Python package, or its copy in the default quantisation.
+    """Return a model from a Python package, or its copy in the default quantisation.
 
     If the copy cannot be made, for example because the disk is full, return the model itself.
     """
@@ -309,7 +309,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
 
 
 def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
-    """Return the error to raise for a head passed as a model. `target` is the model that it drafts for."""
+    """Return the error to raise if a head was passed as a model. `target` is the model that it drafts for."""
     return ModelFileError(
         f"{name} is a head, which drafts for one model and cannot run alone",
         f"pass it with --head, for example --target {target} --head {name}",
@@ -318,7 +318,7 @@ def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
 
 
 def _refuse_local_name(reference: HubReference) -> None:
-    """Raise ModelNotFoundError if the reference is a GGUF file's path without the suffix."""
+    """Raise ModelNotFoundError if the reference is a GGUF file's path without its suffix."""
     file = Path(f"{reference.repository}.gguf")
     if not reference.explicit and file.is_file():
         raise ModelNotFoundError(
@@ -334,14 +334,15 @@ def _refuse_head(name: str) -> None:
 
 
 def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | None = None) -> Resolved:
-    """Return the model or head at a path, after checking that its file is readable or its folder complete.
+    """Return the model or head at a path, after checking that the file is readable or the folder complete.
 
     Args:
         path: The file or folder.
-        missing_from_folder: Returns the names of files missing from a folder. Defaults to a model's files.
+        missing_from_folder: Returns the names of files missing from a folder. By default, checks for a
+            model's files.
 
     Raises:
-        ModelNotFoundError: There is no file.
+        ModelNotFoundError: There is no file or folder at this path.
         ModelFileError: The file cannot be read, or the folder is incomplete.
     """
     try:
@@ -493,19 +494,19 @@ class NameReference:
 
     @property
     def full_name(self) -> str:
-        """The name as typed, including the tag."""
+        """The name including its tag, as the user typed it."""
         return f"{self.name}:{self.tag}" if self.tag else self.name
 
 
 Reference = PathReference | HubReference | StoreReference | NameReference
 
 _MAX_PATH_CHARACTERS, _MAX_NAME_CHARACTERS = 4096, 512
-# Maximum number of characters of a model reference to quote in an error message.
+# Maximum number of characters to quote from a model reference in an error message.
 _MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-# Matches the URL path of a folder or file page on Hugging Face.
+# Matches the path of a file or folder page on Hugging Face.
 _WEB_PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )
@@ -538,7 +539,7 @@ def parse_reference(reference: str) -> Reference:
         return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
     path = Path(os.path.expanduser(text))
     if _WRITTEN_AS_PATH.search(text) and "://" not in text:
-        # `user/repo:file.gguf` is a file in a repository, unless there is a local file of that name.
+        # `user/repo:file.gguf` is a file in a repository, unless there is a local file with that name.
         in_repository = _REPOSITORY.match(text) if ":" in text and not os.path.exists(path) else None
         if in_repository:
             return _hub_reference(in_repository)
@@ -570,14 +571,14 @@ def _parse_hub(text: str, rest: str) -> HubReference:
 
 
 def _hub_reference(match: re.Match[str], *, explicit: bool = False) -> HubReference:
-    """Return the reference of a repository. Ollama's tag `latest` means the default quantisation."""
+    """Return the reference for a repository. Ollama's tag `latest` means the default quantisation."""
     tag = match.group(2)
     is_default = tag is None or tag.lower() == "latest"
     return HubReference(_check_length(match.group(1)), None if is_default else tag, explicit)
 
 
 def _reject_near_misses(text: str) -> None:
-    """Raise ModelNotFoundError with a specific hint if the reference contains a common mistake."""
+    """Raise ModelNotFoundError with a specific hint if a reference contains a common mistake."""
     if "://" in text and not _HUB_PREFIX.match(text):
         raise ModelNotFoundError(
             f"{_shorten(text)} is not a Hugging Face URL",

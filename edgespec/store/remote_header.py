@@ -1,7 +1,7 @@
 """Read the metadata of a model that is not on this machine, downloading only its file headers.
 
 The headers are written to sparse files of the original size, which take up almost no disk space. To code that
-only reads metadata, they look like the real files.
+reads only metadata, they look like the real files.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a model file's header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# A safetensors file begins with the length of its header, stored in this many bytes.
+# Size of the number at the start of a safetensors file that gives the length of its header, in bytes.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
-# Extensions of PyTorch files, which list their tensors at the end.
+# Extensions of PyTorch files, which have no header because they list their tensors at the end.
 _WITHOUT_HEADER = (".bin", ".pt")
 
 
@@ -58,14 +58,14 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
 def resolve_head_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
     """Return the head that a reference names. If it is not on this machine, download only its metadata.
 
-    Takes the same arguments and raises the same errors as `resolve_metadata`.
+    This takes the same arguments and raises the same errors as `resolve_metadata`.
     """
     fetch = partial(fetch_metadata, folder=folder, content=HEAD, progress=progress)
     return _named(folder, resolve_head_with(reference, fetch))
 
 
 def _named(folder: Path, resolved: Resolved) -> Resolved:
-    """Replace the path in a model's note if only its metadata was downloaded to `folder`."""
+    """Correct a model's note, which contains its path, if only metadata was downloaded to `folder`."""
     if not resolved.path.is_relative_to(folder):
         return resolved
     return replace(resolved, note=resolved.note.removesuffix(f": {resolved.path}") + ", not on this machine")
@@ -79,7 +79,7 @@ def fetch_metadata(
     content: RepositoryContent,
     progress: Progress | None = None,
 ) -> Path:
-    """Download the metadata of a model or head on Hugging Face, whether or not its files are on this machine.
+    """Download the metadata of a model or head on Hugging Face, even if its files are on this machine.
 
     Args:
         repository: `user/repo`.
@@ -89,11 +89,11 @@ def fetch_metadata(
         progress: Called during the download. Returning False cancels it.
 
     Returns:
-        The path of the first GGUF file, or of the folder of an MLX model or a head.
+        The path of the first GGUF file, or the folder of an MLX model or a head.
 
     Raises:
-        ModelNotFoundError: There is no such repository, or it lacks the quantisation or file.
-        DownloadError: Hugging Face cannot be reached, or its answer is damaged.
+        ModelNotFoundError: The repository does not exist, or lacks the quantisation or file.
+        DownloadError: Hugging Face cannot be reached, or its response is damaged.
         CancelledError: `progress` returned False.
     """
     with translate_errors(repository):
@@ -144,7 +144,7 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
 
 
 def _is_header_complete(file: HubFile, data: bytes) -> bool:
-    """Return whether `data` contains the complete header, or the whole file if it has no header."""
+    """Return whether `data` contains the complete header, or the whole file if it has none."""
     if file.name.endswith(".safetensors"):
         header = int.from_bytes(data[:_LENGTH_BYTES], "little")
         return len(data) >= _LENGTH_BYTES + header

@@ -36,11 +36,12 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 class SavedArrays:
     """A file of named arrays that belong to particular models.
 
-    Problems with the file are reported in `notice` instead of raising, and the data is recreated.
+    Problems with the file are reported in `notice` rather than raised, and the data is created again.
 
     Args:
         kind: Kind of data, such as `online`.
-        identity: Fingerprint of the models, from `models_fingerprint`. Files for other models are ignored.
+        identity: Fingerprint of the models, from `models_fingerprint`. Files for other models are
+            ignored.
         folder: Folder for the file. Defaults to one in the user's data folder.
 
     Attributes:
@@ -97,7 +98,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
 def models_fingerprint(*models: ModelFacts) -> str:
     """Return a hash that identifies models, in order, including their weights and adapters.
 
-    Reads a few blocks of each weight file. For unreadable files, only the name is hashed.
+    Only a few blocks of each weight file are read. For unreadable files, only the name is hashed.
     """
     digest = hashlib.sha256()
     for facts in models:

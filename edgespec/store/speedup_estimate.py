@@ -1,7 +1,7 @@
 """Estimate the speed-up of draft models, in order to rank them without running them.
 
-The estimates are based on the sizes of the models, or on the acceptance rates that earlier runs measured.
-Only token counts are saved, keyed by a hash of both models' files. No prompts or replies are saved.
+The estimates are based on model sizes, or on acceptance rates measured in earlier runs. Only token counts are
+saved, keyed by a hash of both models' files. Prompts and replies are never saved.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
         shared_token_fraction: Fraction of the target's tokens that the draft model also has. It cannot
-            propose the others.
+            propose any others.
     """
     rate = RATE_AT_EQUAL_SIZE + RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
     return min(max(rate, MIN_ASSUMED_RATE), MAX_ASSUMED_RATE) * shared_token_fraction
@@ -73,7 +73,7 @@ def estimate_speedup(
         step_cost: Time for one pass of the draft model, as a fraction of a single-token pass of the target.
             Because decoding is limited by memory bandwidth, this is the ratio of the bytes that the two
             models read per token.
-        shared_token_fraction: Fraction of the target's tokens that the draft model has.
+        shared_token_fraction: Fraction of the target's tokens that the draft model also has.
         acceptance_rate: The measured acceptance rate. If None, it is estimated from the sizes.
         pass_cost: Returns the duration of a pass of a given width, relative to a single-token pass.
     """
@@ -107,7 +107,7 @@ LocalModel: TypeAlias = tuple[Path, ModelFormat]
 
 
 def measured_acceptance_rate(target: LocalModel, draft: LocalModel) -> float | None:
-    """Return a model pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
+    """Return a model pair's measured acceptance rate (0 to 1), or None if too few tokens were drafted."""
     try:
         drafted, accepted = _counts(_key(target, draft))
     except ModelFileError:
@@ -138,7 +138,7 @@ def _counts(key: str) -> tuple[int, int]:
 
 
 class AcceptanceRecorder:
-    """Counts and saves a loaded model pair's drafted and accepted tokens. Never raises.
+    """Counts a loaded model pair's drafted and accepted tokens, and saves the counts. Never raises.
 
     Only the first token of each draft is counted, because the acceptance of later tokens depends on the draft
     length.
@@ -149,13 +149,13 @@ class AcceptanceRecorder:
         self._drafted = self._accepted = 0
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Add the number of drafts in a reply, and how many had their first token accepted."""
+        """Add the number of drafts in a reply, and the number whose first token was accepted."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
         if self._drafted >= SAVE_EVERY_DRAFTED:
             self.save()
 
     def save(self) -> None:
-        """Save the token counts collected since the last save."""
+        """Save the counts collected since the last save."""
         if self._drafted:
             with suppress(ModelFileError):
                 add_acceptance(*self._pair, self._drafted, self._accepted)

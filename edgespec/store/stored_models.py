@@ -25,7 +25,7 @@ __all__ = [
 
 Store = Literal["embedded", "ollama", "lmstudio", "hub"]
 # Maximum number of folder entries to read per store, which takes about a second. A larger folder is probably
-# a whole disk.
+# an entire disk.
 _MAX_ENTRIES = 100_000
 # Maximum number of folder entries to read below one symbolic link.
 _MAX_LINKED_ENTRIES = 10_000
@@ -36,7 +36,7 @@ class StoredModel:
     """A model on this machine, and the program that stores it.
 
     Attributes:
-        store: The program that stores the model. `hub` is the Hugging Face cache, and `embedded` edgespec
+        store: The program that stores the model. `hub` is the Hugging Face cache, and `embedded` is edgespec
             itself.
         names: References to the model, shortest first. The last reference is unique.
         path: The model's file or folder. None if the model is unusable.
@@ -45,7 +45,7 @@ class StoredModel:
         adapters: Adapters that are part of the model.
         projector: The projector (mmproj file) that is part of the model, or None.
         unused: Names of the model's parts that edgespec does not use, such as `system prompt`.
-        sampling: The sampling settings that the program stores with the model, by edgespec's names.
+        sampling: Sampling settings that the program stores with the model, keyed by edgespec's names.
     """
 
     store: Store
@@ -60,7 +60,7 @@ class StoredModel:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the entry named `name` in a folder, preferring an exact match to one that differs in case."""
+    """Return the entry named `name` in a folder, preferring an exact match over one that differs in case."""
     if name in ("", ".", ".."):
         return None
     try:
@@ -74,11 +74,11 @@ def find_child(folder: Path, name: str) -> Path | None:
 
 
 class EntryBudget:
-    """A limit on the number of folder entries that are read while searching for models.
+    """A limit on the number of folder entries to read while searching for models.
 
     Attributes:
-        left: Number of entries that may still be read. 0 or less once the limit is exceeded.
-        skipped: The first folder that was not searched because of a limit. None if there is none.
+        left: Number of entries that may still be read. 0 or less once the limit has been exceeded.
+        skipped: The first folder that was not searched because of a limit, or None.
     """
 
     def __init__(self, left: int | None = None) -> None:
@@ -86,7 +86,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """Yield an entry that describes the problem if a folder with too many files was skipped."""
+        """If a folder was skipped because it has too many files, yield an entry that reports the problem."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
@@ -139,7 +139,7 @@ def files_below(
 
 
 def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, sorted by name. Empty if it is unreadable or has too many entries."""
+    """Return a folder's entries, sorted by name. Empty if it is unreadable or has too many entries."""
     limit = max(0, min(budget.left, own_budget.left))
     try:
         with os.scandir(folder) as iterator:

@@ -77,7 +77,7 @@ def check_number(name: str, value: object, allowed: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        # The integer is too large for a float. Return NaN, which the caller's range check rejects.
+        # The integer is too large for a float. The caller's range check rejects NaN.
         return math.nan
 
 

@@ -27,12 +27,12 @@ class ChildProcess:
     closed, which happens when the parent process exits. `close` can be called from any thread.
 
     Args:
-        arguments: The arguments of the Python interpreter: a script or code, followed by its own arguments.
+        arguments: Arguments for the Python interpreter: a script or code, followed by its own arguments.
         open_files: File descriptors that the process inherits. Not supported on Windows.
 
     Attributes:
-        stdin: The stream for requests to the process.
-        stdout: The stream of replies from the process.
+        stdin: Stream of requests to the process.
+        stdout: Stream of replies from the process.
 
     Raises:
         EdgespecError: The process cannot be started.
@@ -47,8 +47,8 @@ class ChildProcess:
                 code="process_not_started",
             )
         try:
-            # The -I option ignores the current folder and PYTHONPATH. In a new session, the process does not
-            # receive the terminal's Ctrl-C.
+            # The -I option ignores the current folder and PYTHONPATH. The new session keeps the terminal's
+            # Ctrl-C from reaching the process.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", *arguments],
                 stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ class ChildProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """The resident memory of the process in bytes, or 0 if it has exited."""
+        """Resident memory of the process in bytes, or 0 if it has exited."""
         with suppress(psutil.Error):
             return int(psutil.Process(self.pid).memory_info().rss)
         return 0
@@ -86,7 +86,7 @@ class ChildProcess:
         return self._end.alive and self._process.poll() is None
 
     def wait(self, timeout_seconds: float | None = None) -> int | None:
-        """Wait for the process to exit. Return its exit status, or None if it has not exited in time."""
+        """Wait for the process to exit. Return its exit status, or None if the timeout expires."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_seconds)
         return None
@@ -111,7 +111,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def module_arguments(module: str) -> list[str]:
-    """Return interpreter arguments that call `main` of a module, using this process's import path."""
+    """Return interpreter arguments that call a module's `main`, with this process's import path."""
     code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     # The child must not import modules from the current folder.
     folders = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]

@@ -17,11 +17,11 @@ import psutil
 
 __all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "control_groups", "usable_cores"]
 
-# Measured speeds count as distorted if other programs use more cores than this.
+# Speed measurements are considered distorted if other programs use more cores than this.
 MAX_BUSY_CORES = 0.3
 
 _READ_INTERVAL_SECONDS = 0.25
-# The load from other programs is not measured while this process uses less than this share of a core.
+# The load from other programs is measured only while this process uses at least this fraction of a core.
 _MIN_OWN_SHARE = 0.2
 
 
@@ -82,12 +82,12 @@ class CpuLoad:
         self._lock = Lock()
         self._reading = self._read()
         self._busy_cores = 0.0
-        # Number of `ignored` blocks that are running.
+        # Number of active `ignored` blocks.
         self._ignored = 0
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore the load of other programs for the duration of the `with` block.
+        """Ignore the load of other programs inside the `with` block.
 
         This keeps the number of CPU threads the same for every pass. Some kernels round differently with a
         different number of threads, so bit-for-bit comparisons of logits require it.
@@ -104,7 +104,7 @@ class CpuLoad:
         return self._clock(), self._busy_seconds(), self._own_seconds()
 
     def busy_cores(self) -> float:
-        """Return how many cores other programs used on average during the last quarter of a second."""
+        """Return the average number of cores that other programs used during the last quarter of a second."""
         with self._lock:
             if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
                 before, self._reading = self._reading, self._read()

@@ -1,4 +1,4 @@
-"""Find out whether files can be written to a folder, how much space it has, and how fast a disk reads."""
+"""Determine whether a folder is writable, how much free space it has, and how fast its disk is."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ __all__ = [
 # Number of bytes written to test a folder. Some file systems can store tiny files even on a full disk.
 _TRIAL_BYTES = 1 << 16
 PARALLEL_READS, READ_BYTES = 4, 2 << 20
-"""Number of reads at a time and their size, for the full speed of a disk. On a virtual disk, four reads of
-2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8."""
+"""Number of parallel reads and the size of each, chosen to reach a disk's full speed. On a virtual disk, four
+reads of 2 MB reached 1.0 to 1.1 GB/s, and one of 8 MB only 0.4 to 0.8.
+"""
 # Time limit in seconds for a measurement. Chosen so that the wait is not noticeable.
 _READ_SECONDS = 0.3
 
 
 def write_error(folder: Path) -> OSError | None:
-    """Write, flush and delete a small private file to find out whether files can be stored in a folder.
+    """Test whether files can be stored in a folder by writing, flushing and deleting a small private file.
 
     If the folder does not exist, the file is written to its nearest existing parent.
 
@@ -63,7 +64,7 @@ def append_error(path: Path) -> OSError | None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Add the missing reason to NumPy's write errors in the block.
+    """Add the missing reason to errors from NumPy when it fails to write a file inside the block.
 
     Args:
         path: The file that the block writes.
@@ -87,7 +88,7 @@ def _write_trial(handle: int) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free disk space for a folder in bytes. The folder may not exist yet. Raises OSError."""
+    """Return the free disk space in bytes for a folder that may not exist yet. Raises OSError."""
     return shutil.disk_usage(_existing(folder)).free
 
 
@@ -97,14 +98,14 @@ def _existing(folder: Path) -> Path:
 
 
 def open_uncached(path: Path) -> int:
-    """Open a file for reading without the page cache, where the file system allows it. Raises OSError.
+    """Open a file for reading, bypassing the page cache if the file system allows it. Raises OSError.
 
     Reading a large file through the page cache would evict the files of other programs.
     """
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         try:
-            # Some file systems open the file but then refuse to read it in this way.
+            # Some file systems open the file, but then fail to read it without the page cache.
             with mmap.mmap(-1, mmap.PAGESIZE) as page:
                 os.preadv(file, [page], 0)
             return file
@@ -114,7 +115,7 @@ def open_uncached(path: Path) -> int:
 
 
 def read_bytes_per_second(path: Path) -> float:
-    """Read parts spread over a file for up to 0.3 seconds. Raises OSError."""
+    """Measure a disk's read speed by reading parts of a file for up to 0.3 seconds. Raises OSError."""
     file, parts = open_uncached(path), max(1, path.stat().st_size // READ_BYTES)
     began = now()
 
@@ -122,7 +123,7 @@ def read_bytes_per_second(path: Path) -> float:
         done = 0
         with mmap.mmap(-1, READ_BYTES) as buffer:
             for i in range(first, parts, PARALLEL_READS):
-                # Consecutive reads are far apart, so that the disk's own cache does not serve them.
+                # Keep consecutive reads far apart, so that the disk's own cache does not serve them.
                 done += os.preadv(file, [buffer], i * 7919 % parts * READ_BYTES)
                 if now() - began > _READ_SECONDS:
                     break

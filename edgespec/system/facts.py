@@ -1,4 +1,4 @@
-"""Save small facts, such as measurements and results of trials, in one SQLite file for later runs."""
+"""Save small facts, such as measurements and test results, in an SQLite file for later runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ __all__ = ["Facts"]
 # Format of the file. A file with another version is replaced.
 _VERSION = 1
 # Maximum number of facts of one kind, and maximum size of one value in bytes. The largest kind has an entry
-# per pair of installed models, and the largest value takes about 10 KiB. Chosen, not measured.
+# per pair of installed models, and the largest value takes about 10 KiB. Both limits were chosen to leave
+# ample room.
 _MAX_FACTS, _MAX_VALUE_BYTES = 5000, 2**18
-# Seconds to wait for other processes that write to the file, and seconds for which the file is not used after
-# a timeout, so that a process that hangs while writing does not delay every call. Chosen, not measured.
+# Seconds to wait while another process writes to the file, and seconds to leave the file alone after such a
+# wait times out, so that a process that hangs while writing does not delay every call. Both were chosen, not
+# measured.
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 60.0
 _CREATE_TABLE = "CREATE TABLE facts (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
 _DELETE_OLDEST = (
@@ -40,12 +42,12 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Unsaved:
-    """The state that this process keeps for a file that it could not write.
+    """What this process keeps in memory for a file that it could not write.
 
     Attributes:
         facts: The facts that could not be saved, by kind and key.
         why: Why the last facts could not be saved. Empty if they were.
-        locked_until: Time before which not to use the file, because another process has locked it.
+        locked_until: Time until which to leave the file alone, because another process has locked it.
     """
 
     facts: dict[tuple[str, str], bytes] = field(default_factory=dict)
@@ -61,10 +63,10 @@ class _DamagedError(Exception):
 
 
 class Facts:
-    """A key-value store of JSON facts, grouped by kind, that saves later runs from redetermining them.
+    """A persistent key-value store of JSON facts, grouped by kind.
 
     The file never causes an error or a long wait. A damaged file is replaced. If the file cannot be written,
-    new facts are kept in memory. Each fact has a checksum, so that damaged ones are not used.
+    new facts are kept in memory. Each fact has a checksum, so that damaged facts are not used.
 
     Thread-safe and fork-safe, because each call reopens the file. Several processes can use the file at once.
 
@@ -92,7 +94,7 @@ class Facts:
         return None if value is None else json.loads(value)
 
     def put(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Save facts of one kind. If there are too many of this kind, the oldest are deleted."""
+        """Save facts of one kind. If there are too many facts of this kind, the oldest ones are deleted."""
         unsaved, rows = self._unsaved, dict(self._unsaved.facts)
         for key, fact in facts.items():
             if len(value := json.dumps(fact).encode()) <= _MAX_VALUE_BYTES:
@@ -178,7 +180,7 @@ class Facts:
 
 
 def _create(path: Path) -> None:
-    """Create a private file if there is none. SQLite's auxiliary files get the same permissions."""
+    """Create a private file if it does not exist. SQLite's auxiliary files get the same permissions."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Do not open an existing file here: closing it would release SQLite's locks in this process.
     with suppress(FileExistsError):

@@ -48,12 +48,12 @@ __all__ = [
 ]
 
 _MAX_KEY_DOTS = 100
-# The hash of a model file covers its first MiB and 16 smaller blocks spread over the rest.
+# A model file's hash covers its first MiB and 16 smaller blocks spread over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
-# Age in seconds from which a temporary file counts as abandoned. Another process may still be writing a newer
-# one. Chosen, not measured.
+# Age in seconds at which a temporary file counts as abandoned. Another process may still be writing a younger
+# file. The value was chosen to be generous.
 _STALE_SECONDS = 3600.0
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WRITE_REASONS = {
@@ -137,7 +137,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def unwritable_cache() -> str:
-    """Return why nothing can be saved in the cache folder. Empty if it is writable."""
+    """Return why nothing can be saved in the cache folder, or an empty string if it is writable."""
     try:
         folder = cache_folder()
         make_private_folder(folder)
@@ -195,7 +195,7 @@ def write_private_file(path: Path, *payload: bytes) -> None:
     """Write a file that only its owner can read, atomically replacing an older version.
 
     A missing parent folder is created as a private folder. An existing folder keeps its permissions.
-    Temporary files left behind by earlier writes that were killed are deleted.
+    Temporary files left behind by processes that were killed while writing are deleted.
 
     Args:
         path: The file to write.
@@ -226,7 +226,7 @@ def touch_private(path: Path) -> None:
 
 
 def delete_stale_temporaries(folder: Path, name: str = "") -> None:
-    """Delete temporary files left behind in a folder when `write_private_file` was killed.
+    """Delete temporary files left behind by processes that were killed in `write_private_file`.
 
     Args:
         folder: The folder to clean.
@@ -260,7 +260,7 @@ def replace_when_written(path: Path) -> Iterator[Path]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk if the system supports it."""
+    """Flush a file or folder to disk, if the system supports that."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -312,7 +312,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the reason for an error, in lower case, such as `the disk is full` or `permission denied`."""
+    """Return an error's reason in lower case, such as `the disk is full` or `permission denied`."""
     if isinstance(error, OSError):
         reason = _WRITE_REASONS.get(error.errno or 0, error.strerror or str(error))
     else:
@@ -321,7 +321,7 @@ def error_reason(error: Exception) -> str:
 
 
 def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
-    """Return advice on an error that occurred while writing to a folder.
+    """Return advice for an error that occurred while writing to a folder.
 
     Args:
         error: The error.

@@ -21,12 +21,12 @@ __all__ = [
 
 # Parameter numbers of glibc's `mallopt`, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Values of malloc's mmap threshold and trim threshold, in bytes.
+# Values for malloc's mmap and trim thresholds, in bytes.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 
 def address_space_is_limited() -> bool:
-    """Return True if the address space of this process is limited (`ulimit -v`)."""
+    """Return whether the address space of this process is limited (`ulimit -v`)."""
     if sys.platform == "win32":
         return False
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)

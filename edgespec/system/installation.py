@@ -1,4 +1,4 @@
-"""Versions of packages, and shell commands to show in messages, such as the one that installs packages."""
+"""Return package versions, and shell commands to show in messages, such as the installation command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["chat_command", "package_version", "pip_command", "setup_command"]
 def package_version(package: str) -> str:
     """Return the version of an installed package, or an empty string if it is not installed.
 
-    Looking it up reads the package's metadata, which takes a millisecond, so this is done once per process.
+    The result is cached, because reading the package's metadata takes a millisecond.
     """
     # Importing this module takes 20 ms, and `edgespec --help` does not need it.
     from importlib.metadata import PackageNotFoundError, version
@@ -30,13 +30,14 @@ def package_version(package: str) -> str:
 def chat_command() -> str:
     """Return the shell command that starts a chat, in the form that the user used to start edgespec.
 
-    That is scripts/chat if this script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the one on PATH is
-    this installation, or else Python with `-m edgespec chat`.
+    This is `scripts/chat` if that script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the `edgespec` on
+    PATH belongs to this installation, and Python with `-m edgespec chat` otherwise.
     """
     if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
         return script
     on_path = shutil.which("edgespec")
-    # A folder on PATH can be a link to that of this installation. The interpreter itself is always a link.
+    # Compare resolved folders, because a folder on PATH can be a link to this installation. Do not resolve
+    # the interpreter itself, which is a link in virtual environments.
     if on_path is not None and Path(on_path).parent.resolve() == Path(sys.executable).parent.resolve():
         return "edgespec chat"
     return f"{shlex.quote(sys.executable)} -m edgespec chat"

@@ -1,4 +1,4 @@
-"""Suggest names that the user may have meant by a misspelt one."""
+"""Suggest names that the user may have meant when a name is misspelt."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ FOREIGN_NAMES = {
     "temp": "temperature",
     "typical": "typical_p",
 }
-"""Option names of other programs and APIs, and edgespec's names for the same options."""
+"""Other programs' and APIs' option names, mapped to edgespec's names."""
 
 REMOVED_NAMES = {
     "/vi": "Press Ctrl+G in the full-screen chat to write your message in a text editor",
     "swift": "use `layerskip` with a model that was prepared for it, or `suffix` or `ngram`",
 }
-"""Methods and slash commands of earlier versions, and what to use instead."""
+"""Methods and slash commands of earlier versions, mapped to advice on what to use instead."""
 
 _MAX_NAMES = 4
-# Penalty in typing errors if only part of a name was typed, such as --temp.
+# Penalty, counted in typing errors, if only part of a name was typed, such as --temp.
 _END_MISSING = _START_MISSING = 0.5
 
 

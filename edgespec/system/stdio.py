@@ -17,7 +17,7 @@ _MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def is_ascii(encoding: str | None) -> bool:
-    """Return whether an encoding is ASCII, Python's default if the locale does not specify one."""
+    """Return whether an encoding is ASCII, which is Python's default if the locale specifies none."""
     try:
         return codecs.lookup(encoding or "ascii").name == "ascii"
     except LookupError:
@@ -27,7 +27,7 @@ def is_ascii(encoding: str | None) -> bool:
 def ensure_utf8_locale() -> None:
     """Restart the program in Python's UTF-8 mode if the locale's encoding is ASCII.
 
-    File names and terminal input on such a machine are still UTF-8, but Python would treat every non-ASCII
+    File names and terminal input are UTF-8 even with such a locale, but Python would treat every non-ASCII
     byte in a file name or argument as invalid. Python chooses the encoding at startup, so it cannot be
     changed later.
     """

@@ -1,6 +1,6 @@
-"""The MCP servers of a chat: start them, list their tools, and call them within time limits.
+"""Start a chat's MCP servers, list their tools, and call the tools within time limits.
 
-A separate thread handles them, so that they cannot block the screen.
+This runs in a separate thread, so that a slow server cannot block the UI.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _T = TypeVar("_T")
 
 
 class ServerConnection:
-    """A connection to an MCP server. Call methods from one event loop. Any thread may read attributes.
+    """A connection to an MCP server.
+
+    Call its methods from a single event loop. Its attributes can be read from any thread.
 
     Attributes:
         config: The server's configuration.
         tools: The server's tools. Kept if the server exits on its own, because the next call restarts it.
             Empty before the first start and after `stop`.
         left_out: Number of tools that were left out because they are invalid or too many.
-        problem: Why the server could not be started or has exited on its own, otherwise empty.
+        problem: Why the server failed to start or exited on its own. Empty otherwise.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -78,7 +80,7 @@ class ServerConnection:
         await self._started.wait()
 
     async def stop(self) -> None:
-        """Stop the server if it is running, and forget its tools."""
+        """Stop the server if it is running, and clear `tools`."""
         self._stop.set()
         self.tools = ()
         if self._task is not None:
@@ -180,10 +182,10 @@ def _problem(problems: Problems, reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Describe an error in one line. For an exception group, describe the first one."""
+    """Describe an error in one line. For an exception group, describe its first exception."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    # Import this only when used, like the SDK, because it would delay the chat's first screen.
+    # Import this here, like the SDK, because importing it at startup would delay the chat's first screen.
     import httpx2
 
     if isinstance(error, FileNotFoundError):
@@ -230,7 +232,7 @@ class Toolbox:
         return self._submit(self.servers[tool.server].call(tool.name, arguments))
 
     def close(self) -> None:
-        """Stop all servers and the thread, waiting a few seconds at most."""
+        """Stop all servers and the background thread, waiting at most a few seconds."""
         if self._closed or self._loop is None or self._thread is None:
             return
         self._closed = True

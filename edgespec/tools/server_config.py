@@ -35,7 +35,7 @@ class ServerConfig:
         url: Address of a server that speaks Streamable HTTP. Empty if `command` is set.
         headers: HTTP headers to send with every request.
         timeout: Maximum duration of a call in seconds.
-        allow: Names of tools that run without asking the user.
+        allow: Names of tools that can run without the user's confirmation.
     """
 
     name: str
@@ -123,7 +123,7 @@ def _is_http(url: str) -> bool:
 
 
 def allow_always(server: str, tool: str) -> None:
-    """Add a tool to the server's list of tools that run without asking the user.
+    """Add a tool to the server's list of tools that can run without the user's confirmation.
 
     Raises:
         ConfigurationError: `tools.toml` cannot be changed.

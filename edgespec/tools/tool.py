@@ -1,4 +1,4 @@
-"""A tool of an MCP server, and the result of a call, as text for the model and the screen.
+"""MCP tools and the results of their calls, as text for the model and the screen.
 
 A tool's name, description and schema come from the server and are untrusted.
 """
@@ -29,7 +29,7 @@ _INVISIBLE = re.compile(
     r"\ud800-\udfff\U000e0000-\U000e0fff]"
 )
 Veto: TypeAlias = Literal["", "refused", "stopped"]
-"""Whether the user refused a call, or stopped the reply or the call. Empty if neither."""
+"""Whether the user refused a call, or stopped the call or the whole reply. Empty if neither."""
 
 # Prefix of a failed call's text, which tells the model that the call failed.
 _FAILED = "Error: "
@@ -67,7 +67,7 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool in the format of OpenAI's API, for `Runtime.stream_messages`."""
+        """The tool in OpenAI's API format, for `Runtime.stream_messages`."""
         function = {"name": self.call_name, "description": self.description, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
@@ -144,7 +144,7 @@ class ToolResult:
 
     @property
     def problem(self) -> str:
-        """The error message of a failed call, without the words that inform the model of the failure."""
+        """The error message of a failed call, without the prefix that tells the model about the failure."""
         return self.text.removeprefix(_FAILED)
 
 
@@ -160,7 +160,7 @@ def _result_text(content: Any) -> str:
 
 
 def limited(text: str, max_characters: int) -> str:
-    """Truncate text that is too long, and append a note on how much is missing."""
+    """Truncate text to `max_characters`, and append a note on how much is missing."""
     if len(text) <= max_characters:
         return text
     left_out = len(text) - max_characters

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RECEIVED_BYTES", "FloodError", "Problems", "is_connection_lost", "transport"]
 
 MAX_RECEIVED_BYTES = 8 << 20
-# Seconds that a server has to exit after its stdin is closed, and then again after SIGTERM.
+# Seconds to wait for a server to exit after closing its stdin, and again after sending SIGTERM.
 _END_SECONDS = 1.0
 _MAX_STDERR_BYTES = 2_000
 _CONNECT_SECONDS = 10.0
@@ -44,10 +44,10 @@ class FloodError(Exception):
 
 
 class Problems:
-    """What is known about why a connection ended, for the error message.
+    """Records why a connection ended, for the error message.
 
     Attributes:
-        flooded: Whether the server exceeded the limit on data.
+        flooded: Whether the server exceeded the data limit.
         exit_status: Exit status of the server's program. None if it is running or was not started.
         stderr: The last lines of the program's stderr.
         ended: Set when the server's program closed the connection, or when edgespec disconnected it.
@@ -177,8 +177,8 @@ async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any
         assert process.stdin is not None
         async with sent_reader:
             async for each in sent_reader:
-                # Answering a request from the server must not reset the limit, or the server could send any
-                # number of requests.
+                # Do not reset the limit when answering the server's requests, or it could send any number of
+                # them.
                 if isinstance(each.message, types.JSONRPCRequest):
                     allowance.reset()
                 text = each.message.model_dump_json(by_alias=True, exclude_unset=True)

@@ -28,10 +28,10 @@ __all__ = [
 
 # Maximum number of tokens per training step. Larger batches need more memory for the target's logits.
 BATCH_TOKENS = 1_536
-# With few conversations, use smaller batches to get about 1,500 steps. The minimum of 256 tokens is about one
-# conversation.
+# With few conversations, batches are smaller, to get about 1,500 steps. The minimum of 256 tokens is about
+# one conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
-# Number of epochs. With more epochs, the head overfits and becomes worse on other text.
+# Number of epochs. With more, the head overfits and becomes worse on other text.
 PASSES = 3
 
 
@@ -69,7 +69,7 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
             stored_tokens = file["tokens"]
             if stored_tokens.ndim != 1 or stored_tokens.dtype != np.int32:
                 raise ValueError("the tokens are not a list of whole numbers")
-            # MLX does not check token ids, and would read outside the embedding table.
+            # MLX does not check token ids, and would read beyond the embedding table.
             if stored_tokens.size and not 0 <= stored_tokens.min() <= stored_tokens.max() < vocab_size:
                 raise ValueError(f"a token id is outside the vocabulary of {vocab_size:,} tokens")
             texts = np.split(stored_tokens, file["ends"])[:-1]
@@ -88,7 +88,7 @@ def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
 
 
 def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
-    """Combine conversations into one batch, padding each to the length of the longest one."""
+    """Combine conversations into a batch, padding each to the length of the longest."""
     length = max(len(each.tokens) for each in conversations)
     tokens = np.zeros((len(conversations), length), np.int32)
     replied = np.zeros((len(conversations), length), np.bool_)
@@ -101,10 +101,10 @@ def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
 def batches(
     conversations: Sequence[Conversation], max_tokens: int, random: np.random.Generator
 ) -> list[list[Conversation]]:
-    """Group conversations into batches of similar length, in random order.
+    """Group conversations of similar length into batches, and return the batches in random order.
 
-    Similar lengths keep padding small. A batch has at most `max_tokens` tokens including padding, unless a
-    single conversation is longer.
+    Similar lengths keep padding small. A batch has at most `max_tokens` tokens including padding,
+    unless a single conversation is longer.
     """
     shuffled = [conversations[i] for i in random.permutation(len(conversations))]
     divided: list[list[Conversation]] = [[]]
@@ -127,6 +127,6 @@ def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversat
 
 
 def token_counts(conversations: Sequence[Conversation], vocab_size: int) -> NDArray[np.int64]:
-    """Count how often each token occurs in the replies, int64 [vocabulary]."""
+    """Count how often each token occurs in the replies. Returns int64 [vocabulary]."""
     replies = [each.tokens[each.prompt_length :] for each in conversations]
     return np.bincount(np.concatenate(replies), minlength=vocab_size).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Load the target and the draft model to train, or explain which version is needed."""
+"""Load the target and the draft model to train, or explain which version of the model is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class TrainingTarget:
         template: The target's chat template.
         path: Folder of the loaded model.
         identity: Hash of the loaded model's files.
-        gguf: The GGUF model that will use the drafter. None if the drafter is for the loaded model itself.
+        gguf: The GGUF model that will use the drafter, or None if the drafter is for the loaded model
+            itself.
     """
 
     name: str
@@ -86,7 +87,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
 
     Raises:
         OptionError: There is no draft model, it cannot be trained, or its folder is `folder`.
-        EdgespecError: Any error raised by `catalog.resolve`.
+        EdgespecError: Any error raised by `resolve`.
     """
     if reference == "auto":
         choice = choose_draft(target)
@@ -117,7 +118,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
 
 @contextmanager
 def load_target(path: Path, name: str, weights: Path | None, progress: Progress) -> Iterator[TrainingTarget]:
-    """Load a target for training. It can be used until the end of the `with` block.
+    """Load a target for training, for use within a `with` block.
 
     Args:
         path: File or folder of the target.
@@ -185,7 +186,7 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
 def _difference(path: Path, weights: Path) -> str:
     """Describe how another version of a GGUF model differs from it, or return an empty string."""
     own, other = format_at(path).read_info(path), format_at(weights).read_info(weights)
-    # The layers of a GGUF model include those for multi-token prediction, which other formats do not count.
+    # Unlike other formats, GGUF counts a model's multi-token prediction layers among its layers.
     if not own.heads and 0 < own.layers != other.layers > 0:
         return f"it has {other.layers:,} layers, not {own.layers:,}"
     if 0 < own.hidden_size != other.hidden_size > 0:
@@ -197,7 +198,7 @@ def _difference(path: Path, weights: Path) -> str:
 
 
 def _identity(folder: Path) -> str:
-    """Return a hash of a model's files."""
+    """Return a hash that identifies a model's files."""
     try:
         digests = [sampled_sha256(file) for file in format_at(folder).files(folder)]
     except OSError as error:

@@ -1,7 +1,7 @@
 """Train a drafter on conversations that the target writes, and publish it if it beats the earlier one.
 
-Conversations and training state are saved along the way, so that interrupted training can be resumed with the
-same result.
+Conversations and training state are saved along the way, so interrupted training can be resumed
+with the same result.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ _GGUF_NAME = "head.gguf"
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The result of training a drafter: a head or a draft model.
+    """The result of training a drafter, which is a head or a draft model.
 
     Attributes:
         folder: The drafter's folder.
-        kept: Whether `folder` contains the new drafter. If False, the earlier drafter was at least as good,
-            and `folder` is unchanged.
+        kept: Whether `folder` contains the new drafter. If False, the earlier drafter was at least as
+            good, and `folder` is unchanged.
         figures: Accuracy of the new drafter on the held-out conversations.
-        earlier: Accuracy on the same conversations of the earlier drafter: the one in `folder`, or the draft
-            model before training. None for the first head.
+        earlier: Accuracy of the earlier drafter on the same conversations. This is the drafter in
+            `folder`, or the draft model before training. None for the first head.
         curve: Evaluations during training.
-        best: The evaluation with the most tokens per pass. The new drafter has the weights from this point.
+        best: The evaluation with the most tokens per pass. The new drafter has the weights from this
+            point.
         conversations: Number of conversations, including those held out.
         tokens: Number of tokens in the conversations.
         plot: Path of the training curve. None if `kept` is False or matplotlib is not installed.
@@ -108,13 +109,14 @@ def train_drafter(
         settings: Settings of the training run.
         prompts: Prompts to answer before the target generates its own questions.
         folder: Folder for the drafter. An existing drafter is replaced only by a better one.
-        progress: Called with a description and the completed fraction. Returning False stops the training.
+        progress: Called with a description and the completed fraction. Returning False stops the
+            training.
         announce: Called once before the work starts, with the estimated remaining time in seconds (0 if
-            training is finished) and a description of what an interrupted run has already done (empty for a
-            new run).
+            training is finished) and a description of what an interrupted run has already done (empty
+            for a new run).
 
     Raises:
-        CancelledError: `progress` returned False. Calling with the same arguments continues the training.
+        CancelledError: `progress` returned False. To continue, call this again with the same arguments.
         BusyError: Another process is training in the same folder.
         OptionError: The folder contains an unfinished training run with other settings, or other files.
         ModelFileError: The folder contains another kind of drafter, or one for a different target.
@@ -159,7 +161,7 @@ def train_drafter(
                 del trainer
                 shutil.rmtree(finished, ignore_errors=True)
                 saved.best_folder(state.best.steps).rename(finished)
-            # Measure the saved drafter, because its weights have a lower precision than during training.
+            # Measure the drafter as saved, because its weights have a lower precision than during training.
             drafters = {"new": student.published(finished), "earlier": earlier}
             for name, drafter in drafters.items():
                 if drafter and not saved.is_measured(name):
@@ -215,7 +217,7 @@ def _explain_failures(path: Path) -> Iterator[None]:
 def _continued(
     settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, *, trained: bool
 ) -> str:
-    """Describe what an interrupted run has already done. Empty for a new run."""
+    """Describe what an interrupted run has already done, or return an empty string for a new run."""
     if trained:
         return "all training steps are finished, and only the evaluation is left"
     if state.steps:
@@ -231,7 +233,7 @@ def _continued(
 
 
 def _divided(conversations: list[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """Split conversations into held-out and training ones."""
+    """Split conversations into held-out and training sets."""
     held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
     held = set(map(id, held_out))
     return held_out, [each for each in conversations if id(each) not in held]
@@ -244,7 +246,7 @@ def _write_conversations(
     wanted_tokens: int,
     progress: Progress,
 ) -> None:
-    """Generate conversations until there are `wanted_tokens` tokens, saving each batch."""
+    """Generate conversations until they have `wanted_tokens` tokens in total, saving each batch."""
     tokens = sum(len(each.tokens) for each in conversations)
     batch = len(saved.conversation_files())
 
@@ -301,7 +303,7 @@ def _train(
 
 
 def _publish(trainer: DrafterTrainer, folder: Path) -> None:
-    """Write the drafter to `folder`, which gets this name only once the drafter is complete."""
+    """Write the drafter to `folder`, which is created under another name and renamed once it is complete."""
     unfinished = folder.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -312,7 +314,7 @@ def _publish(trainer: DrafterTrainer, folder: Path) -> None:
 
 
 def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> None:
-    """Convert the trained head to GGUF. On failure, the EdgespecError says that the head is finished."""
+    """Convert the trained head to GGUF. If that fails, the EdgespecError says that the head is trained."""
     if not progress("converting the head to GGUF", 0.0):
         raise CancelledError("the conversion was cancelled")
     try:
@@ -334,7 +336,7 @@ def _plot_training(curve: Sequence[CurvePoint], name: str, path: Path) -> bool:
         path: PNG file to write.
 
     Returns:
-        Whether the file was written. False if matplotlib is not installed.
+        Whether the file was written, which requires matplotlib.
 
     Raises:
         OSError: The file cannot be written.

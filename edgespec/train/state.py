@@ -27,7 +27,7 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 T = TypeVar("T")
 
-# Treat a saved speed as damaged if it exceeds this many seconds per token.
+# Seconds per token above which a saved speed counts as damaged.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 _LOCK_FILE = "lock"
@@ -35,7 +35,7 @@ _LOCK_FILE = "lock"
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """The settings of a training run. It can be resumed only with the same settings.
+    """The settings of a training run, which can be resumed only with the same settings.
 
     Attributes:
         method: Kind of drafter, such as `eagle3` or `draft`.
@@ -43,7 +43,7 @@ class TrainingSettings:
         tokens: Number of tokens in the training conversations.
         prompts: Hash of the user's prompts. Empty if the target generates all questions itself.
         draft: Hash of the files of the draft model to train. Empty for heads.
-        lora: Whether a LoRA adapter is trained instead of the draft model's weights.
+        lora: Whether to train a LoRA adapter instead of the draft model's weights.
     """
 
     method: str
@@ -89,11 +89,11 @@ class TrainingProgress:
 
     @property
     def best(self) -> CurvePoint:
-        """The evaluation with the most tokens per pass. Ties favour the latest evaluation."""
+        """The evaluation with the most tokens per pass. In a tie, the latest one."""
         return max(self.curve, key=lambda point: (point.tokens_per_pass, point.steps))
 
     def add_point(self, tokens_per_pass: float) -> None:
-        """Add an evaluation to the curve, with the mean of the losses since the previous one."""
+        """Add an evaluation to the curve, with the mean loss since the previous evaluation."""
         loss = sum(self.losses) / len(self.losses)
         self.curve.append(CurvePoint(self.steps, self.trained_tokens, loss, tokens_per_pass))
         self.losses = []
@@ -116,8 +116,8 @@ class TrainingFolder:
         self.path = path
         file = path / _SETTINGS
         if not file.exists():
-            # The folder is deleted after training, so it must not contain unrelated files. It may contain a
-            # temporary file if an earlier run was killed while writing the settings.
+            # The folder is deleted after training, so it must not contain unrelated files. A temporary file
+            # may remain if an earlier run was killed while writing the settings.
             if {each.name for each in path.iterdir()} - {_LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
                     f"{path} contains files that edgespec did not create",
@@ -144,7 +144,7 @@ class TrainingFolder:
             )
 
     def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
-        """Return the training run's saved speed, or measure and save it.
+        """Return the training run's saved speed. If there is none, measure and save it.
 
         Raises:
             ModelFileError: The file is damaged.
@@ -155,15 +155,15 @@ class TrainingFolder:
         return _parsed(file, _speed)
 
     def is_measured(self, drafter: str) -> bool:
-        """Return whether the evaluation of a drafter (`new` or `earlier`) is saved."""
+        """Return whether a drafter's evaluation (`new` or `earlier`) has been saved."""
         return self._figures_file(drafter).exists()
 
     def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
-        """Save the figures of a drafter (`new` or `earlier`). Raises OSError if writing fails."""
+        """Save a drafter's figures (`new` or `earlier`). Raises OSError if writing fails."""
         _write_json(self._figures_file(drafter), asdict(figures))
 
     def figures(self, drafter: str) -> DrafterFigures:
-        """Return the saved figures of a drafter (`new` or `earlier`).
+        """Return a drafter's saved figures (`new` or `earlier`).
 
         Raises:
             ModelFileError: The file is damaged.
@@ -187,7 +187,7 @@ class TrainingFolder:
         return self.path / f"state-{steps:08d}.safetensors"
 
     def best_folder(self, steps: int) -> Path:
-        """Return the path of the drafter after `steps` steps. It exists for the best evaluation so far."""
+        """Return the path of the drafter after `steps` steps, which exists only for the best evaluation."""
         return self.path / f"best-{steps:08d}"
 
     def progress(self, *, required: bool) -> TrainingProgress:
@@ -221,7 +221,10 @@ class TrainingFolder:
             raise _damaged(best)
 
     def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
-        """Save progress and the drafter's state. If interrupted, the previously saved state stays valid."""
+        """Save the progress and the drafter's state.
+
+        If this is interrupted, the previously saved state stays valid.
+        """
         current = self.state_file(progress.steps)
         with replace_when_written(current) as unfinished:
             trainer.save_state(unfinished)
@@ -234,8 +237,8 @@ class TrainingFolder:
     def delete_contents(self) -> None:
         """Delete the files of a finished training run, except for the lock.
 
-        The progress is deleted before the files that it refers to, and the settings last, so the training
-        folder stays valid if this is interrupted.
+        The progress is deleted before the files that it refers to, and the settings last, so that the
+        training folder stays valid if the deletion is interrupted.
         """
         (self.path / _PROGRESS).unlink(missing_ok=True)
         for saved in self.path.iterdir():
@@ -280,7 +283,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 
 
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
-    """Raise ValueError if the value is impossible for drafts of `DEPTH` tokens, or not a number."""
+    """Raise ValueError if the value is not a number, or impossible for drafts of `DEPTH` tokens."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
         raise ValueError(f"{tokens_per_pass} tokens per pass are not possible")
 
@@ -366,7 +369,7 @@ def lock_training(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Delete the file before the lock is released. A process that opened the deleted file cannot lock it.
+        # Delete the file before releasing the lock. A process that opened the deleted file cannot lock it.
         file.unlink(missing_ok=True)
         lock.release()
         with suppress(OSError):

@@ -17,12 +17,12 @@ from edgespec.train.writing import BATCH_CONVERSATIONS
 __all__ = ["TrainingSpeed", "measure_speed"]
 
 # Maximum tokens per conversation in the short and the long writing trial. The long trial estimates a real
-# batch's time per token to within a factor of two. Slow machines run only the short one, so that the estimate
-# does not take minutes.
+# batch's time per token to within a factor of two. Slow machines run only the short trial, so that the
+# estimate does not take minutes.
 _TRIAL_TOKENS = (2, 24)
 _LONG_WRITE_SECONDS = 5.0
 # Number of conversations in each trial step. Larger steps take less time per token and are closer to real
-# ones. A step cannot be interrupted, so slow machines run only the first.
+# ones. Slow machines run only the first, because a step cannot be interrupted.
 _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
 _LONG_STEP_SECONDS = 1.0
 
@@ -32,8 +32,8 @@ class TrainingSpeed:
     """The measured speed of a training run.
 
     Attributes:
-        write_seconds: Seconds to generate one token of a conversation.
-        train_seconds: Seconds to train on one token.
+        write_seconds: Time to generate one token of a conversation, in seconds.
+        train_seconds: Time to train on one token, in seconds.
     """
 
     write_seconds: float
@@ -43,7 +43,7 @@ class TrainingSpeed:
         """Return the estimated remaining time in seconds.
 
         Args:
-            wanted_tokens: Number of tokens that the training conversations should have.
+            wanted_tokens: Number of tokens that the training conversations should contain.
             written_tokens: Number of tokens in the conversations so far.
             trained_tokens: Number of tokens trained on so far, including repetitions.
         """
@@ -84,8 +84,8 @@ def measure_speed(
             raise CancelledError("the estimate was cancelled")
         batch = batch_of(trial[:conversations])
         began = time.perf_counter()
-        # Time a step near the end of training, when a head predicts the most tokens ahead, which takes
-        # longest. The average step takes about 80 % of that time.
+        # Time a step near the end of training, which takes longest, because a head then predicts the most
+        # tokens ahead. The average step takes about 80 % of that time.
         trainer.step(batch, 0.999)
         step_seconds = time.perf_counter() - began
         if step_seconds > _LONG_STEP_SECONDS:

@@ -28,10 +28,10 @@ __all__ = ["BATCH_CONVERSATIONS", "ConversationWriter", "TrainingPrompt", "chat_
 # Number of conversations per batch. Larger batches are faster, but each conversation needs a KV cache.
 BATCH_CONVERSATIONS = 32
 _MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
-# Longer prompts are skipped, because they slow training down without adding reply tokens.
+# Longer prompts are skipped, because they slow down training without adding reply tokens.
 _MAX_PROMPT_TOKENS = 800
-# Questions are always sampled. Two thirds of the replies are greedy and one third is sampled, so that the
-# drafter sees both kinds of text.
+# Temperatures for questions and replies. Questions are always sampled. Two thirds of the replies are greedy
+# and one third is sampled, so that the drafter sees both kinds of text.
 _QUESTION_TEMPERATURE = 1.0
 _REPLY_TEMPERATURES = (0.0, 0.0, 0.8)
 # Placeholder for the user's message, chosen so that no chat template contains it.
@@ -41,17 +41,18 @@ _MARKER = "edgespec-7f3a"
 class ConversationWriter:
     """Generates conversations in batches.
 
-    A batch depends only on its index, the target and the prompts, so a resumed training run gets the same
-    batches.
+    A batch depends only on its index, the target and the prompts, so a resumed training run gets the
+    same batches.
 
     Args:
         teacher: The target.
         template: The target's chat template.
-        prompts: Prompts to answer in the first batches. In later batches, the target generates the questions.
+        prompts: Prompts to answer in the first batches. In later batches, the target generates the
+            questions.
 
     Attributes:
-        question_start: The prompt that makes the target generate a question: the chat template up to the
-            user's message.
+        question_start: The prompt that makes the target generate a question, which is the chat template
+            up to the user's message.
 
     Raises:
         TemplateError: The template rejects a message or leaves it out.
@@ -73,7 +74,7 @@ class ConversationWriter:
             self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, teacher.context_tokens - _MAX_REPLY_TOKENS)
 
     def write(self, batch: int, progress: Progress) -> list[Conversation]:
-        """Generate a batch of conversations. It can be empty if all of its prompts are too long.
+        """Generate a batch of conversations. The batch can be empty if all of its prompts are too long.
 
         Args:
             batch: Index of the batch.
@@ -144,10 +145,10 @@ def file_prompts(path: Path) -> list[TrainingPrompt]:
 
 
 def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
-    """Return one prompt for each of the user's messages in the saved chats, skipping damaged chats.
+    """Return a prompt for each user message in the saved chats, skipping damaged chats.
 
     Args:
-        store: The saved chats. None for the default store.
+        store: The saved chats. Defaults to the default store.
 
     Raises:
         OptionError: There are no saved chats.
@@ -170,5 +171,5 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
 
 
 def _own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
-    """Create a prompt, detecting the kind of text from the last message."""
+    """Create a prompt, detecting the kind of text from its last message."""
     return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))

@@ -63,11 +63,11 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# The end of the typed text that is shown.
+# Maximum number of lines and characters shown from the end of the typed text.
 _SHOWN_LINES = 5
 _SHOWN_CHARACTERS = 200
 # Number of partial collections after which Python's garbage collector examines all objects, which takes about
-# 100 ms. `Transcript` usually collects garbage before that, while the user presses no key.
+# 100 ms. `Transcript` usually triggers a collection earlier, while the user presses no keys.
 _FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
@@ -145,7 +145,7 @@ class ChatApp(App[None]):
     CSS_PATH = "chat.tcss"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        # Textual's action stops the process as a shell expects, and redraws the screen when it continues.
+        # Textual's action suspends the process as a shell expects, and redraws the screen when it resumes.
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - the base class wants a list
@@ -188,7 +188,7 @@ class ChatApp(App[None]):
         self._remember = remember
         self._loading = LoadingScreen(models.target)
         self._leaving = False
-        # Whether the user knows that quitting loses the messages of a chat that cannot be saved.
+        # Whether the user has been warned that quitting loses the messages of chats that cannot be saved.
         self._are_losses_known = False
         self._keys = KeyOrder(self, super().on_event)
 
@@ -256,7 +256,7 @@ class ChatApp(App[None]):
             return
         self.register_theme(theme)
         if self.theme == theme.name:
-            # The theme has the same name as before, but the user has edited its file.
+            # The theme's name is unchanged, but its file was edited, so tell Textual to apply it again.
             self.mutate_reactive(ChatApp.theme)
         self.theme = theme.name
 
@@ -290,7 +290,7 @@ class ChatApp(App[None]):
             chat.run_worker(chat.tool_use.start_servers())
 
     async def _loaded(self, loading: Future[_T]) -> _T | None:
-        """Show the progress of loading and return what was loaded. On failure, quit and return None."""
+        """Show the loading progress and return the result. On failure, quit and return None."""
         while not loading.done():
             self._loading.show(*self.model_thread.loading)
             await asyncio.sleep(_TICK_SECONDS)
@@ -310,7 +310,7 @@ class ChatApp(App[None]):
 
         Args:
             reference: A reference to the model.
-            changed: The load options that the user has changed. None for another model.
+            changed: Load options that the user has changed, or None when switching to another model.
         """
         chat = self.chat
         assert chat is not None
@@ -343,7 +343,7 @@ class ChatApp(App[None]):
         chat.call_later(chat.send_typed, messages)
         chat.prompt.insert(self._loading.take_typed().rstrip("\n"))
         if switched.failure is None:
-            # In an empty chat, the welcome box contains the warning.
+            # An empty chat already shows the warning in its welcome box.
             warning = rounding_warning(switched.runtime) if chat.current_chat.messages else ""
             await chat.transcript.note(f"{note} {warning}".rstrip())
         else:
@@ -360,13 +360,13 @@ class ChatApp(App[None]):
         self.model_thread.cancel_load()
 
     def action_help(self, part: str) -> None:
-        """Show the help page over a dialog, starting with the part under this heading."""
+        """Show the help page on top of a dialog, starting at the heading `part`."""
         self.push_screen(HelpScreen(ChatScreen.BINDINGS, part))
 
     async def action_quit(self) -> None:
         """Stop the reply, save the chat and quit. If called again, quit immediately.
 
-        If a chat cannot be saved, the first call only says so, because quitting would lose its messages.
+        If a chat cannot be saved, the first call only warns the user, because quitting would lose messages.
         """
         if self.screen is self._loading:
             self.action_cancel_load()
@@ -386,7 +386,7 @@ class ChatApp(App[None]):
             )
 
     async def _lost_chats(self) -> bool:
-        """Try again to save the chats that could not be saved, and return whether that failed."""
+        """Retry saving the unsaved chats. Return whether any of them still cannot be saved."""
         if self.chat is not None and self.archive.unsaved:
             with suppress(ChatFileError):
                 await self.archive.save(self.chat.current_chat, self.chat.runtime.target.name)
@@ -401,7 +401,7 @@ class ChatApp(App[None]):
         self.exit()
 
     def keep_typed(self) -> str:
-        """Save what the user typed while a model was loading, if the chat ended before it was used.
+        """Save what the user typed while a model was loading, if the chat ended before the text was used.
 
         Returns:
             A line that tells the user where the text is. Empty if nothing was typed.
@@ -415,14 +415,14 @@ class ChatApp(App[None]):
         return "What you typed was not sent. Press Up in the next chat to get it back.\n"
 
     def save_turn(self) -> None:
-        """Save the reply in progress, if any. Works in any thread, even after the app has ended."""
+        """Save the reply in progress, if any. Can be called from any thread, even after the app has ended."""
         if self.chat is not None:
             self.chat.save_turn()
 
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if this takes longer than five seconds."""
         if self.chat is not None:
-            # Call `begin_leaving` before the reply stops, so that it is saved as unfinished.
+            # Call `begin_leaving` before stopping the reply, so that the reply is saved as unfinished.
             self.chat.begin_leaving()
             self.chat.tool_use.close()
         self.model_thread.close()
@@ -435,14 +435,14 @@ class ChatApp(App[None]):
     async def _quit_now(self) -> None:
         # Quit at once if the model is still loading, because loading cannot always be stopped quickly.
         self._leaving = self._leaving or self.screen is self._loading
-        # A closed terminal cannot be asked.
+        # Do not ask for confirmation, because the terminal may be closed.
         self._are_losses_known = True
         await self.action_quit()
 
 
 @contextmanager
 def quick_screen() -> Iterator[None]:
-    """Return a context manager that reduces the delays caused by Python's threads and garbage collector."""
+    """Reduce UI delays caused by Python's thread switching and garbage collection."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*thresholds[:2], _FULL_COLLECTION_THRESHOLD)
@@ -461,9 +461,9 @@ class LoadingScreen(Screen[None]):
     """Screen that shows the model name and the loading progress, and keeps what the user types meanwhile.
 
     Attributes:
-        waiting: The messages and commands that the user ended with Enter. They are sent in this order once
-            the model is loaded.
-        typed: The text that the user has typed and not sent.
+        waiting: The messages and commands that the user has entered. They are sent in this order once the
+            model is loaded.
+        typed: The text that the user has typed but not yet sent.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -501,7 +501,7 @@ class LoadingScreen(Screen[None]):
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect what the user types while the model loads. Enter ends a message, Up takes one back."""
+        """Collect what the user types meanwhile. Enter completes a message, and Up recalls the last one."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
         elif event.key == "enter" and self.typed.strip() and not self._is_in_block:
@@ -529,7 +529,7 @@ class LoadingScreen(Screen[None]):
         self._show_typed()
 
     def _show_typed(self) -> None:
-        """Show the end of the collected text, so that the user sees that it is not lost."""
+        """Show the end of the typed text, so that the user sees that it is not lost."""
         many = len(self.waiting.texts) > 1
         subject = "These messages are sent one after the other" if many else "This is sent"
         self._promise.update(Content.styled(f"{subject} as soon as the model is loaded.", "$muted"))
@@ -539,7 +539,7 @@ class LoadingScreen(Screen[None]):
         self._shown_text.display = bool(self.typed)
 
     def take_messages(self) -> list[str]:
-        """Return the texts that the user ended with Enter, and clear them."""
+        """Return the messages that the user has entered, and clear them."""
         return self.waiting.take_texts()
 
     def take_typed(self) -> str:

@@ -1,4 +1,4 @@
-"""Read and save chats without blocking the screen, and save replies while they are generated."""
+"""Load and save chats without blocking the UI, and save replies while they are generated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNDO_SECONDS = 60.0
 """Time in seconds during which a deleted chat can be restored."""
 
 REFUSALS = (CapabilityError, ContextFullError, OptionError, TemplateError)
-"""Errors that mean that the model will never answer this message."""
+"""Errors that retrying cannot resolve, because the model will never accept the message."""
 
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that take long to save are saved less often.
@@ -30,10 +30,11 @@ _MAX_SAVING_SHARE = 0.1
 
 
 class Archive:
-    """Saves chats to a `ChatStore` and reads them. Runs one call at a time. Methods can raise ChatFileError.
+    """Saves chats to a `ChatStore` and loads them, one call at a time. Methods can raise ChatFileError.
 
     Attributes:
-        unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
+        unsaved: The error from the last save of each chat that could not be saved, keyed by chat ID. Each
+            message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
             The caller resets this to False after telling the user.
         hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
@@ -45,8 +46,8 @@ class Archive:
         self.hidden: list[str] = []
         self.store = store
         self._lock = Lock()
-        # The chats in `unsaved`, with the names of their models. They are saved again later, even if the user
-        # has opened another chat.
+        # The chats in `unsaved`, with the names of their models. Saving them is retried later, even if the
+        # user has opened another chat.
         self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
@@ -119,9 +120,9 @@ class Archive:
     def withdraw_now(self, chat: OpenChat, target: str) -> None:
         """Save the chat without a message that the model refused, such as one that exceeds the context.
 
-        `take_turn` saves a message before the model sees it. Left in the file, it would be reported as
-        unfinished at the next start, although no model has begun to answer it. If it was the only message,
-        the file is deleted.
+        `take_turn` saves each message before the model sees it. If a refused message stayed in the file, the
+        next start would report it as unfinished, although no model has begun to answer it. If it was the only
+        message, the file is deleted.
         """
         with self._lock:
             if chat.saved_at is None or chat.saved(target).messages:
@@ -219,7 +220,7 @@ class Archive:
                 saved,
                 title=saved.title if title is None else title,
                 pinned=saved.pinned if pinned is None else pinned,
-                # Other programs notice the change by this time. A microsecond does not change the order of
+                # Other programs detect the change by this timestamp. One microsecond is too little to reorder
                 # chats.
                 updated=saved.updated + timedelta(microseconds=1),
             )
@@ -236,7 +237,7 @@ class Archive:
             self.hidden.append(chat_id)
 
     async def restore(self) -> StoredChat | None:
-        """Put the most recently hidden chat back into the list of chats."""
+        """Put the most recently hidden chat back into the list of chats, and return it."""
         return await asyncio.to_thread(self._restore)
 
     def _restore(self) -> StoredChat | None:
@@ -248,7 +249,7 @@ class Archive:
             return next((chat for chat in self.store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:
-        """Delete a chat if it is still hidden, and cached data that may contain its text."""
+        """If a chat is still hidden, delete it, along with cached data that may contain its text."""
         if chat_id in self.hidden:
             self.hidden.remove(chat_id)
             await self.delete(chat_id)

@@ -23,7 +23,7 @@ __all__ = ["Attachment", "AttachmentReader"]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The files that a reference in a message refers to: a file, a folder or a pattern.
+    """The files that a reference in a message stands for: one file, a folder, or the matches of a pattern.
 
     Attributes:
         path: The path of the reference.
@@ -52,7 +52,7 @@ class AttachmentReader:
     def read(self, references: Sequence[str]) -> tuple[Attachment, ...]:
         """Return the attachments of a message. References to files that have never existed are skipped.
 
-        Attachments get a `problem` if they no longer fit in the context after the preceding ones, or if the
+        An attachment gets a `problem` if it does not fit in the context after the preceding ones, or if its
         files have been deleted since the last call.
         """
         known, attachments, token_count = {}, [], 0
@@ -76,7 +76,7 @@ class AttachmentReader:
         return tuple(attachments)
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text."""
+        """Return the number of tokens in `text`."""
         return len(self._runtime.vocabulary.tokenize(text, special=False, start=False))
 
     def _read(self, path: str) -> Attachment:

@@ -1,4 +1,4 @@
-"""Run slow functions in threads that do not delay the end of the program."""
+"""Run slow functions in threads that do not delay program exit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _T = TypeVar("_T")
 async def in_thread(function: Callable[[], _T]) -> _T:
     """Run a function in a daemon thread and return its result.
 
-    `asyncio.to_thread` is not used, because the program cannot end before its threads do, and a network
-    request can hang.
+    `asyncio.to_thread` is not used, because the program could not exit before its threads finish, and a
+    network request can hang.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
@@ -47,7 +47,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
 
 
 class CallThread:
-    """Runs calls one after another in a thread, such as searches for files. The first call starts the thread.
+    """Runs calls, such as file searches, one after another in a thread. The first call starts the thread.
 
     The thread is a daemon, so that the program can exit even if a network drive, for example, does not
     respond.

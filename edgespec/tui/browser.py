@@ -1,6 +1,6 @@
-"""Serve the terminal chat to browsers on this machine. textual-serve draws the same screen there.
+"""Serve the terminal chat to browsers on this machine, where textual-serve draws the same screen.
 
-Each tab has a process, which ends when the connection ends, even if the chat is stuck.
+Each tab has its own process, which ends when the connection ends, even if the chat is stuck.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Maximum size of a chat in columns and rows. Larger sizes would need gigabytes of memory. An 8K display in a
 # small font has about 800 x 230 characters.
 _MAX_COLUMNS, _MAX_ROWS = 1000, 500
-# Maximum time in seconds for the chats to save and end when the server stops.
+# Maximum time in seconds for the chats to save and exit when the server stops.
 _STOP_SECONDS = 8.0
-# Seconds that a browser has to confirm the end of a connection, and seconds between checks that it still
-# responds.
+# Seconds within which a browser must confirm the end of a connection, and seconds between checks that it
+# still responds.
 _CLOSE_SECONDS, _HEARTBEAT_SECONDS = 2.0, 15.0
-# Seconds that a chat has to save and end after its connection was closed. Then it is killed.
+# Seconds that a chat has to save and exit after its connection was closed, before it is killed.
 _END_SECONDS = 6.0
 _READ_BYTES = 65536
 # Exceptions that textual-serve raises if a browser sends an invalid message.
@@ -51,7 +51,7 @@ _INVALID_MESSAGE = (
     TypeError,
     ValueError,
 )
-# Blocks requests to other servers, which the page does not need.
+# Content security policy that blocks requests to other servers, which the page does not need.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
     " img-src 'self' data:; font-src 'self'; connect-src 'self' ws:; frame-ancestors 'none'; base-uri 'none'"
@@ -170,7 +170,7 @@ class BrowserChat(Server):
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(_digest(given), _digest(self._key))
 
-    # textual-serve's own page loads fonts from Google, and ignores keys until it is clicked.
+    # Replaces textual-serve's own page, which loads fonts from Google and ignores keys until it is clicked.
     @aiohttp_jinja2.template("browser.html")
     async def handle_index(self, request: web.Request) -> dict[str, object]:
         """Return the values of the page's template: the font size and the address of the web socket."""
@@ -227,7 +227,7 @@ def _bind(port: int) -> socket.socket:
 
 
 class _ChatProcess(AppService):
-    """The chat process of one web socket. Used in the server's event loop.
+    """The chat process behind one web socket. Used only in the server's event loop.
 
     Args:
         words: The command that starts the process.
@@ -292,7 +292,7 @@ class _ChatProcess(AppService):
 
     async def _end(self, process: Process) -> None:
         await super().stop()
-        # Read the remaining output, because the process cannot end while a full pipe blocks it.
+        # Drain the remaining output, because the process cannot end while it is blocked on a full pipe.
         await asyncio.gather(_drain(process.stdout), _drain(process.stderr))
         await process.wait()
 

@@ -113,7 +113,7 @@ class ChatScreen(TurnScreen):
         await _send(self, text, place)
 
     async def send_typed(self, texts: Sequence[str]) -> None:
-        """Send messages and run commands that the user typed while a model loaded, one after the other."""
+        """Send messages and run commands that were typed while a model was loading, in their order."""
         for text in texts:
             if table.read(text) is None:
                 self.history.add(text)
@@ -124,7 +124,7 @@ class ChatScreen(TurnScreen):
     async def send_waiting(self) -> None:
         """Send the message that has waited longest, unless another one is being sent or answered.
 
-        Commands that were typed while a model loaded wait too. They run before the messages after them.
+        Commands typed while a model was loading also wait. Those ahead of the message are run first.
         """
         while self.waiting.texts and not (self.writing or self.chips.reading or self.holds_waiting):
             text = self.waiting.take(0)
@@ -141,11 +141,11 @@ class ChatScreen(TurnScreen):
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
             if text == self._refused:
-                # The transcript does not repeat the note, so show a message too.
+                # The transcript does not add the same note twice, so show a short message too.
                 self.say(refusal)
             self._refused = text
             if self.give_back(text):
-                # What the user types next replaces the text. The arrow keys keep it for a correction.
+                # Select the text, so that typing replaces it, and the arrow keys keep it for correction.
                 self.prompt.select_all()
             return
         self.history.add(text)
@@ -265,7 +265,7 @@ class ChatScreen(TurnScreen):
         self.run_worker(screen_commands.pick_model(self))
 
     def action_help(self) -> None:
-        """Show the help page, starting with the part about what has the focus."""
+        """Show the help page, starting with the section on the focused widget."""
         part = ""
         if self.selected is not None:
             part = MESSAGE_PART
@@ -322,7 +322,7 @@ class ChatScreen(TurnScreen):
         await selection.run(self, action)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus, and `u` to other widgets."""
+        """Leave Ctrl+R and Ctrl+P to the list of chats while it has focus, and `u` to other widgets."""
         if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
             return False
         if action == "undo":
@@ -350,7 +350,7 @@ async def _send(screen: TurnScreen, text: str, place: int | None) -> None:
         return
     is_question = place is None or screen.current_chat.tree.messages[place].role == "user"
     if is_question and (references := find_references(text)):
-        # Reading can take seconds, during which the screen must still handle keys.
+        # Use a worker, because reading can take seconds and the screen must still handle keys.
         screen.run_worker(_send_with_files(screen, text, place, references))
     else:
         await _send_message(screen, Message("user", text.strip()), place)

@@ -49,8 +49,8 @@ _MEMORY_SECONDS = 3.0
 class _Row(Horizontal):
     """Widgets side by side."""
 
-    # Draw only the background. Without this, Textual also draws the borders and the padding row by row, which
-    # takes longer and which the child widgets cover.
+    # Draw only the background. By default, Textual also draws the borders and padding row by row, which takes
+    # longer, and the child widgets cover them anyway.
     BLANK = True
 
 
@@ -59,7 +59,7 @@ class ChatView(Screen[None]):
 
     # See `_Row`.
     BLANK = True
-    # By default, Textual redraws the whole screen whenever another widget gets the focus.
+    # Do not redraw the whole screen whenever the focus moves, as Textual does by default.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
     # Set by `TurnScreen`.
     tool_use: ToolAccess
@@ -73,7 +73,8 @@ class ChatView(Screen[None]):
 
         Attributes:
             reference: A reference to the model.
-            changed: The load options that the user has changed in the chat. None for another model.
+            changed: Load options that the user has changed in the chat, or None when switching to another
+                model.
         """
 
         reference: str
@@ -128,7 +129,8 @@ class ChatView(Screen[None]):
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
-        # The current title and subtitle of the input, to avoid setting them again, which redraws the input.
+        # The current title and subtitle of the input. They are set only if they differ, because setting them
+        # redraws the input.
         self._hints = "", ""
         self._panels: set[str] = set()
         self._width_class = ""
@@ -149,7 +151,7 @@ class ChatView(Screen[None]):
 
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
-        # Remove line breaks at the end of text that the user typed while the model was loading.
+        # Remove trailing line breaks from text that the user typed while the model was loading.
         self.prompt.replace_text(self._take_typed().rstrip("\n"))
         self.prompt.focus()
 
@@ -332,7 +334,7 @@ class ChatView(Screen[None]):
         self.call_later(self.show_panels, set() if now == "-narrow" else wanted)
 
     async def show_panels(self, panels: set[str]) -> None:
-        """Show the panels with these names beside the conversation, or instead of it in a narrow terminal."""
+        """Show the named panels beside the conversation, or instead of it in a narrow terminal."""
         self._panels = panels
         await self.refresh_sidebar()
         self.sidebar.display = "sidebar" in panels

@@ -13,7 +13,7 @@ from edgespec.tui.open_chat import ChatEntry, code_blocks
 
 __all__ = ["CodeCopier", "copy_text"]
 
-# Run the first one that works.
+# Clipboard tools for systems other than macOS, tried in this order until one works.
 _TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input"))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Download", "Downloads"]
 
-# Seconds of downloading after which the remaining time is estimated from the speed so far.
+# Seconds of downloading before the remaining time is estimated from the speed so far.
 _ESTIMATE_AFTER_SECONDS = 3.0
 
 
@@ -42,7 +42,8 @@ class Download:
     cancelled: Event = field(default_factory=Event)
     ended: Event = field(default_factory=Event)
     error: Exception | None = None
-    # Time and fraction of the first progress report. An earlier download may have downloaded that fraction.
+    # Time and fraction of the first progress report. An earlier download may already account for that
+    # fraction.
     _start: tuple[float, float] | None = None
 
     def run(self) -> None:
@@ -106,7 +107,7 @@ class Downloads:
         return download is not None and not download.ended.is_set()
 
     def stop(self, reference: str) -> None:
-        """Stop a model's download. The bytes downloaded so far are kept."""
+        """Stop downloading a model. The bytes downloaded so far are kept."""
         if (download := self.find(reference)) is not None:
             download.cancelled.set()
 

@@ -20,13 +20,14 @@ from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
 __all__ = ["show_message", "write_prompt"]
 
-# Tried in this order if neither VISUAL nor EDITOR is set. nano shows its keys on the screen.
+# Tried in this order if neither VISUAL nor EDITOR is set. nano is first, because it shows its keys on the
+# screen.
 _COMMON_EDITORS = ("nano", "vi")
 _OTHER_EDITORS = ("vim", "emacs")
 
 
 def write_prompt(screen: ChatView) -> None:
-    """Edit the text of the input box in the editor. If the editor fails, the text stays as it was."""
+    """Edit the text of the input box in the editor. If the editor fails, leave the text unchanged."""
     prompt = screen.prompt
     try:
         text = _edited(screen.app, prompt.whole_text).removesuffix("\n")
@@ -78,7 +79,7 @@ def _edited(app: App[None], text: str) -> str:
 
 
 def _advice() -> str:
-    """Return what to do if an editor fails, with the name of one that is installed, if any is."""
+    """Return advice for when an editor fails, naming an installed editor if there is one."""
     installed = next((name for name in (*_COMMON_EDITORS, *_OTHER_EDITORS) if shutil.which(name)), "")
     example = f", such as {installed}" if installed else ""
     return f"Set the environment variable EDITOR to an editor on this machine{example}"

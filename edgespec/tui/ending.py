@@ -22,7 +22,7 @@ __all__ = ["ChatEnd", "EndWatch", "is_input_open", "resume_value"]
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Seconds between checks that the terminal is still open.
 _CHECK_SECONDS = 1.0
-# Seconds after a signal until the process is killed, if the reply or the model does not stop.
+# Seconds from a signal until the process is killed if the reply or the model does not stop.
 _FORCE_SECONDS = 20.0
 # Seconds between attempts to quit while the app is still starting.
 _RETRY_SECONDS = 0.05
@@ -43,7 +43,7 @@ class ChatEnd(NamedTuple):
 
 
 def resume_value(chat: OpenChat, store: ChatStore) -> str:
-    """Return the value of `--resume` that opens the chat. Empty if the chat has no messages."""
+    """Return the `--resume` value that opens the chat. Empty if the chat has no messages."""
     if not chat.entries:
         return ""
     try:

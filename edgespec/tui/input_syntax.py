@@ -1,6 +1,6 @@
-"""The syntax of typed messages and commands: references to files, and quotes.
+"""The syntax of typed messages and commands: file references and quotes.
 
-`@src/main.py` and `@"my notes.md"` refer to files. Triple quotes enclose a message of several lines.
+`@src/main.py` and `@"my notes.md"` refer to files. Triple quotes enclose a multi-line message.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def missing_files(references: Sequence[str]) -> list[str]:
 
 
 def open_reference(line: str) -> tuple[str, int] | None:
-    """Return the path that is being typed at the end of a line, and the column of its `@`."""
+    """Return the path being typed at the end of a line, and the column of its `@`."""
     match = _OPEN.search(line)
     return (match[1].removeprefix('"'), match.start()) if match else None
 
@@ -86,7 +86,7 @@ def dropped_paths(text: str) -> list[str]:
     if not text or len(text) > _MAX_DROPPED_CHARACTERS:
         return []
     if _exists(whole := _local_path(text)):
-        # Some terminals paste spaces as they are.
+        # Some terminals do not escape spaces in pasted paths.
         return [whole]
     try:
         paths = [_local_path(word) for word in shlex.split(text)]
@@ -118,7 +118,7 @@ def ends_block(lines: Sequence[str]) -> bool:
 
 
 def block_text(lines: Sequence[str]) -> str:
-    """Return a message that `ends_block` has found complete, without its triple quotes."""
+    """Return a complete triple-quoted message (see `ends_block`) without its quotes."""
     return "\n".join(lines).rstrip()[len(QUOTES) : -len(QUOTES)]
 
 

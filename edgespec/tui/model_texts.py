@@ -72,12 +72,12 @@ def _fit_text(model: AvailableModel) -> str:
 
 
 def _cell(text: str, width: int) -> str:
-    """Return a table cell of this width, with two spaces before the text."""
+    """Pad a table cell to this width, with two spaces before the text."""
     return f"  {text if len(text) <= width - 2 else f'{text[: width - 3]}…'}".ljust(width)
 
 
 def _offered_draft(model: AvailableModel) -> str:
-    """Return the draft model that is loaded or downloaded with a model. Empty if there is none."""
+    """Return the draft model to load or download with a model, or an empty string if there is none."""
     return "" if model.is_installed and model.download_bytes else model.draft
 
 
@@ -88,7 +88,7 @@ def _size(model: AvailableModel) -> str:
 def speed_text(model: AvailableModel) -> str:
     """Return the expected speed, such as `12 tok/s`, or an empty string if this machine was not measured.
 
-    A question mark follows if other programs were busy when it was measured.
+    A question mark is appended if other programs were busy during the measurement.
     """
     if model.speed is None:
         return ""
@@ -115,9 +115,9 @@ def details_text(
         model: The model.
         budget_bytes: Memory that models may use, or None if unknown.
         is_used: Whether the chat uses this model.
-        plan: The memory plan for this model, or None if it is not planned yet.
+        plan: The memory plan for this model, or None if it has not been planned yet.
         drafters: Labels and names of the draft model and heads that are used with this model, or None if it
-            is not planned yet.
+            has not been planned yet.
         is_downloading: Whether the model is being downloaded.
     """
     memory = "Its size is unknown."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FORK_SUFFIX", "ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
 
 FORK_SUFFIX = " (fork)"
-"""The end of the title of a fork."""
+"""The suffix of a fork's title."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,7 @@ class RunningTurn:
         """Return the chat's messages, including the finished reply.
 
         A continued reply replaces the unfinished one. If messages follow the unfinished reply, the continued
-        reply becomes another version instead, because these messages refer to the shorter text.
+        reply becomes another version instead, because those messages refer to the shorter text.
         """
         tree, place = self.tree, self.continued
         if place is not None and tree.is_last(place):
@@ -163,7 +163,7 @@ class OpenChat:
 
     @property
     def shown_title(self) -> str:
-        """The chat's title, or else one made from the first message. Empty if the chat is empty."""
+        """The chat's title, or one derived from the first message. Empty if the chat is empty."""
         return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
@@ -171,7 +171,7 @@ class OpenChat:
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     def last_place(self, *roles: Role) -> int | None:
-        """Return the index of the last message on the current branch that has one of these roles."""
+        """Return the index of the last message with one of these roles on the current branch."""
         path = reversed(self.tree.path)
         return next((place for place in path if self.tree.messages[place].role in roles), None)
 
@@ -212,7 +212,7 @@ class OpenChat:
         )
 
     def fork_text(self, fork: OpenChat) -> str:
-        """Return the note that a fork of this chat begins with."""
+        """Return the note that introduces a fork of this chat."""
         messages = count(len(fork.entries), "message")
         return f"This is a new chat with {messages} from “{self.shown_title}”, which is unchanged."
 

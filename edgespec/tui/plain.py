@@ -1,6 +1,6 @@
 """The plain chat: line by line, without colours or cursor movement, for screen readers and pipes.
 
-The user allows each tool call by a typed answer.
+The user approves each tool call by typing an answer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ANSWERS: dict[str, CallDecision] = {
 
 
 class PlainChat:
-    """The open chat of the plain chat, and the model that replies. Replies are written to stdout.
+    """The plain chat: the open chat, and the model that replies. Replies are written to stdout.
 
     Runs in the main thread, which Ctrl-C interrupts. The model runs in its own thread, as in the full-screen
     chat.
@@ -70,14 +70,14 @@ class PlainChat:
         archive: The saved chats.
         load_other: Returns a function that loads another model, given a reference to it.
         models: The references to the models that the user chose.
-        system: System prompt of new chats.
-        settings: Settings of new chats.
+        system: System prompt for new chats.
+        settings: Settings for new chats.
 
     Attributes:
-        console: Prints notes and asks the user.
+        console: Prints notes and prompts the user.
         current_chat: The open chat.
         tools: The tools that the model can call.
-        downloads: The downloads of models.
+        downloads: The model downloads.
         stats: Statistics of the last reply, or None.
         method: Drafting method of the last reply, or the default method.
     """
@@ -103,7 +103,7 @@ class PlainChat:
         self.tools = _PlainTools(self.console, self.save)
         self.stats: Stats | None = None
         self.method: MethodReport = runtime.method
-        # IDs of unsaved chats about which the user has been told.
+        # IDs of unsaved chats that the user has already been told about.
         self._reported_unsaved: set[str] = set()
         self._reader = AttachmentReader(runtime)
 
@@ -151,7 +151,7 @@ class PlainChat:
         self.console.note("This is a new chat.")
 
     def open(self, stored: StoredChat) -> SavedChat:
-        """Open a saved chat, and print its last reply. Returns what was saved. Raises ChatFileError."""
+        """Open a saved chat, print its last reply, and return the saved chat. Raises ChatFileError."""
         saved = self.archive.load_now(stored.id)
         settings, problems = accepted(saved.sampling)
         self.current_chat = OpenChat.opened(saved, settings)
@@ -181,7 +181,7 @@ class PlainChat:
         self.save()
 
     def use_reloaded_model(self) -> None:
-        """Use the model that was loaded again after it lost a worker, or the program that had loaded it."""
+        """Use the model that was reloaded after it lost a worker, or the program that had loaded it."""
         if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
             if note := takeover_note(self.runtime):
                 self.console.note(note)
@@ -205,7 +205,7 @@ class PlainChat:
             turn = following
 
     def make_calls(self, calls: Sequence[ToolCall]) -> RunningTurn | None:
-        """Make the calls of a reply. Return the turn that sends the results, or None if the user stopped."""
+        """Run a reply's tool calls. Return the turn that sends the results, or None if the user stopped."""
         if not self.tools.make_calls(self.current_chat, calls, self.runtime.context_tokens):
             return None
         place = self.current_chat.last_place("tool")
@@ -344,7 +344,7 @@ class _PlainTools(ToolAccess):
             self._console.answer(text)
 
     def make_calls(self, chat: OpenChat, calls: Sequence[ToolCall], context_tokens: int) -> bool:
-        """Make the calls of a reply, and save their results. Return whether the model should go on."""
+        """Run a reply's tool calls, and save their results. Return whether the model should continue."""
         chat.unfinished = True
         too_many, stopped = call_rounds(chat) > MAX_ROUNDS, False
         for call in calls:
@@ -367,7 +367,7 @@ class _PlainTools(ToolAccess):
             add_result(chat, call, STOPPED, context_tokens)
 
     def _make_call(self, chat: OpenChat, call: ToolCall) -> ToolResult:
-        """Return the result of a call, after asking the user."""
+        """Run a call if the user allows it, and return its result."""
         checked = self.check(call)
         if isinstance(checked, ToolResult):
             return checked
@@ -387,7 +387,7 @@ class _PlainTools(ToolAccess):
         return future.result()
 
     def _decide(self, chat: OpenChat, tool: Tool, call: ToolCall) -> CallDecision:
-        """Return the user's decision, or `once` if the user has allowed such calls before."""
+        """Return the user's decision, or `once` if the user has already allowed such calls."""
         if self.is_allowed(tool, chat):
             return "once"
         question = (

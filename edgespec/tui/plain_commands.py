@@ -40,7 +40,7 @@ __all__ = ["ACTIONS", "run"]
 _Do: TypeAlias = Callable[[PlainChat, str], None]
 
 _WAIT_SECONDS = 0.1
-# Fraction of a download between two reports of its progress.
+# Fraction of a download between two progress reports.
 _REPORTED_SHARE = 0.1
 
 
@@ -62,7 +62,7 @@ def run(chat: PlainChat, typed: table.Typed) -> None:
 
 
 def _context(chat: PlainChat, argument: str) -> Context:
-    """Return what a slash command with these words sees of the chat."""
+    """Return the context for a slash command with this argument."""
     return Context(
         argument=argument,
         chat=chat.current_chat,
@@ -81,7 +81,7 @@ def _context(chat: PlainChat, argument: str) -> Context:
 
 
 def _show(chat: PlainChat, result: Result) -> None:
-    """Print the result of a command, or do what it says. Raises EdgespecError if that fails."""
+    """Print the result of a command, or carry it out. Raises EdgespecError if that fails."""
     for part in all_of(result):
         match part:
             case Text():
@@ -203,7 +203,7 @@ def _download(chat: PlainChat, reference: str) -> None:
 
 
 def _download_model(chat: PlainChat, reference: str) -> bool:
-    """Download a model, and print the progress. Return False if the user stopped the download."""
+    """Download a model, printing the progress. Return False if the user stopped the download."""
     chat.console.note(f"Downloading {reference}. Press Ctrl-C to stop.")
     download, reported = Download(reference), 0.0
     chat.console.interrupted.clear()
@@ -234,12 +234,12 @@ def _reload(chat: PlainChat, setting: str) -> None:
 
 
 def _switch_model(chat: PlainChat, reference: str, changed: Mapping[str, Any] | None = None) -> None:
-    """Load another model. If that fails or the user stops it, the old model is loaded again.
+    """Load another model. If that fails or the user stops it, reload the old model.
 
     Args:
         chat: The chat.
         reference: A reference to the model.
-        changed: The load options that the user has changed. None for another model.
+        changed: Load options that the user has changed, or None when switching to another model.
     """
     chat.console.note(f"Loading {reference}.")
     chat.console.interrupted.clear()
@@ -282,4 +282,4 @@ ACTIONS: dict[str, _Do] = {
     # The plain chat has no list of chats to update.
     "list_changed": lambda *_: None,
 }
-"""What the plain chat does for the actions of commands."""
+"""The plain chat's implementations of command actions, keyed by `Action.name`."""

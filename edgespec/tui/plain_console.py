@@ -62,8 +62,9 @@ def write(stream: TextIO, text: str) -> None:
 class _InputLines:
     """Reads stdin line by line.
 
-    Python runs a signal handler only after the current system call. A signal that arrives just before
-    `sys.stdin.readline()` blocks would wait for the next line. So on POSIX, `read_line` waits in short steps.
+    Python runs a signal handler only after the current system call. If a signal arrived just before
+    `sys.stdin.readline()` blocks, it would wait for the next line. So on POSIX, `read_line` waits in short
+    steps.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class _InputLines:
 
 
 class PlainConsole:
-    """The user of the plain chat, who types messages and answers and reads notes.
+    """Prompts the user of the plain chat for messages and answers, and prints notes.
 
     Runs in the main thread, which Ctrl-C interrupts. Results go to stdout, everything else to stderr.
 
@@ -108,8 +109,8 @@ class PlainConsole:
         stop_reply: Called when the user presses Ctrl-C.
 
     Attributes:
-        is_interactive: Whether the user types, as opposed to a pipe or a file.
-        interrupted: Set when the user presses Ctrl-C. Whoever starts long work clears it first.
+        is_interactive: Whether a user is typing, as opposed to input from a pipe or a file.
+        interrupted: Set when the user presses Ctrl-C. Callers clear it before they start long work.
         leaving: True once the chat is about to end.
     """
 
@@ -144,7 +145,7 @@ class PlainConsole:
         write(sys.stdout, f"{text}\n")
 
     def ask(self, question: str, answers: Sequence[str]) -> str:
-        """Ask a question until the user types one of the answers.
+        """Repeat a question until the user types one of the answers.
 
         Returns:
             The answer. Empty if the user pressed Ctrl-C or the input ended.

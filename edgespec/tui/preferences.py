@@ -16,7 +16,7 @@ __all__ = ["Preferences", "preferences_path"]
 
 
 def preferences_path(store: ChatStore) -> Path:
-    """Return the file for the preferences, beside the folder of the saved chats."""
+    """Return the path of the preferences file, which is next to the folder of saved chats."""
     return store.folder.parent / "preferences.json"
 
 
@@ -61,7 +61,7 @@ class Preferences:
     def remember(self, models: ModelReferences, path: Path) -> None:
         """Save the models that the user chose, so that the next chat opens with them.
 
-        Drafting is not explained again either.
+        Also records that drafting need not be explained again.
         """
         if (self.target, self.draft, self.knows_drafting) != (*models, True):
             self.target, self.draft = models

@@ -45,7 +45,7 @@ def race_method(runtime: ChatModel, chat: OpenChat) -> str:
 
 
 def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) -> StartedRace:
-    """Start a race in the model thread. It uses the chat's messages and settings, but leaves the chat as is.
+    """Start a race in the model thread. It uses the chat's messages and settings without changing the chat.
 
     Args:
         thread: The model thread.

@@ -1,4 +1,4 @@
-"""Open, rename, pin and delete chats. For a minute, a deletion can be undone."""
+"""Open, rename, pin and delete chats. A deletion can be undone for a minute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
-    """Open a new chat once the running reply has stopped. If it has messages, save it and show a note."""
+    """Open a new chat once the running reply has stopped. If it has messages, save it and show `note`."""
 
     async def begin() -> None:
         await screen.show_chat(chat)
@@ -41,7 +41,7 @@ async def open_new(screen: TurnScreen, chat: OpenChat, note: str = "") -> None:
 
 
 async def open_chat(screen: TurnScreen, chat: StoredChat, *, switches: bool = True) -> None:
-    """Open a saved chat once the running reply has stopped, and load its own model if there is another one.
+    """Open a saved chat once the running reply has stopped, and load its own model if another one is loaded.
 
     Shows an error if the chat's file is damaged.
 
@@ -104,7 +104,7 @@ async def offer_unfinished(screen: TurnScreen) -> None:
 
 
 async def rename_chat(screen: TurnScreen, chat: StoredChat) -> None:
-    """Ask for a new title, and rename the chat."""
+    """Prompt for a new title, and rename the chat."""
     typed = await screen.app.push_screen_wait(RenameScreen(chat.title))
     title = " ".join((typed or "").split())[:MAX_TITLE]
     if title and title != chat.title:

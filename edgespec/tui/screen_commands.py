@@ -80,7 +80,7 @@ async def _run(screen: TurnScreen, command: Command, argument: str) -> None:
 
 
 def _context(screen: TurnScreen, argument: str) -> Context:
-    """Return what a slash command with these words sees of the chat."""
+    """Return the context for a slash command with this argument."""
     return Context(
         argument=argument,
         chat=screen.current_chat,
@@ -99,10 +99,10 @@ def _context(screen: TurnScreen, argument: str) -> Context:
 
 
 async def _show(screen: TurnScreen, result: Result) -> None:
-    """Show the result of a command, or do what it says.
+    """Show the result of a command, or carry it out.
 
     Raises:
-        OptionError: That is not possible.
+        OptionError: The result cannot be shown or carried out.
     """
     for part in all_of(result):
         match part:
@@ -283,7 +283,7 @@ async def edit_settings(screen: TurnScreen) -> None:
 
 
 async def _rename(screen: TurnScreen) -> None:
-    """Ask for a new title of the open chat, and save it under this title."""
+    """Prompt for a new title for the open chat, and save the chat under it."""
     typed = await screen.app.push_screen_wait(RenameScreen(screen.current_chat.shown_title))
     if typed is not None:
         await _show(screen, renamed(screen.current_chat, typed))
@@ -319,7 +319,7 @@ async def _show_tools(screen: TurnScreen, _value: str) -> None:
 
 
 async def _in_background(screen: TurnScreen, work: Coroutine[Any, Any, None]) -> None:
-    """Start work that waits for the user, so that the screen handles keys meanwhile."""
+    """Start work that waits for the user, without blocking key handling."""
     screen.run_worker(work)
 
 
@@ -350,4 +350,4 @@ ACTIONS: dict[str, _Do] = {
     "stop_tools": lambda screen, _: screen.tool_use.stop_servers(),
     "list_changed": lambda screen, _: screen.refresh_sidebar(),
 }
-"""What the full-screen chat does for the actions of commands."""
+"""The full-screen chat's implementations of command actions, keyed by `Action.name`."""

@@ -31,7 +31,7 @@ async def select(screen: TurnScreen, step: int) -> None:
     await screen.uncover()
     message = await screen.transcript.neighbour(selected, step)
     if message is None and selected is None:
-        # An empty chat has no messages to select, so Shift+Tab moves focus as in other programs.
+        # An empty chat has no messages to select, so let Shift+Tab move the focus as in other programs.
         screen.focus_previous()
         return
     screen.transcript.release_anchor()
@@ -41,7 +41,7 @@ async def select(screen: TurnScreen, step: int) -> None:
 
 
 async def edit(screen: TurnScreen, place: int) -> None:
-    """Copy a message into the input for editing. Sending the text adds a version of the message."""
+    """Copy a message into the input for editing. Sending the text adds a new version of the message."""
 
     async def begin() -> None:
         screen.begin_edit(place)
@@ -50,7 +50,7 @@ async def edit(screen: TurnScreen, place: int) -> None:
 
 
 async def finish_edit(screen: TurnScreen, place: int, message: Message) -> None:
-    """Add a version of the message at `place`. If the user wrote the message, generate a reply to it."""
+    """Add a new version of the message at `place`. If the user wrote the message, generate a reply to it."""
     chat = screen.current_chat
     role = chat.tree.messages[place].role
     if role == "user":
@@ -170,7 +170,7 @@ async def _show(screen: TurnScreen, tree: MessageTree[ChatEntry], index: int) ->
     message = screen.transcript.message_at(min(index, len(tree.path) - 1)) if selecting else None
     screen.set_focus(message or (screen.transcript if selecting else screen.prompt))
     if not tree.path:
-        # Remove notes that no longer apply, such as "This is a new chat with 1 message".
+        # Remove notes that no longer apply, such as “This is a new chat with 1 message”.
         await screen.transcript.remove_notes()
     screen.open_in_model(screen.current_chat)
     await screen.save()
@@ -189,7 +189,7 @@ ACTIONS: dict[str, _Run] = {
     "older_version": _older_version,
     "newer_version": _newer_version,
 }
-"""What the actions of `MESSAGE_KEYS` do to the message with this index in the chat's `MessageTree`."""
+"""Functions for the actions of `MESSAGE_KEYS`. Each takes the message's index in the chat's `MessageTree`."""
 
 
 async def run(screen: TurnScreen, action: str) -> None:

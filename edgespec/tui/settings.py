@@ -52,13 +52,13 @@ SETTINGS = {
     for name, option in REPLY_OPTIONS.items()
     if option.in_chat and option.group == group
 }
-"""The options of replies that the chat offers, in the order of the settings form."""
+"""The reply options that the chat offers, in the order of the settings form."""
 LOAD_SETTINGS: Mapping[str, Option] = {
     name: option
     for name, option in {**MODEL_OPTIONS, **LOAD_OPTIONS}.items()
     if option.in_chat and name not in REPLY_OPTIONS
 }
-"""The load options that the chat can change, by loading the model again. They end the settings form."""
+"""The load options that the chat can change by reloading the model. The settings form shows them last."""
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
 SCHEMA = "schema"
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
@@ -76,7 +76,7 @@ def parse(name: str, text: str) -> Setting:
 def read_schema(path: str) -> Setting:
     """Read a JSON schema from a file. Raises OptionError if it is not a regular file with a JSON schema."""
     file = os.path.expanduser(path)
-    # Reading a pipe could block the chat.
+    # Accept only regular files, because reading a pipe could block the chat.
     if os.path.exists(file) and not os.path.isfile(file):
         raise OptionError(
             f"{path!r} is not a regular file", "choose the file of a JSON schema", code="file_not_read"
@@ -118,7 +118,7 @@ def load_setting_named(name: str) -> str | None:
 
 
 def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return the changed load options with another one. The text `default` stands for the original value.
+    """Return the changed load options, with one more change. The text `default` undoes an earlier change.
 
     Raises:
         OptionError: The value is invalid.
@@ -131,7 +131,7 @@ def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[
 
 
 def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
-    """Return a load option that was changed in the chat, as text for `with_load_setting`. May be empty."""
+    """Return a changed load option as text for `with_load_setting`, or an empty string if it is unchanged."""
     if name not in changed:
         return ""
     value = changed[name]
@@ -190,7 +190,7 @@ def default_text(name: str, runtime: ChatModel, settings: Mapping[str, Setting])
     try:
         defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
     except OptionError:
-        # The chat's method is unavailable, so show the defaults of the method passed to `load`.
+        # The chat's method is unavailable, so show the defaults for the method passed to `load`.
         defaults = dict(runtime.reply_defaults())
     if name not in defaults:
         option = REPLY_OPTIONS[name]

@@ -1,7 +1,7 @@
-"""Read what the terminal sends so that no bytes close the chat, and pasted text is only text.
+"""Make the chat robust against terminal input: no bytes close it, and pasted text is never read as keys.
 
-Textual decodes the terminal's bytes strictly, so that one byte of another encoding, such as a pasted Latin-1
-character, ends the app. It also takes control characters within pasted text for keys.
+Textual decodes the terminal's bytes strictly, so a single byte in another encoding, such as a pasted Latin-1
+character, ends the app. It also treats control characters in pasted text as keys.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["InputParser", "guard_input", "pasted_text"]
 
-# Matches escape sequences, such as those of colours and titles, and all control characters but tabs and line
-# breaks.
+# Matches escape sequences, such as those for colours and titles, and all control characters except tabs and
+# line breaks.
 _SEQUENCES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
@@ -30,9 +30,9 @@ _LINE_BREAK = re.compile(r"\r\n?")
 
 
 def guard_input(driver: type[Driver]) -> None:
-    """Let a driver decode invalid bytes as U+FFFD, and read keys with `InputParser`.
+    """Make a driver decode invalid bytes as U+FFFD, and parse its input with `InputParser`.
 
-    Textual has no option for either, so this replaces two names in the module of the driver.
+    Textual has no option for either, so this replaces two names in the driver's module.
     """
     module = sys.modules[driver.__module__]
     for name, guarded in (("XTermParser", InputParser), ("getincrementaldecoder", _lenient_decoder)):
@@ -41,17 +41,17 @@ def guard_input(driver: type[Driver]) -> None:
 
 
 def _lenient_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
-    """Take the place of `codecs.getincrementaldecoder`."""
+    """Return a decoder factory that replaces invalid bytes. Stands in for `codecs.getincrementaldecoder`."""
     return partial(codecs.getincrementaldecoder(encoding), errors="replace")
 
 
 def pasted_text(text: str) -> str:
-    """Return pasted text with `\\n` as line break, and without escape sequences and control characters."""
+    """Return pasted text with `\\n` as line break, and without escape sequences or control characters."""
     return _SEQUENCES.sub("", _LINE_BREAK.sub("\n", text))
 
 
 class InputParser(XTermParser):
-    """Textual's parser, which receives pasted text only once it is complete and without control characters.
+    """Passes pasted text to Textual's parser only once it is complete, and without control characters.
 
     Otherwise, an escape character within the text would end the paste, and the rest would act as keys: a line
     break would send the message.
@@ -60,7 +60,7 @@ class InputParser(XTermParser):
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasted: list[str] | None = None
-        # The last characters that were received, because a marker can be split between two reads.
+        # The last characters received, because a marker can be split between two reads.
         self._tail = ""
         self._found = False
         self._is_first = True
@@ -71,7 +71,7 @@ class InputParser(XTermParser):
             yield from super().feed(data)
             return
         if self._is_first:
-            # Until Textual takes over the terminal, the terminal itself turns Enter into a line feed.
+            # Before Textual takes over the terminal, the terminal itself turns Enter into a line feed.
             self._is_first = False
             keys, start, pasted = data.partition(BRACKETED_PASTE_START)
             data = keys.replace("\n", "\r") + start + pasted
@@ -91,9 +91,9 @@ class InputParser(XTermParser):
                     yield from super().feed(text + BRACKETED_PASTE_END)
 
     def _split(self, data: str, marker: str) -> tuple[str, str]:
-        """Split data behind the marker, the start of which may have been received before.
+        """Split data after a marker, whose first part may have arrived in earlier data.
 
-        `_found` then says whether the marker is in the data.
+        Sets `_found` to whether the marker is complete.
         """
         before = len(self._tail)
         end = (self._tail + data).find(marker)

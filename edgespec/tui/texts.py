@@ -48,7 +48,7 @@ __all__ = [
     "worst_case",
 ]
 
-# For each model that a first chat can open with: a remark, and the kind of model to use instead.
+# A remark on each model that a first chat can open with, and the kind of model to suggest instead.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
@@ -57,19 +57,19 @@ _FIRST_MODELS = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
-# Minimum length in tokens of a reply whose speed-up is shown, chosen. A shorter reply has too few passes to
-# show whether guessing saved time.
+# Minimum length in tokens of a reply whose speed-up is shown. This value was chosen because a shorter reply
+# has too few passes to show whether guessing saved time.
 _MIN_TOKENS = 20
-# Slower replies are shown as slower. The value rounds to a factor of 1.0.
+# Below this speed-up, a reply is shown as slower. From about this value on, the factor rounds to 1.0.
 _SAME_SPEED = 0.95
-# An option of the command line in a text.
+# Matches a command line option in text.
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 # Separates the notices in `ModelFacts.notice`.
 _NOTICE_SEPARATOR = " · "
 _AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
 _NO_IMAGES = "images are off to save memory; a smaller /context or a higher /set memory can turn them on"
 _OTHER_MODEL = "type /model to choose another model"
-# Advice for the command line, and what to do in the chat instead.
+# Patterns for advice about the command line, and the advice to show in the chat instead.
 _IN_CHAT = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
@@ -99,7 +99,7 @@ _NOTICEABLE_LOSS = 0.01
 
 
 def facts_line(facts: ModelFacts) -> str:
-    """Return a one-line summary of a model: name, parameters, quantisation and file size."""
+    """Minimum fraction of the speed that identical replies must cost for the chat to mention it."""
     file_size = format_bytes(facts.file_bytes)
     return " · ".join(
         filter(None, (facts.name, parameters_text(facts.parameters), facts.quantisation, file_size))
@@ -137,7 +137,7 @@ def loaded_value(name: str, runtime: ChatModel) -> str:
 
 
 def reason_text(method: MethodReport) -> str:
-    """Return the reason for using this method, in the words of the chat."""
+    """Return the reason for using this method, reworded for the chat."""
     return in_chat(method.chat_reason or method.reason)
 
 
@@ -171,7 +171,8 @@ def factor_text(factor: float) -> str:
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured.
 
-    A difference within two standard errors is no measurement, and neither is that of a very short reply.
+    A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard errors. That of a
+    very short reply never does.
     """
     if method.effective == "none":
         return "speed-up off"
@@ -202,7 +203,7 @@ def exactness_sentence(exactness: Exactness) -> str:
 
 
 def exactness_text(exactness: Exactness) -> str:
-    """Return `exactness_sentence` without the first words, to show it next to the label "replies"."""
+    """Return `exactness_sentence` without its first words, for display next to the label “replies”."""
     speed = exactness.expected_speed
     if not exactness.bits:
         if not speed:
@@ -215,9 +216,7 @@ def exactness_text(exactness: Exactness) -> str:
     if not limits_speed(exactness):
         return "identical with and without the speed-up"
     gain = f"makes them up to {percent(1 / speed - 1)} faster" if speed and speed < 1 else "allows guessing"
-    return (
-        f"identical with and without the speed-up; /set exactness off {gain}, but can change them"
-    )
+    return f"identical with and without the speed-up; /set exactness off {gain}, but can change them"
 
 
 def rounding_warning(runtime: ChatModel) -> str:
@@ -296,7 +295,7 @@ def notices(runtime: ChatModel, open_list: str = "Press F9") -> list[str]:
     loaded = (facts for facts in (runtime.target, runtime.draft) if facts is not None)
     texts = [text for facts in loaded for text in _notices(facts)]
     if larger := _larger_models(runtime, open_list):
-        # The suggestion replaces the catalogue's remark on the model.
+        # The suggestion replaces the catalogue's remark about the model.
         found = load_catalogue().find(runtime.target.name)
         others = [text for text in texts if found is None or text != found[0].notice]
         return [*shared, *larger, *map(sentences, others), *filter(None, [rounding_warning(runtime)])]
@@ -320,8 +319,8 @@ def switched_note(
     Args:
         before: The model that was loaded before.
         runtime: The loaded models.
-        options_before: The load options that the user had changed in the chat.
-        changed: The load options that the user has changed now. None for another model.
+        options_before: The load options that the user had changed in the chat before.
+        changed: Load options that the user has changed, or None when switching to another model.
     """
     target, values = runtime.target, []
     if changed is not None and target.path == before.path:
@@ -340,7 +339,7 @@ def sharing_note(runtime: ChatModel) -> str:
 
 
 def takeover_note(before: ChatModel) -> str:
-    """Return a note for a chat that has loaded its model again, or an empty string if it needs none."""
+    """Return a note for a chat that has reloaded its model, or an empty string if none is needed."""
     from edgespec.api.sharing.client import host_of
 
     host = host_of(before)
@@ -443,7 +442,7 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def _memory(runtime: ChatModel) -> str:
-    """Return the memory in use and, if it was planned, the most that the models can need."""
+    """Return the memory in use and, if it was planned, the maximum that the models can need."""
     used = f"{format_bytes(runtime.memory_bytes())} in use"
     return used if runtime.plan is None else f"{used}, up to {format_bytes(runtime.plan.total_bytes)} planned"
 
@@ -500,7 +499,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
 
 
 def not_found_text(wanted: str) -> str:
-    """Say that there is no saved chat to resume. `wanted` is its ID or title, or `last` for the newest."""
+    """Return a note that a chat to resume was not found. `wanted` is its ID, its title or `last`."""
     missing = "There are no saved chats yet" if wanted == "last" else f"There is no saved chat {wanted!r}"
     return f"{missing}, so this is a new chat"
 
@@ -508,8 +507,8 @@ def not_found_text(wanted: str) -> str:
 def sentences(*texts: str) -> str:
     """Join texts, such as the parts of an error message, into sentences.
 
-    Names of settings, files and models at the start of a sentence stay as they are. Options of the command
-    line become the commands that change them in the chat.
+    Names of settings, files and models at the start of a sentence are not capitalised. Command line options
+    are replaced by the commands that change them in the chat.
     """
     texts = tuple(map(in_chat, texts))
     starts = [text[0].upper() + text[1:] if _starts_with_word(text) else text for text in texts if text]
@@ -517,7 +516,7 @@ def sentences(*texts: str) -> str:
 
 
 def in_chat(text: str) -> str:
-    """Return a text in which commands of the chat replace options and commands of the command line."""
+    """Replace command line options and commands in `text` with commands of the chat."""
     for pattern, words in _IN_CHAT:
         text = pattern.sub(words, text)
     return _OPTION.sub(_chat_command, text)

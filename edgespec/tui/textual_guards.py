@@ -1,6 +1,6 @@
-"""Guard the chat against what Textual, the library that draws it, does not prevent.
+"""Guard the chat against problems that Textual, its UI library, does not prevent.
 
-Invalid environment variables are reported, keys are passed on in the order in which they were typed, and
+Invalid environment variables are reported, keys are delivered in the order in which they were typed, and
 control characters in model output and chat files do not reach the terminal.
 """
 
@@ -93,12 +93,12 @@ def _is_driver(name: str) -> bool:
 
 
 class KeyOrder:
-    """Holds each key until the widgets have handled the key before it. Owned by the app.
+    """Holds each key until the widgets have handled the key before it.
 
-    Used only in the event loop of the app.
+    Owned by the app, and used only in its event loop.
 
     Textual sends a key to the widget that has the focus at that moment. A key that moves the focus or opens a
-    dialog does so a little later. Without this class, the next keys of a fast typist reach the wrong widget.
+    dialog does so a little later. Without this class, a fast typist's next keys would reach the wrong widget.
 
     Args:
         app: The app.
@@ -132,7 +132,7 @@ class KeyOrder:
         return (self._app.focused or self._app.screen).ancestors_with_self
 
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
-        """Wait until each node of the path in turn has handled the messages in its queue."""
+        """Wait until each node of the path, one after another, has handled the messages in its queue."""
         while path:
             node = path.popleft()
             if node.call_later(self._follow, key, path, is_last=is_last):
@@ -154,12 +154,12 @@ class KeyOrder:
                 await self._pass_on(self._held.popleft())
 
     async def _give_up(self, key: object) -> None:
-        """Pass on all keys that wait for `key`, whose handling takes too long."""
+        """Stop waiting for `key`, whose handling takes too long, and pass on all keys held back by it."""
         if key is not self._handled_now:
             return
         if self._held:
             await self._dispatch(self._held.popleft())
-            # The widgets may have called `Widget.focus`, which moves the focus only once the app is idle.
+            # The widgets may have called `Widget.focus`, which moves the focus only when the app is idle.
             self._app.call_later(self._give_up, key)
         else:
             self._handled_now = None

@@ -156,7 +156,8 @@ def _theme(name: str, path: Path, text: str) -> Theme:
 
 def _check_text_style(path: Path, text: str, value: Any) -> None:
     words = value.split() if isinstance(value, str) else []
-    # "not" and "none" cannot be combined with all other words.
+    # “not” and “none” are valid flags, but cannot be combined with every other word. Allow only “none”, and
+    # only on its own.
     if value != "none" and not (words and VALID_STYLE_FLAGS - {"none", "not"} >= {*words}):
         problem = f"{_TEXT_STYLE!r} is {value!r}, which is not a text style"
         advice = 'write "none", "bold", "reverse", "underline" or "bold underline"'

@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 CallDecision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
-"""The user's answer to whether the model may call a tool."""
+"""The user's decision on whether the model may call a tool."""
 
 MAX_ROUNDS = 25
 """Maximum number of replies with tool calls after one user message."""
 
-# Maximum length of a tool's result in characters. For a model with a small context, the limit is as many
-# characters as the context has tokens, which is about a quarter of the context.
+# Maximum length of a tool's result in characters. For a model with a small context, the limit is one
+# character per token of context, which amounts to about a quarter of the context.
 _MAX_RESULT_CHARACTERS = 32_000
 # Maximum length of the arguments of a call. The user must be able to read them before allowing the call, and
 # the screen takes seconds to show more.
@@ -53,7 +53,7 @@ REFUSED = ToolResult.failure("The user does not allow this call.", veto="refused
 STOPPED = ToolResult.failure("The user stopped the reply before this call was made.", veto="stopped")
 INTERRUPTED = ToolResult.failure("The user stopped this call.", veto="stopped")
 TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed per message.")
-"""The results of calls that are not made, or not to their end."""
+"""The results of calls that are not made or not completed."""
 
 _VETOES = {each.text: each for each in (REFUSED, STOPPED, INTERRUPTED)}
 
@@ -98,7 +98,7 @@ class ToolAccess:
         return {"tools": [tool.definition for tool in tools]} if tools else {}
 
     def read_servers(self) -> bool:
-        """Read the user's servers unless they have been read. Return False if there are none.
+        """Load the list of the user's servers, unless it is already loaded. Return False if it is empty.
 
         Raises:
             OptionError: The file that lists the servers is invalid.
@@ -164,7 +164,7 @@ class ToolAccess:
         """Remember the user's decision about a tool if it also applies to later calls.
 
         Returns:
-            A note about how to take back a decision that is saved. Empty if nothing is saved.
+            A note on how to revoke a saved decision. Empty if nothing is saved.
 
         Raises:
             ConfigurationError, OptionError: The decision `always` could not be saved, so it applies only
@@ -203,7 +203,7 @@ def call_rounds(chat: OpenChat) -> int:
 
 
 def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_tokens: int) -> ToolResult:
-    """Add the result of a call to the chat, shortened for this context size, and return what was added."""
+    """Add a call's result to the chat, shortened to fit the context size, and return what was added."""
     result = replace(result, text=limited(result.text, min(_MAX_RESULT_CHARACTERS, context_tokens)))
     message = Message("tool", result.text, tool_call_id=call.id, name=call.name)
     chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
@@ -239,7 +239,7 @@ def readable_arguments(arguments: str) -> str:
 
 
 def no_servers_text() -> str:
-    """Return an explanation of how to add tools."""
+    """Return instructions for adding tools."""
     return (
         "There are no tools yet. They come from MCP servers, which you list in the file"
         f' {servers_path()}. For example:\n\n[files]\ncommand = "npx"\n'

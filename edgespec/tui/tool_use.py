@@ -56,11 +56,11 @@ class ToolUse(ToolAccess):
         self._dialog: ApprovalScreen | None = None
 
     def show_servers(self) -> None:
-        """Open the dialog in which the user turns servers and tools on and off."""
+        """Open the dialog for turning servers and tools on and off."""
         self._screen.app.push_screen(ToolsScreen(self), lambda _: self._screen.refresh_facts())
 
     async def _has_servers(self) -> bool:
-        """Read the user's servers. If there are none, explain how to add one."""
+        """Load the user's servers. If there are none, explain how to add one, and return False."""
         if await asyncio.to_thread(self.read_servers):
             return True
         await self._screen.transcript.note(no_servers_text())
@@ -98,7 +98,7 @@ class ToolUse(ToolAccess):
             self._dialog.decide("stop")
 
     def begin(self, calls: Sequence[ToolCall]) -> None:
-        """Make the calls, then let the model continue. Meanwhile, the screen's `calling_tools` is True."""
+        """Run the calls, then let the model continue. Meanwhile, the screen's `calling_tools` is True."""
         self._stop = asyncio.Event()
         self._screen.calling_tools = True
         self._screen.run_worker(self._make_calls(calls))
@@ -121,7 +121,7 @@ class ToolUse(ToolAccess):
                     f"Stopped after {MAX_ROUNDS} rounds of tool calls. Type /continue to ask for an answer."
                 )
         finally:
-            # Start the next reply without an `await` in between, so that nothing else sees the chat as free.
+            # Start the next reply without an `await` in between, so that nothing else sees the chat as idle.
             screen.calling_tools = False
         await self._after_calls(self._stop.is_set() or too_many)
 
@@ -138,7 +138,7 @@ class ToolUse(ToolAccess):
         return added
 
     async def _make_call(self, call: ToolCall) -> ToolResult:
-        """Return the result of a call, after asking the user."""
+        """Run a call if the user allows it, and return its result."""
         if self._stop.is_set():
             return STOPPED
         checked = self.check(call)
@@ -163,7 +163,7 @@ class ToolUse(ToolAccess):
         return INTERRUPTED
 
     async def _decide(self, tool: Tool, call: ToolCall) -> CallDecision:
-        """Return the user's decision, or `once` if the user has allowed such calls before."""
+        """Return the user's decision, or `once` if the user has already allowed such calls."""
         if self.is_allowed(tool, self._screen.current_chat):
             return "once"
         self._dialog = ApprovalScreen(tool, call.arguments)

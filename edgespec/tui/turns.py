@@ -39,7 +39,7 @@ class TurnScreen(ChatView):
     """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
     tool_use: ToolUse
-    # Whether messages wait even though no reply is being generated, because the model is being replaced.
+    # Whether messages wait because the model is being replaced, even if no reply is being generated.
     holds_waiting = False
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
@@ -70,7 +70,7 @@ class TurnScreen(ChatView):
         self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         await self._show_current_chat()
         if self.waiting.texts:
-            # The messages were written for the other chat, so let the user decide.
+            # Put the waiting messages back into the input, because they were written for the other chat.
             self.prompt.replace_text("\n\n".join(filter(None, (self.waiting.take_all(), self.prompt.text))))
 
     async def use_runtime(self, runtime: ChatModel) -> None:
@@ -95,7 +95,8 @@ class TurnScreen(ChatView):
 
         Args:
             reference: A reference to the model.
-            changed: The load options that the user has changed in the chat. None for another model.
+            changed: Load options that the user has changed in the chat, or None when switching to another
+                model.
         """
         self.holds_waiting = True
         self.post_message(self.ModelChosen(reference, changed))
@@ -113,7 +114,7 @@ class TurnScreen(ChatView):
         self.call_after_refresh(self.open_in_model, chat)
 
     def open_in_model(self, chat: OpenChat) -> None:
-        """Count the chat's tokens in the model thread. Slow, so call this after the chat is drawn."""
+        """Count the chat's tokens in the model thread. Slow, so call this once the chat is drawn."""
         if chat is self.current_chat and not self.writing:
             self._start(self._thread.open_chat(chat.system, chat.messages))
 
@@ -133,7 +134,7 @@ class TurnScreen(ChatView):
         return True
 
     def save_turn(self) -> None:
-        """Save the reply in progress, if any. Works in any thread, even after the app has ended."""
+        """Save the reply in progress, if any. Can be called from any thread, even after the app has ended."""
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
@@ -297,7 +298,7 @@ class TurnScreen(ChatView):
         message = state.messages[-1] if state is not None else None
         entry = chat.finish_turn(ended, message, leaving=self._leaving)
         if entry is None:
-            # No text was generated, so show the previous conversation again.
+            # No new text was generated, so show the previous conversation again.
             await reply.finish(reply.text, reply.reasoning, None)
             self._give_back_text(turn)
             await transcript.show_chat(chat, welcome=self._welcome())

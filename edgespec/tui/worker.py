@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Load = Callable[["Progress"], "ChatModel"]
-# Given a reference to a model and, optionally, the load options that the user has changed in the chat.
+# Takes a reference to a model and, optionally, the load options that the user has changed in the chat.
 LoadOther = Callable[..., Load]
 PlanModel = Callable[[str, "int | None"], "Preview"]
 _T = TypeVar("_T")
@@ -49,12 +49,12 @@ def _ignore(_description: str, _fraction: float) -> None:
 def references_after(
     before: ModelReferences, reference: str, changed: Mapping[str, Any] | None
 ) -> ModelReferences:
-    """Return the references of a chat's models after it has loaded a model.
+    """Return the references to a chat's models after it has loaded a model.
 
     Args:
-        before: The references before.
+        before: The previous references.
         reference: The reference to the loaded model.
-        changed: The load options that the user has changed. None for another model.
+        changed: Load options that the user has changed, or None when switching to another model.
     """
     if changed is None:
         return ModelReferences(reference)
@@ -62,7 +62,7 @@ def references_after(
 
 
 def own_models(saved: SavedChat, target_name: str) -> ModelReferences | None:
-    """Return the models of a saved chat if another one is loaded and they are on this machine, or None."""
+    """Return a saved chat's models if they are on this machine and its target is not loaded, or None."""
     if not saved.models.target or saved.target == target_name:
         return None
     from edgespec.store.reference import resolve
@@ -178,7 +178,7 @@ class ModelThread:
         return self._submit(lambda: self._switch(load))
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
-        """Let the model thread continue another conversation, such as a saved chat."""
+        """Switch the model thread to another conversation, such as a saved chat."""
         copy = tuple(messages)
         return self._submit(lambda: _state(self._loaded(can_cancel=False).chat(system, copy)))
 
@@ -198,8 +198,8 @@ class ModelThread:
 
         Args:
             work: The function.
-            report: Called with a description and the completed fraction of what happens before: loading the
-                model again, or waiting for another chat that uses it.
+            report: Called with a description and the completed fraction of what happens first: reloading the
+                model, or waiting for another chat that uses it.
         """
         self._cancelled.clear()
 
@@ -224,7 +224,7 @@ class ModelThread:
         self._load_cancelled.set()
 
     def close(self) -> None:
-        """Tell the thread to stop the running reply, close the model and exit. Does not wait for it."""
+        """Tell the thread to stop the running reply, close the model and exit, without waiting for it."""
         self._closing.set()
         self.cancel()
         self._jobs.put(None)
@@ -270,7 +270,7 @@ class ModelThread:
     def _load_model(
         self, load: Load, *, can_cancel: bool = False, report: Callable[[str, float], None] = _ignore
     ) -> ChatModel:
-        """Load a model. If `can_cancel` is set, `cancel` cancels it too."""
+        """Load a model. If `can_cancel` is set, `cancel` also stops loading."""
 
         def is_cancelled() -> bool:
             was_stopped = can_cancel and self._cancelled.is_set()
@@ -305,7 +305,7 @@ class ModelThread:
     ) -> ChatModel:
         assert self._runtime is not None
         if self._is_lost or (self._sharing is not None and self._sharing.is_lost(self._runtime)):
-            # Release the workers that are not lost, so that the model can be loaded on them again.
+            # Release the workers that are not lost, so that the model can be reloaded on them.
             self._close(self._runtime)
             self._load_model(self._load, can_cancel=can_cancel, report=report)
         return self._runtime

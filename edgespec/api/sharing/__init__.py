@@ -1,1 +1,1 @@
-"""Let the chats and the server of one user share a loaded model, through Unix sockets."""
+"""Let one user's chats and server share a loaded model through Unix sockets."""

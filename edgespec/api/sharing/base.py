@@ -1,4 +1,4 @@
-"""Interfaces of the loaded model that a chat uses, which its own process or another one has loaded."""
+"""Interfaces to the loaded model that a chat uses, whether this process or another one loaded it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedHead", "Tokenizer"]
 
-# Options that do not affect replies. The values of the program that loaded the model apply.
+# Options that do not affect replies. They may differ from those of the program that loaded the model.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
 # Options that must match even at their defaults, because rounding could change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
@@ -74,7 +74,7 @@ class Conversation(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Counts the tokens of texts. See `edgespec.model.base.Vocabulary`."""
+    """Counts the tokens in texts. See `edgespec.model.base.Vocabulary`."""
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> Sequence[int]: ...
 
@@ -153,13 +153,13 @@ class NamedHead(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """The files and options of a model that is loaded or to be loaded.
+    """The files and options that identify a loaded model, or one to be loaded.
 
     Attributes:
-        files: The target's path and the paths of its adapters, each with the state of the file.
+        files: The paths of the target and its adapters, each with the state of the file.
         draft: `auto`, `none` or the path of the draft model.
         options: The load options, as text.
-        chosen: Names of the options whose values another program must also have.
+        chosen: Names of the options whose values must match for another program to share the model.
     """
 
     files: tuple[str, ...]
@@ -169,10 +169,10 @@ class Identity:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Identity | None:
-        """Return the identity of the model that these arguments of `edgespec.load` load.
+        """Return the identity of the model that these `edgespec.load` arguments would load.
 
-        Returns None if the model cannot be shared: it is not on this machine, or an option applies to one
-        run only, such as `workers`.
+        Returns None if the model cannot be shared, either because it is not on this machine or because an
+        option applies to one run only, such as `workers`.
         """
         options, chosen = {}, []
         for name, option in LOAD_OPTIONS.items():
@@ -184,7 +184,7 @@ class Identity:
                 value = str(Path(str(value)).resolve())
             options[name] = repr(value)
             is_chosen = value != option.default and name not in _IGNORED_OPTIONS
-            # A program that disables the prefix cache must not use another program's.
+            # A program that disables the prefix cache must not use another program's prefix cache.
             if is_chosen or name in _EXACTNESS_OPTIONS or (name == "prefix_cache" and value == "none"):
                 chosen.append(name)
         draft = arguments.get("draft", "auto") or "none"
@@ -198,7 +198,7 @@ class Identity:
         return cls(states, str(draft), options, tuple(chosen))
 
     def fits(self, wanted: Identity, draft: str) -> bool:
-        """Return whether a loaded model with this identity satisfies another program.
+        """Return whether another program can use a loaded model with this identity.
 
         Options that the other program leaves at their defaults may have any value.
 

@@ -1,4 +1,4 @@
-"""Load the model of a chat, or share one that another program of this user has loaded."""
+"""Load a chat's model, or share one that another of the user's programs has loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatSharing"]
 
-# Maximum number of waits until another chat has loaded the same model, and seconds per wait.
+# Maximum number of times to wait for another chat to load the same model, and seconds per wait.
 _MAX_WAITS, _WAIT_SECONDS = 600, 0.2
 
 
 class ChatSharing:
-    """Loads one model at a time, and shares it with other chats while it is loaded."""
+    """Loads one model at a time, and shares it with other chats as long as it is loaded."""
 
     def __init__(self) -> None:
         self._host: ModelHost | None = None
@@ -27,7 +27,7 @@ class ChatSharing:
 
     def load(self, arguments: Mapping[str, Any], progress: Progress) -> ChatModel:
         """Load a model, or use another program's. See `edgespec.load` for the arguments and errors."""
-        # Imported here so that the first screen appears sooner.
+        # Import this here so that the first screen appears sooner.
         import edgespec
         from edgespec.api.sharing.base import Identity
         from edgespec.api.sharing.client import find_shared
@@ -37,7 +37,7 @@ class ChatSharing:
             if identity is not None and (shared := find_shared(identity, progress)) is not None:
                 return shared
             runtime = edgespec.load(**arguments, progress=progress)
-            # If the model was only just downloaded, its identity could not be determined before.
+            # A model that was only just downloaded could not be identified earlier.
             if identity := identity or Identity.of(arguments):
                 self._share(runtime, identity)
             return runtime
@@ -70,7 +70,7 @@ class ChatSharing:
                 yield
 
     def withdraw(self) -> None:
-        """Stop sharing the model, which is about to be closed. Replies of other programs end."""
+        """Stop sharing the model because it is about to be closed. This ends other programs' replies."""
         host, queue, self._host, self._queue = self._host, self._queue, None, None
         if host is not None and queue is not None:
             host.close()
@@ -79,9 +79,9 @@ class ChatSharing:
 
 @contextmanager
 def _loading_alone(identity: Identity | None, progress: Progress) -> Iterator[None]:
-    """Return a context manager in which no other chat loads the same model, so that one can wait for it.
+    """Return a context manager that prevents other chats from loading the same model, so that they wait.
 
-    If a chat is suspended while it loads, others stop waiting after a time limit.
+    If a chat is suspended while it loads, the others stop waiting after a time limit.
     """
     from filelock import Timeout
 

@@ -39,11 +39,12 @@ from edgespec.store.installed import RecommendedSetting
 
 __all__ = ["SharedModel", "SharedReply", "find_shared", "host_of"]
 
-# Seconds to wait until a program says whether it has a model. A program that takes longer is suspended.
+# Seconds to wait for a program to say whether it has a model. A program that takes longer is assumed to be
+# suspended.
 _FIND_SECONDS = 2.0
 # Seconds to wait for a call that generates no reply. The server may have to load the model first.
 _CALL_SECONDS = 120.0
-# Seconds to wait until a cancelled reply ends.
+# Seconds to wait for a cancelled reply to end.
 _CANCEL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # Typical length of a token in bytes, for estimates.
@@ -51,11 +52,11 @@ _BYTES_PER_TOKEN = 4
 
 
 def find_shared(identity: Identity, progress: Progress | None = None) -> SharedModel | None:
-    """Return a model that another program of this user has loaded, or None if there is none.
+    """Return a model that another of the user's programs has loaded, or None if there is none.
 
     Args:
         identity: The files and options of the model.
-        progress: Called while the other program loads the model. Returning False cancels.
+        progress: Called while the other program loads the model. Returning False cancels the call.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -74,7 +75,7 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
 
 
 def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
-    """Send a `Wish`. Return the host's name, which is empty if the host lacks the model, and the connection.
+    """Send a `Wish`. Return the host's name, or an empty string if it lacks the model, and the connection.
 
     Raises:
         EOFError, OSError: The program has ended, or does not answer.
@@ -91,7 +92,7 @@ def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
 
 
 def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: float = float("inf")) -> Any:
-    """Return the value that a host sends. Raises the error that it sends instead."""
+    """Return the value that a host sends, or raise the error that it sends instead."""
     deadline = time.monotonic() + seconds
     while not connection.poll(_POLL_SECONDS):
         if wait is not None and not wait():
@@ -105,7 +106,7 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
 
 
 def _raised(error: Exception) -> Exception:
-    """Convert an error that a host sent to the error to raise. A closing host counts as lost."""
+    """Convert an error that a host sent to the error to raise. A host that is closing counts as lost."""
     return EOFError() if isinstance(error, ClosedError) else error
 
 
@@ -117,9 +118,9 @@ def host_of(model: ChatModel) -> str:
 class SharedModel:
     """A model that another process has loaded. Provides the parts of `edgespec.Runtime` that a chat needs.
 
-    Replies raise WorkerLostError if the other process has ended. Properties that the screen reads then keep
-    their last known values, and checks pass, because the next message loads the model again and checks
-    everything.
+    If the other process has ended, replies raise WorkerLostError. Properties that the UI reads then
+    keep their last known values, and checks pass, because the next message loads the model again and
+    checks everything.
 
     Args:
         path: The socket of the process.
@@ -185,7 +186,7 @@ class SharedModel:
     def exactness_for(
         self, *, acceptance: str | None = None, temperature: float | None = None
     ) -> Exactness | None:
-        # The screen reads this very often.
+        # Compute this locally, because the UI reads it very often.
         defaults = self._facts.reply_defaults
         if temperature is None:
             temperature = defaults.get("temperature", REPLY_OPTIONS["temperature"].default)
@@ -210,7 +211,7 @@ class SharedModel:
         return use
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of this process, which does not contain the model."""
+        """Return the resident memory of this process in bytes, which does not include the model."""
         return resident_bytes()
 
     def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Chat[SharedReply]:
@@ -229,7 +230,7 @@ class SharedModel:
         return SharedReply(self._ask("stream", (messages,), options), self.lost, on_end, progress)
 
     def is_there(self) -> bool:
-        """Return whether the other program still has the model."""
+        """Return whether the other program still provides the model."""
         try:
             self._ask("here", (), {}).close()
         except WorkerLostError:
@@ -237,10 +238,10 @@ class SharedModel:
         return True
 
     def close(self) -> None:
-        """Do nothing: the other program keeps the model."""
+        """Do nothing, because the other program keeps the model."""
 
     def lost(self) -> WorkerLostError:
-        """Return the error to raise if the other program has ended."""
+        """Return the error to raise when the other program has ended."""
         return WorkerLostError(
             f"{self.host}, which had loaded the model, has ended or does not answer",
             "send the message again; the chat then loads the model itself",
@@ -276,12 +277,13 @@ class SharedModel:
 class SharedReply:
     """A reply that another process generates. See `edgespec.ReplyStream` for the attributes and methods.
 
-    The constructor waits until the reply starts, after other replies have ended. Iterate in one thread only.
+    The constructor waits until the reply starts, which is after other replies end. Iterate in one thread
+    only.
 
     Args:
         connection: The connection to the host, which has accepted the request.
         lost: Returns the error to raise if the other process ends.
-        on_end: Called once with the reply, or with None if it failed.
+        on_end: Called once, with the reply or with None if it failed.
         progress: Called while the prompt is processed. Returning False cancels the reply.
 
     Raises:
@@ -301,7 +303,7 @@ class SharedReply:
         self._on_end: Callable[[Reply | None], None] = lambda _: None
         self._reply: Reply | None = None
         self._cancelled_at: float | None = None
-        # `cancel` runs in any thread, and must not write to a connection that is being closed.
+        # `cancel` can run in any thread, and must not write to a connection that is being closed.
         self._connection_lock = threading.Lock()
         self._has_started = False
         self._reported = ("waiting for another reply", 0.0)
@@ -354,7 +356,8 @@ class SharedReply:
             while True:
                 while not self._connection.poll(_POLL_SECONDS):
                     if not self._has_started:
-                        # The other program may be suspended and report nothing.
+                        # Keep calling `progress`, because the other program may be suspended and report
+                        # nothing.
                         self._report(*self._reported)
                     if self._cancelled_at and not self._has_started:
                         raise CancelledError("the reply was cancelled before it started")

@@ -1,4 +1,4 @@
-"""Let other programs of this user generate replies with a model that this process has loaded."""
+"""Let the user's other programs generate replies with a model that this process has loaded."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class Wish:
     """A request from another program to a host.
 
     Attributes:
-        version: The program's edgespec version. Objects of another version may differ.
-        identity: The model that it wants to use.
-        call: `here`, which asks only whether the host has the model, `facts`, `stream`, or a method's name.
+        version: The program's edgespec version. Other versions may define these objects differently.
+        identity: The model that the program wants to use.
+        call: `here`, which asks only whether the host has the model, `facts`, `stream`, or a method's
+            name.
         arguments: The arguments of the call.
         options: The keyword arguments of the call.
     """
@@ -67,7 +68,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties of a loaded model when a chat begins to use it. See `Runtime`."""
+    """The properties of a loaded model at the time a chat begins to use it. See `Runtime`."""
 
     target: ModelFacts
     draft: ModelFacts | None
@@ -83,7 +84,7 @@ class Facts:
 
     @classmethod
     def of(cls, runtime: Runtime) -> Facts:
-        """Return the facts of a loaded model."""
+        """Return the properties of a loaded model."""
         return cls(
             runtime.target,
             runtime.draft,
@@ -101,23 +102,23 @@ class Facts:
 
 @dataclass(frozen=True)
 class Lent:
-    """A loaded model and its queue, while another program uses them."""
+    """A loaded model and its queue, lent to another program."""
 
     runtime: Runtime
     queue: RequestQueue
 
 
 Lend = Callable[[Identity], "AbstractContextManager[Lent] | None"]
-"""Returns a context manager that lends the model with an identity, or None if there is no such model."""
+"""Returns a context manager that lends the model with this identity, or None if there is no such model."""
 
 
 class ModelHost:
-    """Answers other programs in threads of its own until it is closed.
+    """Answers other programs in its own threads until it is closed.
 
-    A program makes one connection for each call. It sends a `Wish`, and receives the name of the host, or
-    None if the host does not have the model. Then it receives pairs of a word and a value: `progress`,
-    `started` and `text` for a reply, and finally `value` or `failed`. Anything that it sends during a reply
-    cancels the reply, and so does closing the connection.
+    A program makes one connection for each call. It sends a `Wish`, and receives the name of the host,
+    or None if the host does not have the model. It then receives (word, value) pairs: `progress`,
+    `started` and `text` for a reply, and finally `value` or `failed`. Sending anything during a reply,
+    or closing the connection, cancels the reply.
 
     Args:
         name: User-facing name of the host, such as `edgespec serve`.
@@ -138,7 +139,8 @@ class ModelHost:
             try:
                 connection = self._listener.accept()
             except (OSError, EOFError):
-                # The listener was closed, the other program left at once, or there are too many open files.
+                # The listener was closed, the other program disconnected immediately, or there are too many
+                # open files.
                 time.sleep(_PAUSE_SECONDS)
                 continue
             threading.Thread(
@@ -146,15 +148,15 @@ class ModelHost:
             ).start()
 
     def _answer(self, connection: Connection) -> None:
-        # The other program may leave at any time.
+        # The other program may disconnect at any time.
         with connection, suppress(_LeftError):
             limit_sends(connection)
             try:
                 wish = connection.recv()
                 lent = self._lend(wish.identity) if wish.version == edgespec.__version__ else None
             except Exception:
-                # Another version may send anything, and the model's file may be gone. The other program then
-                # loads the model itself, and reports any error.
+                # A different version may send anything, and the model's file may have been deleted. The other
+                # program then loads the model itself, and reports any error.
                 return
             _send(connection, None if lent is None else self._name)
             if lent is None or wish.call == "here":
@@ -182,11 +184,11 @@ class ModelHost:
         return getattr(owner, wish.call)(*wish.arguments, **options)
 
     def close(self) -> None:
-        """Accept no more calls. Running replies end when their queue is closed."""
+        """Stop accepting calls. Running replies end when their queue is closed."""
         if self._closed or self._listener is None:
             return
         self._closed = True
-        # Wake the thread, because closing a socket does not end another thread's `accept`.
+        # Connect to wake the thread, because closing a socket does not end another thread's `accept`.
         with suppress(OSError):
             connect(self._path).close()
         with suppress(OSError):  # Something may have deleted the file.
@@ -205,7 +207,7 @@ def _send(connection: Connection, value: Any) -> None:
 
 
 def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str, Any]) -> Reply:
-    """Generate a reply, send its text as it is generated, and return the whole reply."""
+    """Generate a reply, send its text as it is generated, and return the finished reply."""
     leaving, closing = threading.Event(), threading.Event()
     streams: list[ReplyStream] = []
 
@@ -261,7 +263,7 @@ def _watching(connection: Connection, on_leave: Callable[[], None]) -> Iterator[
 def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
     """Yield each piece of a reply's text with the statistics and the method report so far.
 
-    The rounds of a reply are sent only once, because there can be thousands of them.
+    Each round of a reply is sent only once, because there can be thousands of them.
     """
     sent = 0
     for chunk in stream:
@@ -271,7 +273,7 @@ def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return the error, or one that can be pickled, so that another process can raise it."""
+    """Return the error, or a picklable one in its place, so that another process can raise it."""
     if isinstance(error, EdgespecError):
         error.__cause__ = error.__context__ = error.__traceback__ = None
         return error
@@ -283,5 +285,5 @@ def _picklable(error: Exception) -> Exception:
 
 @contextmanager
 def lending(runtime: Runtime, queue: RequestQueue) -> Iterator[Lent]:
-    """Lend a model that stays loaded."""
+    """Lend a model that stays loaded afterwards."""
     yield Lent(runtime, queue)

@@ -1,4 +1,4 @@
-"""The sockets through which the programs of one user find each other's models."""
+"""The sockets through which a user's programs find each other's models."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ __all__ = ["connect", "limit_sends", "listen", "loading_lock", "sockets", "stop_
 
 # Number of connections that may wait to be accepted.
 _BACKLOG = 64
-# Seconds to wait for a program that does not accept connections, or does not read, because it is suspended.
+# Seconds to wait for a program that does not accept connections, or does not read from them, because it is
+# suspended.
 _CONNECT_SECONDS, _SEND_SECONDS = 1.0, 5
 
 
 def listen() -> Listener | None:
-    """Return a listener on this process's own socket, or None if this machine does not support it."""
+    """Return a listener on a new socket for this process, or None if this machine does not support it."""
     if (folder := _folder(create=True)) is None:
         return None
     for number in range(100):
@@ -50,7 +51,7 @@ def sockets() -> Iterator[Path]:
 
 
 def loading_lock(identity: object) -> FileLock | None:
-    """Return the lock that programs hold while they load a model, or None if it cannot be created."""
+    """Return the lock that programs hold while they load a model, or None if the lock cannot be created."""
     if (folder := _folder(create=True)) is None:
         return None
     name = hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -70,14 +71,14 @@ def stop_receiving(connection: Connection) -> None:
 
 
 def connect(path: Path) -> Connection:
-    """Connect to a socket. Deletes it if its program was killed. Raises OSError if it cannot be used."""
-    # `multiprocessing.connection.Client` would wait forever for a suspended program.
+    """Connect to a socket, deleting it if its program was killed. Raises OSError if it cannot be used."""
+    # Do not use `multiprocessing.connection.Client`, which would wait forever for a suspended program.
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_CONNECT_SECONDS)
         try:
             client.connect(str(path))
         except ConnectionRefusedError:
-            # A program that is just starting or ending refuses connections too.
+            # Check the process, because a program that is just starting or ending also refuses connections.
             if not psutil.pid_exists(int(path.stem.split("-")[1])):
                 path.unlink(missing_ok=True)
             raise
@@ -88,14 +89,14 @@ def connect(path: Path) -> Connection:
 
 
 def _folder(*, create: bool) -> Path | None:
-    """Return the folder of the sockets, which only this user can enter, or None.
+    """Return the folder for the sockets, which only this user can access, or None.
 
-    Objects that arrive through the sockets are unpickled, so no other user may be able to connect.
+    Objects received through the sockets are unpickled, so no other user may be able to connect.
     """
     if sys.platform == "win32":
         return None
     try:
-        # The path of a socket is limited to about 100 bytes, so the socket cannot be in the data folder.
+        # The socket cannot be in the data folder, because the path of a socket is limited to about 100 bytes.
         folder = Path(tempfile.gettempdir()) / f"edgespec-{os.getuid()}"
         if create:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -107,5 +108,8 @@ def _folder(*, create: bool) -> Path | None:
 
 
 def _prefix() -> str:
-    """Return the prefix of socket names. It differs between data folders, which do not share models."""
+    """Return the prefix of socket names.
+
+    It differs between data folders, so that programs share models only within one.
+    """
     return hashlib.sha256(os.fsencode(data_folder())).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""Write GGUF models with random weights, used to benchmark llama.cpp's quantisation types on this machine."""
+"""Write GGUF models with random weights for benchmarking llama.cpp's quantisation types on this machine."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ class LlamaCppInfo:
         version: The version of llama-cpp-python.
         gpu_offload: Whether llama.cpp can use a GPU.
         gpus: The GPUs that llama.cpp can use.
-        gpu_library: The library for GPUs next to llama-cpp-python.
+        gpu_library: The extra library that adds GPU support to llama-cpp-python.
         default_threads: The default number of CPU threads for large models.
-        features: The CPU features and build options that llama.cpp reports.
+        features: The CPU features and build options reported by llama.cpp.
         problem: Why llama.cpp cannot be loaded, or an empty string if it can. If set, the other attributes
             keep their default values.
     """

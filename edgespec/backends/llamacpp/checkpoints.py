@@ -85,7 +85,7 @@ class StateCheckpoints:
 
 @dataclass(frozen=True, eq=False)
 class ExportedCheckpoint:
-    """A copy of the part of a model's state after `length` tokens that later tokens overwrite."""
+    """A copy of the part of a model's state that later tokens overwrite, taken after `length` tokens."""
 
     length: int
     state: memoryview
@@ -94,8 +94,8 @@ class ExportedCheckpoint:
 class ExportedCheckpoints:
     """Stores checkpoints of a model's state in main memory.
 
-    Used for models whose sequences cannot share KV cells. For them, llama.cpp copies the sequence's whole KV
-    cache and defers the copy to the next forward pass. By then, the original may have changed.
+    Used for models whose sequences cannot share KV cells. llama.cpp would copy the whole KV cache of such a
+    sequence, but not until the next forward pass, by which time the original may have changed.
     """
 
     def __init__(self, context: LlamaContext) -> None:

@@ -1,4 +1,4 @@
-"""A typed wrapper around llama_context, which allocates it and runs forward passes.
+"""A typed wrapper around llama_context that allocates it and runs forward passes.
 
 A context can apply the LoRA adapters that were loaded for its model.
 """
@@ -121,11 +121,11 @@ class ImageBatch:
 
 
 class ThreadCount:
-    """The number of CPU threads that one context uses. It is lowered while other programs use the CPU.
+    """The number of CPU threads that one context uses, which drops while other programs keep the CPU busy.
 
     Args:
         most: Number of threads to use on an idle machine.
-        cores: Number of logical cores of the machine.
+        cores: Number of logical cores in the machine.
         busy_cores: Returns the number of cores that other programs keep busy.
 
     Attributes:
@@ -228,7 +228,7 @@ class LlamaContext(KvSequences):
         # Replaces `_hook` while passes stop after the first layers. See `run_first_layers`.
         self._first_layers: HiddenStateHook | None = None
         self.kv_readers: list[LlamaContext] = []
-        # Number of calls to `allocate`, by which head contexts notice that this context was replaced.
+        # Number of calls to `allocate`. Head contexts compare it to notice that this context was replaced.
         self._generation = 0
         # Settings of the current llama_context. `is_stale` compares them with the required settings.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
@@ -245,8 +245,8 @@ class LlamaContext(KvSequences):
     def allocate(self, plan: ContextPlan) -> None:
         """Replace the KV cache with an empty one of the size in `plan`.
 
-        The old cache is freed first, so that both never take up memory at once. If this method fails, the
-        context has no KV cache (`is_lost`) until a later call succeeds.
+        The old cache is freed first, so the two never take up memory at the same time. If this method fails,
+        the context has no KV cache (`is_lost`) until a later call succeeds.
 
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
@@ -342,7 +342,7 @@ class LlamaContext(KvSequences):
 
     @property
     def _needed_outputs(self) -> int:
-        """Maximum number of tokens per pass whose logits llama.cpp must reserve memory for."""
+        """Maximum number of logit rows per pass that llama.cpp must reserve memory for."""
         if not self._taps.needs_all_rows:
             return self.max_width
         return min(max(self.max_width, MAX_WIDTH), int(self._params.n_batch))
@@ -381,7 +381,7 @@ class LlamaContext(KvSequences):
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
         if context:
-            # A GPU may still run the last pass.
+            # A GPU may still be running the last pass.
             self._lib.llama_synchronize(context)
             self._lib.llama_free(context)
 
@@ -445,7 +445,7 @@ class LlamaContext(KvSequences):
             rows: The image embeddings that replace token embeddings, as float32 [tokens, size].
             positions: The position of each token, as int32 [components, tokens].
             sequence: The llama.cpp id of the sequence.
-            is_causal: Whether tokens attend only to earlier tokens, rather than to all of `rows`. If not,
+            is_causal: Whether tokens attend only to earlier tokens, rather than to all of `rows`. If False,
                 `rows` may contain at most `batch_tokens` tokens.
         """
         if not is_causal:
@@ -469,7 +469,7 @@ class LlamaContext(KvSequences):
             inputs: Tokens or hidden states.
             positions: The index of each input in its sequence.
             sequences: For each input, the ids of the llama.cpp sequences that it belongs to.
-            needs_logits: The inputs whose logits to compute. None means all inputs.
+            needs_logits: One flag per input: whether to compute its logits. None means all inputs.
 
         Returns:
             The logits as a float32 array [inputs that need logits, vocabulary size]. The next forward pass
@@ -508,7 +508,7 @@ class LlamaContext(KvSequences):
     ) -> NDArray[np.float32]:
         """Run a forward pass and return the last layer's hidden states, float32 [tokens, size].
 
-        Run at most `max_width` tokens. Raises the same errors as `run`.
+        At most `max_width` tokens can be run. Raises the same errors as `run`.
         """
         self._check_allocated()
         self._lib.llama_set_embeddings(self._context, True)
@@ -526,11 +526,12 @@ class LlamaContext(KvSequences):
     def run_to_hook(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a forward pass only until the `HiddenStateHook` has copied the hidden states.
+        """Run a forward pass that stops once the `HiddenStateHook` has copied the hidden states.
 
-        Run at most `max_width` tokens, or `batch_tokens` if the hidden states were chosen with `tap_states`.
+        At most `max_width` tokens can be run, or `batch_tokens` if the hidden states were chosen with
+        `tap_states`.
         """
-        # Request logits for all tokens, because llama.cpp otherwise skips some of their hidden states.
+        # Request logits for all tokens, because llama.cpp would otherwise skip some hidden states.
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=True)
         self._hook.clear()
@@ -559,7 +560,8 @@ class LlamaContext(KvSequences):
         take_lost_interrupt()
         status = run(self._context, batch.native)
         if take_lost_interrupt():
-            # The failed callback may have had to copy hidden states, or to wait for streamed weights.
+            # Treat the pass as aborted, because the interrupted callback may have had to copy hidden states
+            # or wait for streamed weights.
             status = _ABORTED
         if status == 0:
             if self._stream:
@@ -604,7 +606,7 @@ class LlamaContext(KvSequences):
         """Set the thread count of the next pass to the number of cores that other programs leave free."""
         if self._thread_count and (threads := self._thread_count.update()) != self.threads:
             self._lib.llama_set_n_threads(self._context, threads, threads)
-            # Remember the number of threads for when `allocate` creates a new context.
+            # Also update the parameters, which `allocate` uses when it creates a new context.
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def set_interrupt(self, requested: bool) -> None:

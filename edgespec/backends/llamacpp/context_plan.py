@@ -14,7 +14,7 @@ from edgespec.model.base import LoadOptions
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
 
-# For each KV-cache type, its ggml_type number and the size of 32 elements in bytes.
+# The ggml_type number of each KV-cache type, and the size of 32 elements in bytes.
 _TYPES = {
     "f32": (0, 128),
     "f16": (1, 64),
@@ -26,8 +26,8 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# By default, a forward pass computes logits for at most this many tokens, which limits the size of the logits
-# buffer.
+# Default maximum number of tokens per forward pass whose logits are computed. It limits the size of the
+# logits buffer.
 MAX_WIDTH = 256
 
 
@@ -69,7 +69,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     `auto` selects f16, or bf16 keys and f16 values if `options.exact` is set. If both types are f16,
     llama.cpp's CPU attention has one kernel for single tokens in long contexts, another for up to 63 tokens,
     and a third for more, and they round differently. If the types differ, it uses a single kernel, which
-    decodes as fast on processors with bf16 instructions but is slower at long prompts.
+    decodes just as fast on processors with bf16 instructions but processes long prompts more slowly.
 
     Args:
         options: The load options.
@@ -141,8 +141,8 @@ class ContextPlan:
         kv_types: The data types of keys and values.
         sequences: The maximum number of llama.cpp sequences.
         recurrent: Whether any layers have a recurrent state instead of keys and values.
-        undo_tokens: The number of most recent tokens for which llama.cpp keeps the recurrent state, for
-            rollback.
+        undo_tokens: The number of recent tokens that llama.cpp can roll back, by keeping a recurrent state
+            for each.
         kv_bytes: The total size of KV cells and recurrent states in bytes.
         token_bytes: The size of one KV cell in bytes, for all layers together.
         rows: The maximum number of tokens whose logits a forward pass can compute.

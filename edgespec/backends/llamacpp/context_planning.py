@@ -63,7 +63,7 @@ __all__ = [
     "work_bytes",
 ]
 
-# Number of most recent tokens that llama.cpp can undo, by keeping a copy of the recurrent state for each.
+# Number of recent tokens that llama.cpp can undo. It keeps a copy of the recurrent state for each of them.
 UNDO_TOKENS = 8
 # Maximum total size in bytes of the recurrent-state copies kept for rollback. It is low, because every
 # forward pass writes all copies.
@@ -75,8 +75,8 @@ _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
 # Size in bytes of an exported KV cell's header, which stores the cell's position and sequence ids.
 _CELL_BYTES = 12
-# Numbers of tokens that DeepSeek-V4 combines into a compressed key. llama.cpp supports only these two. It
-# allocates the cells of compressed keys in whole blocks.
+# Numbers of tokens that DeepSeek-V4 combines into one compressed key. llama.cpp supports only these two
+# values, and allocates the cells for compressed keys in whole blocks.
 _SHORT_RATIO, _LONG_RATIO = 4, 128
 
 
@@ -235,9 +235,9 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 
 
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
-    """Measure the KV cache sizes of a model with compressed keys. No tokens are processed."""
+    """Measure the KV cache sizes of a model with compressed keys, without running any tokens."""
     sizes = []
-    # The second context is the smallest that needs a second block for the keys that each combine four tokens.
+    # The second context is the smallest one that needs a second block for keys that combine four tokens each.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
         small = ContextPlan(tokens, _F16, 1)
         context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
@@ -277,9 +277,9 @@ def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
 
 
 def longrope_switch_tokens(weights: Any) -> int:
-    """Return the context size above which LongRoPE (arXiv 2402.13753) uses its factors for long contexts.
+    """Return the context size above which LongRoPE (arXiv 2402.13753) uses its long-context factors.
 
-    Returns 0 if the model does not use LongRoPE. The factors are baked into the cached keys, so a resize must
+    This is 0 if the model does not use LongRoPE. The factors are baked into the cached keys, so a resize must
     not cross this size.
     """
     if architecture_metadata(weights, "rope.scaling.type") not in (None, "longrope"):

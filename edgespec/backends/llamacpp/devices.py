@@ -48,10 +48,10 @@ class Gpu:
 
     Attributes:
         name: llama.cpp's name for it, such as `Vulkan0`.
-        description: The name of the product.
-        free_bytes: Memory that is free, in bytes. Some drivers report all of it as free.
-        total_bytes: Its memory in bytes.
-        has_own_memory: Whether its memory is separate from main memory.
+        description: Product name.
+        free_bytes: Free memory in bytes. Some drivers report the total here.
+        total_bytes: Total memory in bytes.
+        has_own_memory: Whether the GPU has dedicated memory, separate from main memory.
     """
 
     name: str
@@ -67,7 +67,7 @@ def on_cpu(options: LoadOptions) -> bool:
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Return whether a model stays entirely in system memory. On a Mac, it always does."""
+    """Return whether a model stays entirely in main memory, which is always the case on a Mac."""
     return sys.platform == "darwin" or on_cpu(options)
 
 
@@ -88,7 +88,7 @@ def gpus() -> tuple[Gpu, ...]:
             text(device).decode("utf-8", "replace")
             for text in (backend.ggml_backend_dev_name, backend.ggml_backend_dev_description)
         )
-        # On a Mac, the GPU shares main memory, whatever its type.
+        # On a Mac, the GPU shares main memory, regardless of the type that ggml reports.
         own = kind == _GPU and sys.platform != "darwin"
         found.append(Gpu(name, description, free.value, total.value, own))
     return tuple(found)
@@ -118,7 +118,7 @@ def device_split(
 
     Args:
         paths: The model file, or all files of the model.
-        layers: The number of layers without the output layer.
+        layers: The number of layers, excluding the output layer.
         gpu_layers: The number of offloaded layers, including the output layer. None means all.
         experts: The number of layers whose experts stay in main memory. See `LoadOptions.experts`.
 
@@ -157,7 +157,9 @@ def device_split(
 def expert_shares(
     paths: str | Sequence[str], layers: int, gpu_layers: int | None, experts: int
 ) -> ExpertShares:
-    """Return where the experts of a model are. The arguments are those of `device_split`.
+    """Return how a model's experts are divided between the GPU and main memory.
+
+    The arguments are the same as for `device_split`.
 
     Raises:
         ModelFileError: A file cannot be read or is truncated.
@@ -174,7 +176,7 @@ def expert_shares(
 
 
 def _layer_bytes(path: str) -> list[int]:
-    """Return the weight bytes of each layer of a model, without the token embedding and the output layer.
+    """Return the weight bytes of each layer, excluding the token embedding and the output layer.
 
     Raises:
         ModelFileError: A file cannot be read or is truncated.
@@ -196,7 +198,7 @@ def output_bytes(path: str) -> int:
 
 
 def _read_bytes(path: str) -> int:
-    """Return the weight bytes that a pass reads. An untied token embedding does not count.
+    """Return the weight bytes that a pass reads, excluding an untied token embedding.
 
     Raises:
         ModelFileError: A file cannot be read or is truncated.
@@ -219,7 +221,7 @@ class LayerPlacement:
         local: Number of layers on this machine. These are the first layers of the model.
         remote: Number of layers on each worker device, in the order of the workers.
         workers: The layers and memory of each worker.
-        local_fraction: The share of the weight bytes read by a pass that is on this machine, from 0 to 1.
+        local_fraction: The fraction of the weight bytes read by a pass that are on this machine, from 0 to 1.
     """
 
     local: int
@@ -309,7 +311,7 @@ def _with_output(layers: Sequence[int], output: int) -> list[int]:
 
     Args:
         layers: The memory of each layer.
-        output: The memory of the output layer and of its logits.
+        output: The memory of the output layer and its logits.
     """
     return [*layers[:-1], *(size + output for size in layers[-1:])]
 

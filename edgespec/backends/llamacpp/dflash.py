@@ -46,10 +46,11 @@ from edgespec.model.model_facts import Capabilities
 
 __all__ = ["DFlashHead", "MarkovHead", "estimate_head", "load_head"]
 
-# Maximum number of tokens per pass. It is small because compute buffers grow with it and the vocabulary size.
+# Maximum number of tokens per pass. It is small because compute buffers grow with both this number and the
+# vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
-# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for
-# most heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
+# Approximate compute buffer size in bytes, per batch token and vocabulary entry: for most heads, for heads
+# with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
 _COMPUTE_BYTES, _REDUCED_COMPUTE_BYTES, _MARKOV_COMPUTE_BYTES = 4, 8, 17
 # Block size that llama.cpp assumes if the metadata does not contain one.
 _DEFAULT_BLOCK_TOKENS = 16
@@ -122,7 +123,7 @@ class BlockContext(HeadContext):
         """Run a pass of the head. See `HeadContext.compute`.
 
         A `prefill` pass reads only hidden states. A `draft` pass reads none: it runs a block, whose keys and
-        values the caller removes, and returns the data for the `PathSelector` instead of hidden states.
+        values the caller must remove, and returns the data for the `PathSelector` in place of hidden states.
         """
         none = np.empty((0, 0), np.float32)
         kind, tokens, inputs, positions, sequences = head_pass
@@ -153,7 +154,7 @@ class BlockShape:
 
     Attributes:
         tokens: Number of tokens in a block.
-        mask_token: Id of the mask token.
+        mask_token: ID of the mask token.
         first_row: Index of the row that predicts the first draft token. It is 1 for DFlash heads, in which
             each mask token predicts the token at its own position. It is 0 for most DSpark heads, in which
             each token of the block predicts the next one.
@@ -259,8 +260,8 @@ def _is_int(value: Any) -> bool:
 class PathSelector:
     """The candidates for each draft token of a block, with scores that depend on the preceding candidate.
 
-    llama.cpp computes the candidates and scores in the pass over the block. All other tokens get infinitely
-    negative logits.
+    llama.cpp computes the candidates and scores in the pass over the block. All other tokens get a logit of
+    -inf.
 
     Args:
         lattice: One row per draft token: the ids of `count` candidates, followed by a matrix
@@ -274,7 +275,7 @@ class PathSelector:
         self._vocab_size = vocab_size
         self._candidates = lattice[:, :count].astype(np.int64)
         self._scores = lattice[:, count : count + count * count].reshape(-1, count, count)
-        # Index of the candidate at each depth of the most likely draft.
+        # Index of the most likely draft's candidate at each depth.
         self._path: list[int] = []
         for scores in self._scores:
             self._path.append(int(scores[self._path[-1] if self._path else 0].argmax()))
@@ -386,7 +387,7 @@ class DFlashHead(HeadView[HeadTarget]):
         self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
     def _run_tree(self, tree: TokenTree, first: int) -> HostLogits:
-        """See `HeadView`. Nodes before the drafted block get the logits of its first token."""
+        """Run a tree's nodes. Nodes before the drafted block get the logits of the block's first token."""
         if first == 0:
             self._run_block(tree)
         depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
@@ -394,7 +395,7 @@ class DFlashHead(HeadView[HeadTarget]):
         return HostLogits(self._rows_after(tree.tokens[first:], depths))
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Cache the known hidden states of the tree's first nodes, and run a block after them."""
+        """Cache the tree's first nodes, whose hidden states are known, and run a block after them."""
         self._keep(self.length)
         known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
@@ -465,7 +466,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a head, which is converted to GGUF first if necessary. See `HeadNetwork`."""
+    """Estimate a head's memory use, converting the head to GGUF first if necessary. See `HeadNetwork`."""
     path = head.path
     assert path is not None
     if path.is_dir():
@@ -509,7 +510,7 @@ def _estimate(
 ) -> MemoryEstimate:
     compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
     # llama.cpp sizes its buffers for a batch of two blocks, and includes the Markov head only if two blocks
-    # fill the batch. Heads with smaller blocks therefore need no memory for it.
+    # fill the batch. Heads with smaller blocks therefore need no memory for the Markov head.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return head_memory(

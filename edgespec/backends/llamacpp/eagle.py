@@ -1,8 +1,8 @@
 """Draft with EAGLE heads, one-layer models that read the target's hidden states.
 
-llama.cpp runs EAGLE-3 heads (arXiv 2503.01840). It cannot run those of EAGLE-1 and EAGLE-2 (arXiv 2401.15077
-and 2406.16858), so NumPy runs their layer. Its matrix products, and those with the target's LM head, run in
-ggml.
+llama.cpp runs EAGLE-3 heads (arXiv 2503.01840). It cannot run EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and
+2406.16858), so NumPy runs their layer, except for matrix products. These, and the products with the target's
+LM head, run in ggml.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from edgespec.model.model_facts import Capabilities, ModelFacts
 
 __all__ = ["Eagle1Head", "estimate_head", "load_head"]
 
-# Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
+# Approximate compute buffer size of a head in bytes, per batch token and vocabulary entry.
 _COMPUTE_BYTES_PER_LOGIT = 7
 _FLOAT32_BYTES = 4
 
@@ -103,7 +103,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
 
 
 def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a head, which is converted to GGUF first if necessary. See `HeadNetwork`."""
+    """Estimate a head's memory use, converting the head to GGUF first if necessary. See `HeadNetwork`."""
     path = head.path
     assert path is not None
     if path.is_dir():
@@ -249,7 +249,7 @@ class Eagle1Head(HeadView[BaseModel]):
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
-        # The head's own hidden states [size] after each node of the current draft tree.
+        # The head's own hidden state [size] after each node of the current draft tree.
         self._own_states: list[Array] = []
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ class Eagle1Head(HeadView[BaseModel]):
     def _run_nodes(
         self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
     ) -> None:
-        """Run the nodes [first, end), given the preceding hidden state of each."""
+        """Run the nodes [first, end), given the hidden state that precedes each of them."""
         self._check_not_interrupted()
         begin, end = nodes
         places = TreeNodes(self.length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
@@ -300,7 +300,7 @@ def _load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
 
     Args:
         target: The target.
-        folder: Folder of the head, in the layout in which it was published.
+        folder: Folder of the head, as published.
 
     Raises:
         CapabilityError: The head was made for a different target, or the target's hidden states cannot be
@@ -368,7 +368,7 @@ class LoadedEagle1Head:
         self._chosen: int | None = None
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> Eagle1Head:
-        """See `SharedHead`. The target's cache must be empty when the first view is created."""
+        """Return a view of the head. The target's cache must be empty when the first view is created."""
         if self._chosen is None:
             self._chosen = self._most_accurate(target)
         return self._reading(target, self._chosen, release)
@@ -399,7 +399,7 @@ class LoadedEagle1Head:
         return Eagle1Head(target, log, release, facts, network, self._embed, self._output)
 
     def close(self) -> None:
-        """See `SharedHead`. Python frees the weights together with the last view."""
+        """Do nothing, because Python frees the weights together with the last view."""
 
 
 def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
@@ -429,7 +429,7 @@ def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
 
 
 def _estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of an EAGLE-1 head for a GGUF target, including the hidden-state log.
+    """Estimate an EAGLE-1 head's memory use with a GGUF target, including the hidden-state log.
 
     Args:
         files: The head.

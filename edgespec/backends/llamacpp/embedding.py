@@ -1,4 +1,4 @@
-"""Embed texts with a GGUF model: pool the hidden states of its last layer into one vector."""
+"""Embed text with a GGUF model by pooling its last layer's hidden states into one vector."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pooling(NamedTuple):
         batch_tokens: int,
         progress: Progress | None,
     ) -> NDArray[np.float32]:
-        """Return the embedding of text, float32 [size].
+        """Return the embedding of a text as float32 [size].
 
         Args:
             tokens: The text, from `whole_text`.

@@ -1,7 +1,7 @@
 """Keep the experts of mixture-of-experts models in main memory while the other weights are on the GPU.
 
-A token uses only a few experts per layer, so the CPU reads a small part of them for each token. Attention,
-shared weights and KV caches are used for every token, so they gain the most from the GPU's memory.
+Each token uses only a few experts per layer, so the CPU reads only a small part of their weights. Attention,
+shared weights and KV caches are used for every token, so they benefit the most from GPU memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from edgespec.system.files import file_state
 
 __all__ = ["expert_bytes", "experts_per_part", "keep_experts_in_memory"]
 
-# The names of the weights and biases of experts. The shared experts of a layer (`_shexp`), which every token
-# uses, do not count.
+# Matches the names of expert weights and biases, except those of shared experts (`_shexp`), which every token
+# uses.
 _NAMES = r"ffn_(?:up|gate|down|gate_up)_(?:ch)?exps\."
 _EXPERT = re.compile(rf"blk\.(\d+)\.{_NAMES}")
 
@@ -59,14 +59,14 @@ def _expert_bytes(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> tup
 
 
 def experts_per_part(parts: Sequence[str | Sequence[str]], count: int | None) -> list[int]:
-    """Divide a number of layers whose experts stay in main memory among the parts of a split model.
+    """Divide the layers whose experts stay in main memory among the parts of a split model.
 
     Args:
         parts: The files of each part, in the order of the layers.
-        count: The number of layers in the whole model. None means 0.
+        count: The number of such layers in the whole model. None means 0.
 
     Returns:
-        The number of layers in each part. The first layers of the model that have experts come first.
+        The number of such layers in each part. They are the model's first layers that have experts.
     """
     left, counts = count or 0, []
     for part in parts if left else ():
@@ -91,5 +91,5 @@ def keep_experts_in_memory(params: Any, paths: str | Sequence[str], count: int) 
 def _overrides(layers: tuple[int, ...]) -> Any:
     numbers = "|".join(map(str, layers))
     pattern = rf"^blk\.(?:{numbers})\.{_NAMES}".encode()
-    # A pattern that is NULL marks the end.
+    # A NULL pattern marks the end of the array.
     return (_Override * 2)(_Override(pattern, ggml().ggml_backend_cpu_buffer_type()))

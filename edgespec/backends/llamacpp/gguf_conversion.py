@@ -42,9 +42,9 @@ _EAGLE_NAMES = {
     "layer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
     "layer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
-# Endings of the names of matrices that produce rotated vectors.
+# Name suffixes of matrices whose outputs are rotated by RoPE.
 _ROTATED = ("q_proj.weight", "k_proj.weight")
-# Number of the target's hidden states that llama.cpp's EAGLE-3 implementation reads.
+# Number of target hidden states that llama.cpp's EAGLE-3 implementation reads.
 _STATES = 3
 # Maps published tensor names to GGUF names. Names of layer tensors are prefixed with `blk.<layer>.`.
 _DFLASH_NAMES = {
@@ -67,7 +67,7 @@ _DFLASH_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _DFLASH_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.*)\.weight")
-# Architectures that can be converted, by `model_type` in config.json.
+# Architectures that can be converted, keyed by `model_type` in config.json.
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -75,7 +75,7 @@ _ARCHITECTURES = {
 }
 # The numbers of bits per weight that MLX's quantisation supports.
 _BITS = (2, 3, 4, 5, 6, 8)
-# Maximum number of bits to unpack at once from a quantised matrix. Limits the memory for unpacking.
+# Maximum number of bits to unpack at once from a quantised matrix. This limits the memory used for unpacking.
 _UNPACKED_BITS = 2**26
 
 
@@ -207,7 +207,7 @@ def _add_dflash_settings(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
 
 
 def convert_draft_model(folder: Path, tokenizer: Mapping[str, tuple[Any, Any, Any]], output: Path) -> None:
-    """Convert the model in a folder to a GGUF file. Its matrices become float16.
+    """Convert the model in a folder to a GGUF file with float16 matrices.
 
     Args:
         folder: Folder with `config.json` and the weights, which may be quantised by MLX.

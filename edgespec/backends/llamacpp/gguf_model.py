@@ -54,7 +54,7 @@ class GgufModel(BaseModel):
         cells: The KV cells of the context that computes the model's logits.
         max_plan: The size and layout of the KV cache at the maximum context length.
         options: The options that the model was loaded with.
-        streamed_layers: Numbers of the layers whose feed-forward weights are read from disk in every pass.
+        streamed_layers: Indices of the layers whose feed-forward weights are read from disk in every pass.
         low_bit_error: Why the model cannot draft with a low-bit copy of itself. None if it can.
     """
 
@@ -126,7 +126,7 @@ class GgufModel(BaseModel):
     def _run(
         self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
     ) -> HostLogits:
-        """Run a token tree with `run`. On failure, remove the tree's tokens from the KV cache."""
+        """Run a token tree with `run`, and remove its tokens from the KV cache if that fails."""
         try:
             self._check(tree.width)
             self._check_shape(tree)

@@ -1,4 +1,4 @@
-"""Run heads that take (token, hidden state) pairs, and keep their KV caches."""
+"""Run heads that take (token, hidden state) pairs, and manage their KV caches."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class PairHead(HeadView[HeadTarget]):
     """
 
     _cells: LlamaHeadCells
-    # Index of the layer of a chain that runs the current level of the draft tree.
+    # Index of the layer in the chain that runs the current level of the draft tree.
     _layer = 0
 
     def __init__(self, parts: HeadParts, encodes: bool = False, layers: int = 1) -> None:
@@ -154,7 +154,7 @@ class PairHead(HeadView[HeadTarget]):
             self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
 
     def _select(self, layer: int) -> None:
-        """Select the layer of a chain that later passes run."""
+        """Select which layer of the chain later passes run."""
         assert isinstance(self._context, PairContext)
         self._context.select_mtp_layer(layer)
 

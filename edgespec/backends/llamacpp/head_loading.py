@@ -1,6 +1,6 @@
-"""Load heads that llama.cpp runs: check that a head fits its target, and create its context.
+"""Load heads that llama.cpp runs: check that a head matches its target, and create its context.
 
-The context of a head, which drafts from tokens and hidden states, can be shared between replies.
+A head drafts from tokens and hidden states. Several replies can share its context.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = [
     "target_layers",
 ]
 
-# Maximum number of tokens per pass of a head. It is small because compute buffers grow with it and the
-# vocabulary size.
+# Maximum number of tokens per pass of a head. It is small because compute buffers grow with both this number
+# and the vocabulary size.
 BATCH_TOKENS = 64
 
 
@@ -103,7 +103,7 @@ class HeadParts:
 
 
 class HeadFile:
-    """A loaded head. Its context is opened with the first view. Implements `SharedHead`.
+    """A loaded head, whose context is opened together with its first view. Implements `SharedHead`.
 
     Args:
         weights: The head's weights.
@@ -126,7 +126,7 @@ class HeadFile:
         self._close_context: Callable[[], None] = lambda: None
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[HeadTarget]:
-        """See `SharedHead`. Raises ModelFileError if the head's logits are not finite."""
+        """Return a reply's view of the head. Raises ModelFileError if its logits are not finite."""
         log = target.log_hidden_states(self._states)
         try:
             if not self._contexts:
@@ -235,7 +235,7 @@ def load_head_file(
 
     Args:
         target: The target.
-        head: The head, which has a file of its own.
+        head: The head, which has its own file.
         architecture: The `general.architecture` that the file must have.
         kind: The kind of head for messages, with an article, such as `an EAGLE-3 head`.
         make: Checks the metadata and returns the head, given its llama_model handle, load options and name.
@@ -346,7 +346,7 @@ def head_memory(
 ) -> MemoryEstimate:
     """Estimate a head's memory, including the hidden-state log that it reads.
 
-    llama.cpp runs the head on the GPU, if there is one, but the log and the logits are in main memory.
+    llama.cpp runs the head on the GPU if there is one, but the log and the logits stay in main memory.
 
     Args:
         context_tokens: Size of the head's KV cache in tokens.
@@ -376,7 +376,7 @@ _Kind: TypeAlias = Literal["encode", "prefill", "draft"]
 
 
 class HeadPass(NamedTuple):
-    """A pass of a head.
+    """The kind and inputs of a head's pass.
 
     Attributes:
         kind: What to compute. `encode` computes the input states of an EAGLE-3 head from the target's hidden
@@ -408,7 +408,7 @@ class HeadPass(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """The results of a pass of a head.
+    """The results of a head's pass.
 
     Attributes:
         logits: float32 [tokens, vocabulary size]. Empty unless the pass drafts. The next pass overwrites it.

@@ -30,14 +30,14 @@ class SharedHead(Protocol):
 
         Args:
             target: The reply's target.
-            release: The view calls it once when it is closed.
+            release: Called once, when the view is closed.
 
         Raises:
             EdgespecError: The view cannot be created.
         """
 
     def close(self) -> None:
-        """Free the weights. All views must be closed already."""
+        """Free the weights. All views must already be closed."""
 
 
 class SharedHeads:
@@ -51,7 +51,10 @@ class SharedHeads:
         self._loaded: dict[Head, tuple[SharedHead, set[object]]] = {}
 
     def view(self, target: HeadTarget, head: Head) -> SelfDraftView[Any]:
-        """Return a view of a head for one reply. Raises the errors of loading the head."""
+        """Return a view of a head for one reply, loading the head first if necessary.
+
+        Raises the same errors as loading the head.
+        """
         if head not in self._loaded:
             self._loaded[head] = format_of("gguf").load_head(target, head), set()
         (loaded, views), own = self._loaded[head], object()
@@ -104,10 +107,10 @@ class HeadTarget(BaseModel, HiddenStateSource):
 
     @abstractmethod
     def _allocate_for_states(self) -> None:
-        """Reallocate the context if that is required to copy the chosen hidden states."""
+        """Reallocate the context if copying the chosen hidden states requires it."""
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """See `HiddenStateSource`. The cache of a recurrent model must be empty."""
+        """Start a log of hidden states. The cache of a recurrent model must be empty."""
         self._check(0)
         self._end_round()
         log = self.logs.open(states, library().llama_model_n_embd(self.weights[0]))

@@ -49,7 +49,7 @@ _TABLES = ("tid2eid", "d2t")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
-# The architecture that compresses its keys.
+# The architecture that uses compressed keys.
 _COMPRESSED_ARCHITECTURE = "deepseek4"
 # The alignment in bytes that llama.cpp requires for memory-mapped weights.
 _ALIGNMENT_BYTES = 32
@@ -134,7 +134,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _compression_problem(header: GgufHeader) -> str:
-    """Check the sizes of a DeepSeek-V4 model that llama.cpp does not check against tensor shapes itself."""
+    """Check the sizes in a DeepSeek-V4 header that llama.cpp does not compare with the tensor shapes."""
     if header.architecture != _COMPRESSED_ARCHITECTURE:
         return ""
     heads, groups = (_largest(header, f"attention.{key}") for key in ("head_count", "output_group_count"))

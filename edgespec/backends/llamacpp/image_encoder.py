@@ -25,7 +25,7 @@ from edgespec.system.files import file_state
 
 __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
 
-# Why a GGUF model without an mmproj file cannot see images, and what to do.
+# Explains why a GGUF model without an mmproj file cannot see images, and what to do about it.
 NO_PROJECTOR = (
     "it was loaded without an mmproj file, so it reads only text",
     "choose a model that sees images; if this one does, put its mmproj file into its folder, or use --mmproj",
@@ -41,11 +41,11 @@ _MROPE_COMPONENTS = 4
 
 @dataclass(eq=False)
 class ImagePart:
-    """An image, or a part of one, that the model runs in one call.
+    """An image, or part of one, that the model processes in one call.
 
     Attributes:
-        tokens: The image tokens that stand for the part.
-        index: The number of the part in its image.
+        tokens: The image tokens that represent the part.
+        index: Index of the part within its image.
         image: The image.
         positions: The positions of the tokens, relative to that of the first, as int32 [components, tokens].
         position_count: Number of positions that the part takes up. The next token follows them.
@@ -62,9 +62,9 @@ class ImagePart:
     chunk: _Chunk | None = field(default=None, repr=False)
 
     def positions_from(self, first: int) -> NDArray[np.int32]:
-        """Return the positions of the tokens if the part starts at position `first`."""
+        """Return the positions of the tokens, given that the part starts at position `first`."""
         positions = self.positions + np.int32(first)
-        # The last component is unused if there are several.
+        # With M-RoPE, leave the last component unshifted, because it is unused.
         positions[_MROPE_COMPONENTS - 1 :] = self.positions[_MROPE_COMPONENTS - 1 :]
         return positions
 
@@ -79,7 +79,7 @@ class _Chunk:
 
 
 def open_encoder(model: Any, options: LoadOptions) -> ImageEncoder | None:
-    """Load the projector of a model, or return None if it has none. See `ImageEncoder` for the errors."""
+    """Load a model's projector, or return None if it has none. See `ImageEncoder` for the errors."""
     if not options.projector:
         return None
     threads = options.threads or default_threads(check_file(options.projector))
@@ -100,9 +100,9 @@ class ImageEncoder:
         path: The mmproj file.
         model: The llama_model handle of the language model.
         threads: Number of CPU threads.
-        max_tokens: Maximum number of tokens of a part that must be run in one pass.
+        max_tokens: Maximum number of tokens in a part that must be run in one pass.
         gpu: Whether the projector runs on the GPU, if there is one.
-        small_images: Whether larger images are reduced to about a megapixel.
+        small_images: Whether larger images are downscaled to about a megapixel.
 
     Attributes:
         has_wide_positions: Whether images take up fewer positions than tokens (M-RoPE).
@@ -161,7 +161,7 @@ class ImageEncoder:
                 parts.append(self._part(image, len(parts), chunk))
                 tokens += parts[-1].tokens
         for number, part in enumerate(parts):
-            # Another prompt may use the same image at the same time.
+            # Reuse existing parts, because another prompt may be using the same image.
             parts[number] = self._parts.setdefault(part.tokens, part)
         return PreparedImage(tuple(tokens), tuple(parts))
 
@@ -237,7 +237,7 @@ class ImageEncoder:
     def runs(
         self, tokens: Sequence[int], progress: Progress | None
     ) -> Iterator[tuple[ImagePart | Sequence[int], Progress | None]]:
-        """Split a prompt into texts and parts of images, each with a progress callback."""
+        """Split a prompt into text and image parts, each with a progress callback."""
         for start, end, is_image in token_runs(tokens):
             begin, share = start / len(tokens), (end - start) / len(tokens)
             run = tokens[start:end]

@@ -13,10 +13,10 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """Tracks how many tokens at the start of the target's KV cache a draft model has valid copies of.
+    """Tracks for how many leading tokens of the target's KV cache a draft model has valid copies.
 
     Attributes:
-        tokens: The number of tokens. The draft model sets it after copying, and every rollback of the target
+        tokens: The number of tokens. The draft model sets it after copying, and rolling back the target
             reduces it.
     """
 
@@ -24,7 +24,7 @@ class UnchangedPrefix:
 
 
 class KvCells:
-    """Manages the tokens in a context's KV cache and the llama.cpp sequences they belong to.
+    """Manages the tokens in a context's KV cache and the llama.cpp sequences that they belong to.
 
     Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
     has a sequence that shares the KV cells of its ancestors. The first child of a node continues its parent's

@@ -1,7 +1,7 @@
-"""The sequences of a llama_context: share, remove, export and import their KV cells and recurrent states.
+"""Share, remove, export and import the KV cells and recurrent states of llama.cpp sequences.
 
-Exported cells can be moved, and those of a split model's two parts can be merged. llama.cpp exports cells in
-this format (llama_kv_cache::state_write):
+Exported cells can be moved to other positions, and those of a split model's two parts can be merged.
+llama.cpp exports cells in this format (llama_kv_cache::state_write):
 
 1. an 8-byte header: a magic number and the sequence id;
 2. the number of streams, which is always 1 here, and the number of cells;
@@ -39,8 +39,8 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# Headers before the keys or values of a layer. The first contains the data type and bytes per row. The
-# second, for transposed values, contains the data type, bytes per element and row length.
+# Headers of a layer's keys or values. The first contains the data type and bytes per row. The second is used
+# for transposed values, and contains the data type, bytes per element and row length.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
 # Each exported KV cell has three integers: its position, its number of sequences (always 1) and its sequence
 # id.
@@ -51,10 +51,10 @@ class WideImage(NamedTuple):
     """An image that takes up fewer llama.cpp positions than tokens.
 
     Attributes:
-        start: The index of its first token.
-        tokens: Its number of tokens.
-        position: The position of its tokens.
-        positions: The number of positions that it takes up.
+        start: Index of the first token.
+        tokens: Number of tokens.
+        position: Position of the tokens.
+        positions: Number of positions that the image takes up.
     """
 
     start: int
@@ -217,7 +217,7 @@ class KvSequences:
             self.drop(sequence, 0)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Append positions [start, end) of the sequence `source` to the first `start` tokens of sequence 0.
+        """Append positions [start, end) of sequence `source` after the first `start` tokens of sequence 0.
 
         All other sequences are removed. The KV cells become contiguous, so that attention sums round the same
         way as without drafting.
@@ -234,8 +234,8 @@ class KvSequences:
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
         """Return a copy of a sequence's KV cells at positions [start, end), in parts for `import_cells`.
 
-        Each part contains at most one attention window of tokens, because llama.cpp exports no more at a
-        time.
+        Each part contains at most one attention window of tokens, because llama.cpp cannot export more at
+        once.
         """
         parts = []
         # Remove KV cells that an interrupted export may have left in the scratch sequence.
@@ -275,7 +275,7 @@ class KvSequences:
         return True
 
     def export_images(self, start: int, end: int) -> list[bytes]:
-        """Return a part that describes the images at [start, end), if the model needs such parts."""
+        """Return a list with one part that describes the images at [start, end), or [] if none is needed."""
         if not self.has_wide_images:
             return []
         images = [image for image in self._images if start <= image.start < end]
@@ -316,7 +316,7 @@ class KvSequences:
 
     @property
     def total_state_bytes(self) -> int:
-        """The size of an export of all sequences in bytes."""
+        """The size in bytes of an export of all sequences."""
         return int(self._lib.llama_state_get_size(self._context))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
@@ -383,7 +383,7 @@ def sized_parts(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]
 
 
 def first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Split off the first part of the joined result of `sized_parts`."""
+    """Split the first part off the joined result of `sized_parts`."""
     end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
     return data[_SIZE.size : end], data[end:]
 
@@ -418,7 +418,7 @@ def merge_kv(
     """Merge the exported KV cells of a split model's lower and upper layers.
 
     Returns:
-        The KV cells in the form in which the unsplit model would export them.
+        The KV cells, in the form in which the unsplit model would export them.
 
     Raises:
         CapabilityError: The exported KV cells have an unexpected format, or contain different tokens.

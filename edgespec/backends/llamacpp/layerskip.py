@@ -1,6 +1,6 @@
-"""Load and run GGUF models that were split into lower and upper layers, and draft with the lower ones.
+"""Run GGUF models that were split into lower and upper layers, and draft with the lower layers.
 
-The method is LayerSkip (arXiv 2404.16710).
+This implements LayerSkip (arXiv 2404.16710).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load a model whose lower and upper layers were split into separate files.
 
-    Tensors used by both parts are in memory once if the files are memory-mapped, but twice if llama.cpp
+    Tensors used by both parts take up memory once if the files are memory-mapped, but twice if llama.cpp
     repacks the weights for this CPU.
 
     Raises:
@@ -119,7 +119,7 @@ class LayerSkipModel(GgufModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # The lower and upper models share some memory-mapped tensors, which count only once.
+            # Count memory-mapped tensors only once if the lower and upper models share them.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -154,7 +154,8 @@ class LayerSkipModel(GgufModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # Export two tokens' KV cells to test whether the model can draft with a low-bit copy.
+            # Export the KV cells of two tokens to test whether the model can draft with a low-bit copy of
+            # itself.
             self.prefill([0, 0])
             try:
                 self.export_cells(0, 2)
@@ -242,7 +243,7 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # Index in `self._tree` of each node of the token tree to verify.
+        # For each node of the token tree to verify, its index in `self._tree`.
         self._nodes: list[int] = []
         self._hidden: list[NDArray[np.float32]] = []
 

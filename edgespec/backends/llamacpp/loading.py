@@ -62,7 +62,7 @@ Paths: TypeAlias = str | Sequence[str]
 # for each other longer than they compute. Only toy models are that small.
 _SMALL_MODEL_BYTES = 64 * 2**20
 _LARGE_MODEL_BYTES = 1 << 40
-# The flag that llama.cpp adds to the type of a file that does not state it (LLAMA_FTYPE_GUESSED).
+# The flag that llama.cpp adds to a file type that it had to guess (LLAMA_FTYPE_GUESSED).
 _GUESSED = 1024
 
 
@@ -98,7 +98,7 @@ def load_all(
 
     Returns:
         A llama_model handle, and the stream that reads these layers. The caller must release both with
-        `free_weights`. Without streamed layers, there is no stream.
+        `free_weights`. The stream is None if no layers are streamed.
 
     Raises:
         CapabilityError: The model cannot be streamed.
@@ -132,7 +132,7 @@ def free_weights(weights: Any, stream: WeightStream | None) -> None:
 
 
 def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
-    """Raise the memory limit by the size of the streamed weights, which do not stay in memory."""
+    """Increase the memory limit by the size of the streamed weights, which do not stay in memory."""
     if stream is None or options.memory_bytes is None:
         return options
     return replace(options, memory_bytes=options.memory_bytes + stream.saved_bytes)
@@ -142,7 +142,7 @@ def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadO
 def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
     """Create copies of GGUF files with holes in place of the weights. If that fails, return the files.
 
-    llama.cpp reads the whole file when it maps it, which takes long if the file is larger than memory.
+    llama.cpp reads the whole file when it maps it, which takes a long time if the file is larger than memory.
     """
     with ExitStack() as undo:
         copies: Sequence[Path] = files
@@ -252,7 +252,7 @@ def model_params(gpu_layers: int | None = None) -> Any:
     params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # A negative number offloads all layers.
     if gpu_layers == 0:
-        # Use no GPU at all. Otherwise, llama.cpp would still run long prompts on it, with other rounding
+        # Use no GPU at all. Otherwise, llama.cpp would still run long prompts on it, with different rounding
         # errors than on the CPU, and would not repack the weights for this CPU.
         params.split_mode, params.main_gpu = lib.LLAMA_SPLIT_MODE_NONE, -1
     # llama.cpp's AMX kernels crash when compiled with GCC 12, which drops the code that fills in the tile
@@ -276,7 +276,8 @@ def _open(paths: Paths, params: Any) -> Any:
     if len(every) == 1:
         weights = lib.llama_model_load_from_file(os.fsencode(every[0]), params)
     else:
-        # Pass the paths of all parts, because llama.cpp finds only parts with standard names itself.
+        # Pass the paths of all parts, because llama.cpp finds other parts on its own only if they have
+        # standard names.
         names = (ctypes.c_char_p * len(every))(*map(os.fsencode, every))
         weights = lib.llama_model_load_from_splits(names, len(every), params)
     if not weights:
@@ -323,7 +324,7 @@ def describe(
     probe_result: ProbeResult,
     file_bytes: int | None = None,
 ) -> ModelFacts:
-    """Return the name, sizes, capabilities and other facts about a loaded model.
+    """Return a loaded model's name, sizes, capabilities and other facts.
 
     `file_bytes` is the total size of its files. By default, it is determined from `path`.
     """
@@ -360,7 +361,7 @@ def describe(
 
 
 def threads_for(weights: Any, options: LoadOptions) -> int:
-    """Return `options.threads` if set, or else the default number of CPU threads for this model."""
+    """Return `options.threads` if set, and otherwise the default number of CPU threads for this model."""
     return options.threads or default_threads(library().llama_model_size(weights))
 
 

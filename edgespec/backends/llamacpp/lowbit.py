@@ -1,7 +1,7 @@
 """Draft with a low-bit copy of the target model that reuses the target's KV cells.
 
-The method is QSpec (arXiv 2410.11305). If only the weights that the target streams have a low-bit copy, it is
-SubSpec (arXiv 2509.18344). The target's verified cells overwrite the draft model's, so the draft model never
+This implements QSpec (arXiv 2410.11305), or SubSpec (arXiv 2509.18344) if only the weights that the target
+streams have a low-bit copy. The target's verified cells overwrite the draft model's, so the draft model never
 needs a prefill. With a sparse attention window, the draft model attends only to the first and last tokens, so
 its memory does not grow with the context (MagicDec, arXiv 2408.11049).
 """
@@ -64,9 +64,9 @@ _ALL_TOKENS = 1 << 62
 # The maximum number of KV cells to copy from the target at once. Small chunks need little memory and can be
 # interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
-# Maximum number of tokens in a pass of a draft model that shares weights with the target. Chosen to be
-# enough for all but unusually wide draft trees. Each token takes memory for logits and intermediate results,
-# and memory is short if the target is streamed.
+# Maximum number of tokens in a pass of a draft model that shares weights with the target. The limit was
+# chosen to suffice for all but unusually wide draft trees. It is low because each token needs memory for
+# logits and intermediate results, and memory is scarce when the target is streamed.
 _SHARED_ROWS = 96
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
@@ -183,11 +183,11 @@ def _plan(
 class LowBitView(SelfDraftView[GgufModel]):
     """A draft model with the weights of a low-bit copy and the KV cells of the target.
 
-    `weight_bytes` is the memory that the copy takes. The view frees `weights`.
+    `weight_bytes` is the copy's memory use. The view frees `weights`.
 
     Its KV cache contains copies of the target's cells, followed by the drafted tokens. With an attention
-    window, only the cells of the first tokens and of those in the window are copied. Without one, all cells
-    are copied, and the cache is resized together with the target's.
+    window, only the cells of the first tokens and of the tokens in the window are copied. Without one, all
+    cells are copied, and the cache is resized together with the target's.
     """
 
     def __init__(

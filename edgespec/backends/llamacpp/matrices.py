@@ -30,7 +30,7 @@ __all__ = ["FileMatrix", "GgmlProducts", "product_bytes"]
 
 _CPU = 0
 _KINDS = {"F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
-# Memory in bytes for the descriptions of a graph and its tensors. Each takes a few hundred bytes.
+# Memory in bytes for the descriptions of a graph and its tensors, which take a few hundred bytes each.
 _DESCRIPTION_BYTES = 1 << 14
 # Maximum number of nodes in a graph. A product needs only one.
 _GRAPH_NODES = 4
@@ -194,7 +194,7 @@ class FileMatrix:
 
         Raises:
             ModelFileError: The file was truncated or has become unreadable.
-            CapabilityError: The gguf package cannot dequantise the type of the matrix.
+            CapabilityError: The gguf package cannot dequantise matrices of this type.
         """
         try:
             found: NDArray[np.float32] = gguf.dequantize(self._read([(row, 1) for row in ids]), self.kind)

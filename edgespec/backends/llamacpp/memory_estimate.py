@@ -65,11 +65,11 @@ _CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
 _COMPRESSOR_STATES = re.compile(r"rs_seq = \d+, layers = \d+, size = *([\d.]+) MiB")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
-# Context length in tokens for measuring the cache size per token. It is large enough to make rounding errors
-# in llama.cpp's log irrelevant.
+# Context length in tokens at which the cache size per token is measured. It is large enough for rounding
+# errors in llama.cpp's log not to matter.
 _MEASURED_TOKENS = 32768
-# Maximum context length, in tokens, for which buffer sizes are measured. The buffer sizes of longer contexts
-# are estimated.
+# Maximum context length, in tokens, for which buffer sizes are measured. For longer contexts, they are
+# estimated.
 _MAX_SIMULATED_TOKENS = 2**18
 # Bytes of memory per vocabulary token, for its text, its merge rule and its entries in lookup tables
 # (measured with the vocabularies in llama.cpp's test suite).
@@ -109,7 +109,7 @@ def _mib(text: str) -> int:
 def simulate(
     weights: Any, plan: ContextPlan, options: LoadOptions, *, takes_hidden: bool = False
 ) -> ContextBuffers:
-    """Create a context for a model without loaded weights, and return its buffer sizes."""
+    """Create a context for a model whose weights are not loaded, and return its buffer sizes."""
     with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, takes_hidden=takes_hidden).close()
         return parse_buffers(lines)

@@ -17,8 +17,8 @@ __all__ = [
     "vocabulary_size",
 ]
 
-# Maximum length of a metadata value in bytes. Longer values are cut off, but only numbers and short names are
-# needed.
+# Maximum length of a metadata value in bytes. Longer values are cut off, which is acceptable because only
+# numbers and short names are needed.
 _MAX_VALUE_BYTES = 4096
 
 
@@ -35,7 +35,7 @@ def architecture_metadata(weights: Any, key: str) -> str | None:
 
 
 def all_metadata(weights: Any) -> dict[str, str]:
-    """Return all values in a model's GGUF metadata, except arrays, as strings by key."""
+    """Return a model's GGUF metadata, except arrays, as a dict of strings."""
     lib = library()
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
 

@@ -1,7 +1,7 @@
 """Draft with multi-token prediction (MTP, arXiv 2412.19437).
 
-Many models contain MTP layers, which have their own KV cache. Gemma 4 has assistants instead: MTP heads in
-files of their own, which read the target's KV cache.
+Many models contain MTP layers, which have their own KV cache. Gemma 4 instead has assistants, which are MTP
+heads in separate files that read the target's KV cache.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from edgespec.model.model_facts import Capabilities
 
 __all__ = ["estimate_head", "load_head"]
 
-# Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
+# Approximate compute buffer size of a head in bytes, per batch token and vocabulary entry.
 _COMPUTE_BYTES_PER_LOGIT = 4
 _F16 = KvTypes("f16", "f16")
 
 
 def load_head(target: HeadTarget, head: Head) -> SharedHead:
-    """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
+    """Load MTP layers from a file, or use those in the target's own file if the head has no path.
 
     Raises:
         CapabilityError: The file was made for a different target, llama.cpp cannot run its MTP layers, or
@@ -129,7 +129,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
 
 
 def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory of MTP layers. See `HeadNetwork`."""
+    """Estimate the memory that MTP layers need. See `HeadNetwork`."""
     path = head.path
     if path is not None and is_assistant(path):
         return _estimate_assistant(path, context_tokens)

@@ -1,7 +1,7 @@
 """Find multi-token prediction (MTP) layers in GGUF files, and check that llama.cpp can run them.
 
-A Gemma 4 assistant is an MTP head in a file of its own, which reads the target's KV cache instead of having
-one. If its shapes do not match the target's, llama.cpp aborts the process instead of returning an error.
+A Gemma 4 assistant is an MTP head in a separate file. It has no KV cache and reads the target's instead. If
+its shapes do not match the target's, llama.cpp aborts the process instead of returning an error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
     "unloaded_bytes",
 ]
 
-# The architectures of the heads and of their targets.
+# Architecture names of the assistants and of their targets.
 ASSISTANT, ASSISTANT_TARGET = "gemma4-assistant", "gemma4"
 # The ggml type F32.
 _F32 = 0
 
 
 class MtpGraph(NamedTuple):
-    """What llama.cpp's computation graph requires of an architecture's MTP layers.
+    """The requirements of llama.cpp's computation graph for an architecture's MTP layers.
 
     Attributes:
         reads_normed: Whether the layers read the target's final hidden states after the final norm instead of
@@ -107,10 +107,10 @@ class MtpLayers:
     Attributes:
         count: Number of MTP layers.
         weight_bytes: Size of the layers' weights.
-        token_bytes: Size of the layers' KV cache per token, in f16.
+        token_bytes: Size of the layers' KV cache per token in bytes, in f16.
         vocabulary: Number of tokens in the vocabulary.
         state_size: Number of hidden-state values that the layers read per token.
-        graph: What llama.cpp requires of these layers.
+        graph: llama.cpp's requirements for these layers.
     """
 
     count: int
@@ -217,7 +217,7 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
 
 
 def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:
-    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp uses unchecked."""
+    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp uses without checking for them."""
     block = f"blk.{layer}."
     forms = {True: _EXPERTS, False: _DENSE, None: _EXPERTS + _DENSE}[graph.has_experts]
     required = (*_REQUIRED, *(("attn_qkv.weight",) if graph.is_fused else ()))
@@ -243,7 +243,7 @@ def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
 
 
 def _of_layer(value: Any, layer: int) -> int:
-    """Return the value for a layer. The metadata has one value for all layers or one per layer."""
+    """Return a layer's value from metadata with either one value for all layers or one per layer."""
     if isinstance(value, np.ndarray):
         return int(value[layer]) if value.dtype.kind in "iu" and layer < len(value) else 0
     return value if isinstance(value, int) else 0
@@ -378,7 +378,7 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
 
 
 def _heads(header: GgufHeader, layer: int, key: str = "attention.head_count") -> int:
-    """Return the number of heads of a layer. The metadata has one value for all layers or one per layer."""
+    """Return a layer's number of heads. The metadata has one value for all layers or one per layer."""
     value = header.architecture_value(key)
     if isinstance(value, np.ndarray):
         return int(value[layer]) if 0 <= layer < len(value) and value.dtype.kind in "iu" else 0

@@ -1,4 +1,4 @@
-"""Load llama_cpp and its library for GPUs on first use, write its log to a file, and interrupt its passes."""
+"""Load llama_cpp and its GPU library on first use, write its log to a file, and interrupt its passes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
-# The libraries in the order in which they are tried. CUDA is faster than Vulkan on NVIDIA's GPUs.
+# The GPU libraries, in the order in which they are tried. CUDA is faster than Vulkan on NVIDIA GPUs.
 _GPU_LIBRARIES = ("cuda", "vulkan")
 
 
@@ -123,10 +123,10 @@ class ContextParams(ctypes.Structure):
 
 @cache
 def ggml() -> Any:
-    """Return the ggml library with the C functions declared that llama_cpp does not declare.
+    """Return the ggml library, with declarations of the C functions that llama_cpp does not declare.
 
-    The functions are those of the ggml that llama.cpp itself uses. `llama_cpp._ggml` can load a second copy,
-    which does not know the GPUs that `load_gpu_library` adds.
+    This is the copy of ggml that llama.cpp itself uses. `llama_cpp._ggml` can load a second copy, which does
+    not know about the GPUs that `load_gpu_library` adds.
     """
     from llama_cpp.llama_cpp import _lib as libggml
 
@@ -180,12 +180,15 @@ class _PrivateLog(RotatingFileHandler):
         return super()._open()
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        """Return whether the file is full, without formatting the line, as the standard library does."""
+        """Return whether the file is full.
+
+        Unlike the standard library's version, this does not format the line first.
+        """
         stream = self.stream
         return bool(stream and os.fstat(stream.fileno()).st_size + len(record.msg) >= self.maxBytes)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Ignore errors such as a full disk, which `logging` would print over the chat's screen."""
+        """Ignore errors such as a full disk, which `logging` would print over the chat's UI."""
 
 
 def _open_log() -> None:
@@ -224,7 +227,7 @@ def _resend_interrupts_in_callbacks() -> None:
 def take_lost_interrupt() -> bool:
     """Return whether a Ctrl-C has ended a callback on this thread since the last call.
 
-    C code has then continued as if the callback had returned 0.
+    If so, the C code continued as if the callback had returned 0.
     """
     lost = threading.get_ident() in _lost_interrupts
     _lost_interrupts.discard(threading.get_ident())
@@ -241,7 +244,7 @@ def _interrupt_main_thread() -> None:
 
 def _on_line(level: int, text: bytes, _user_data: object) -> None:
     if level == _DEBUG and not _captures:
-        # Loading a model logs thousands of these lines, which would slow it down and fill the log file.
+        # Loading a model logs thousands of debug lines, which would slow loading down and fill the log file.
         return
     line = text.decode("utf-8", "replace").strip()
     if not line or set(line) == {"."}:
@@ -255,7 +258,8 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
     # Ignore logging errors, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False
     severity = logging.WARNING if level in (_WARN, _ERROR) else logging.INFO
-    # `Logger.log` would look for the caller in the stack of each of the several hundred lines of a load.
+    # Do not use `Logger.log`, which would search the stack for the caller for each of the several hundred
+    # lines that are logged while loading a model.
     _LOG.handle(logging.LogRecord(_LOG.name, severity, "", 0, line, None, None))
 
 
@@ -306,7 +310,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class GpuLibrary:
-    """The library that makes llama.cpp use GPUs. It may find none.
+    """The library that lets llama.cpp use GPUs. It may not find any GPU.
 
     Attributes:
         name: `cuda` or `vulkan`. Empty if none is built, or if llama-cpp-python itself was built for GPUs.
@@ -327,7 +331,7 @@ def library_path(llama_cpp: ModuleType, name: str) -> Path:
 def load_gpu_library(llama_cpp: ModuleType) -> GpuLibrary:
     """Load the first library that finds a GPU, unless llama-cpp-python itself was built for GPUs.
 
-    Only one library may find GPUs, because each of them would list the same ones.
+    Only one library may list GPUs, because the others would list the same GPUs again.
     """
     result = GpuLibrary()
     if llama_cpp.llama_supports_gpu_offload():

@@ -1,4 +1,4 @@
-"""Batch the forward passes of concurrent replies into shared passes."""
+"""Batch the forward passes of concurrent replies."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def _no_rows() -> NDArray[np.float32]:
 # target must not keep a pass of the draft model waiting.
 _CHANGED = threading.Condition()
 
-# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time in seconds.
-# Chosen so that a slightly late reply still joins the pass, which then takes barely longer.
+# Wait for a reply's next request for up to this multiple of its usual pause, plus a fixed number of seconds.
+# Both values were chosen so that a slightly late reply still joins the pass without delaying it much.
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
-# Weight of the newest measurement in the moving averages of pauses and durations of passes.
+# Weight of the newest measurement in the moving averages of pauses and pass durations.
 _WEIGHT = 0.3
-# A reply counts as being generated for this many seconds after its last pass. Chosen, not measured.
+# A reply counts as being generated for this many seconds after its last pass. The value was chosen without
+# measurements.
 _ACTIVE_SECONDS = 1.0
 # Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
@@ -46,7 +47,7 @@ _MAX_PAUSE_PASSES = 4.0
 
 @dataclass(eq=False, slots=True)
 class PassPart:
-    """The tokens of one reply in a pass.
+    """One reply's tokens in a pass.
 
     Attributes:
         slot: The index of the reply's slot in the shared context.
@@ -54,8 +55,8 @@ class PassPart:
         positions: The position of each token in its sequence.
         sequences: For each token, the ids of the llama.cpp sequences that it belongs to.
         outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
-        kind: What the pass computes. Only parts of the same kind share a pass. Embeddings and images never
-            do.
+        kind: What the pass computes. Only parts of the same kind share a pass, and embeddings and images
+            never share one.
         inputs: The values that replace token embeddings: a head's input states or image embeddings, float32
             [tokens, values]. Empty if the model reads token embeddings.
         components: The positions of an image's tokens, as int32 [components, tokens]. Empty for other parts.
@@ -94,8 +95,8 @@ class _Caller:
 
     Attributes:
         waiting_in: The scheduler that the thread is waiting in, or None.
-        returned_at: When the thread's last pass ended, for any model, or 0 if it failed.
-        pause_seconds: Moving average of the time between two passes, for any models, or None if unknown.
+        returned_at: When the thread's last pass of any model ended, or 0 if that pass failed.
+        pause_seconds: Moving average of the time between two passes of any models, or None if unknown.
     """
 
     waiting_in: PassScheduler | None = None
@@ -204,7 +205,7 @@ class PassScheduler:
             raise CancelledError("the model's computation was cancelled")
 
     def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
-        """Return the average pause, updated with the pause since `returned_at` unless that is 0."""
+        """Return the average pause, updated with the pause since `returned_at` unless `returned_at` is 0."""
         if not returned_at:
             return mean_seconds
         pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)

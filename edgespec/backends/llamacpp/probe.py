@@ -1,4 +1,4 @@
-"""Probe a loaded model for its capabilities, which its metadata does not describe."""
+"""Probe a loaded model for capabilities that its metadata does not describe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgespec.model.registry import format_of
 
 __all__ = ["ProbeResult", "probe"]
 
-# Token ids for testing checkpoints: those to run before the checkpoint, and those to run after it.
+# Token ids to run before and after a checkpoint, for testing whether restoring it is exact.
 _PREFIX, _PASS = [0, 1], [1, 0, 1]
 
 

@@ -1,7 +1,7 @@
 """Quantise GGUF files with llama.cpp in a child process.
 
-llama.cpp's quantiser cannot be cancelled and may crash, so it runs in a child process. The child process
-executes this module as its main module.
+llama.cpp's quantiser cannot be cancelled and may crash, so it runs in a child process. The child process runs
+this module as `__main__`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q
 # these types.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# Seconds between empty lines that the child process prints. The parent process checks for cancellation at
-# each line.
+# Seconds between the empty lines that the child process prints. At each line, the parent process checks for
+# cancellation.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
 _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -115,7 +115,7 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
         _run(source, partial, type_name, progress, f"making a {type_name} copy")
         partial.replace(copy)
     except BaseException as error:
-        # llama.cpp does not report a full disk, so test whether the file is still writable.
+        # llama.cpp does not report a full disk, so check whether the file is still writable.
         write_failure = append_error(partial) if isinstance(error, BackendError) else None
         partial.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Load and run GGUF models whose layers are on workers, through llama.cpp's RPC backend."""
+"""Load and run GGUF models with layers on workers, through llama.cpp's RPC backend."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from edgespec.options.methods import methods
 __all__ = ["RemoteModel", "load_on_workers"]
 
 _Result = TypeVar("_Result")
-# The tensors that stay on this machine. Without `output.weight`, llama.cpp places that on the last device.
+# The tensors that stay on this machine. Unless the pattern includes `output.weight`, llama.cpp places it on
+# the last device.
 _LOCAL_TENSORS = rb"^(output|token_embd)\.weight$"
 _LOCAL_TENSORS_WITHOUT_OUTPUT = rb"^token_embd\.weight$"
 _UNLIMITED_BYTES = 1 << 62
 _MAX_DEVICES = 16
-# Widths to which verify passes are padded: the root plus a draft of 0, 1, 2, 4, 8 or 16 tokens. Few widths
-# are used because the first pass of a new width takes eight more round trips with two workers, and each
-# change of width resends the whole computation graph.
+# Widths to which verify passes are padded: the root plus a draft of 0, 1, 2, 4, 8 or 16 tokens. Only a few
+# widths are used, because the first pass of a new width takes eight more round trips with two workers, and
+# each change of width resends the whole computation graph.
 _PASS_WIDTHS = (1, 2, 3, 5, 9, 17)
 
 
@@ -89,7 +90,7 @@ def _placement(path: str, name: str, options: LoadOptions) -> LayerPlacement:
 
 
 class _Placer:
-    """Sets the devices of a model's layers in llama.cpp's parameters, and keeps the arrays alive."""
+    """Sets the devices of a model's layers in llama.cpp's parameters, and keeps the C arrays alive."""
 
     def __init__(self, devices: Sequence[Any], placement: LayerPlacement) -> None:
         self._remote_layers = sum(placement.remote)

@@ -1,6 +1,7 @@
-"""llama.cpp's RPC backend, which runs computations on the devices of other machines: both of its ends.
+"""Both ends of llama.cpp's RPC backend, which runs computations on the devices of other machines.
 
-A target adds the devices of its workers. `main` is the child process of `edgespec worker` that lends them.
+On the target's machine, `add_devices` connects to the workers. On a worker, `main` runs in a child process of
+`edgespec worker` and serves the worker's devices.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _Abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 # Name of the RPC client's source file in llama.cpp, which occurs in its abort messages.
 _CLIENT_SOURCE = b"ggml-rpc"
 _guarded: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
-# The workers of models that use the newest copy of the RPC library. If a worker is lost while llama.cpp
-# connects to it, a thread that never returns keeps a lock of that copy. Later models then use another copy.
+# The workers of models that use the newest copy of the RPC library. If a worker is lost while llama.cpp is
+# connecting to it, a thread that never returns keeps holding one of that copy's locks, so later models use
+# another copy.
 _users: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
 # Number of copies of the RPC library, not counting the original.
 _copies = 0
@@ -157,10 +159,10 @@ def _on_abort(message: bytes) -> None:
 
 
 class _SavedWeights(logging.Handler):
-    """Hides each weight file that llama.cpp saves, before the server's next command could read it."""
+    """Hides each weight file that llama.cpp saves, before the server's next command can read it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hide the file if this log line says that llama.cpp saved one."""
+        """Hide the weight file if this log line reports that llama.cpp saved one."""
         if saved := _SAVED.fullmatch(record.getMessage()):
             with suppress(OSError):
                 hide_unverified(Path(saved[1]))

@@ -30,8 +30,8 @@ __all__ = [
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
-# Maximum number of prompt tokens in a pass that other replies share. Chosen so that such a pass takes only a
-# few times as long as one that only generates tokens.
+# Maximum number of prompt tokens in a pass that other replies share. The limit was chosen so that such a pass
+# takes only a few times as long as one that only generates tokens.
 _SHARED_PREFILL_TOKENS = 64
 
 
@@ -134,7 +134,7 @@ class SharedContext:
             )
             self.slots[part.slot].protect(part.positions[0], part.positions[-1] + 1)
             return
-        # If heads read hidden states that llama.cpp computes only along with logits, compute all logits.
+        # Compute all logits if heads read hidden states that llama.cpp computes only along with logits.
         every = self._context.needs_all_rows
         needs_logits = [
             every or index >= part.prompt_tokens for part in parts for index in range(len(part.tokens))
@@ -147,7 +147,7 @@ class SharedContext:
                 end = part.positions[0] + part.prompt_tokens
                 self.slots[part.slot].protect(part.positions[0], end)
             row += part.prompt_tokens if every else 0
-            # Copy the rows, because the next pass, which may be for other replies, overwrites them.
+            # Copy the rows, because the next pass overwrites them, even if it is for other replies.
             part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
             if states is not None and (own := self._slot_states[part.slot]):
                 columns = [self._states.index(state) for state in own]
@@ -162,7 +162,7 @@ class SharedContext:
             self._context.tap_states(self._states)
 
     def allocate_for_states(self) -> None:
-        """Reallocate the context if that is required to copy the chosen hidden states.
+        """Reallocate the context if copying the chosen hidden states requires it.
 
         Raises:
             CapabilityError: Reallocating would discard the tokens of other replies.
@@ -210,13 +210,13 @@ class ContextSlot(KvSequences):
 
     Attributes:
         plan: The slot's share of the context.
-        tokens: The number of KV cells of the slot.
+        tokens: The number of KV cells in the slot.
         shared: The shared context.
         whole: The context that contains all slots.
         index: The index of the slot.
     """
 
-    # Number of llama.cpp sequences per slot, besides those for the text and for drafts.
+    # Number of llama.cpp sequences per slot in addition to those for committed tokens and drafts.
     _EXTRA_SEQUENCES = 0
 
     def __init__(self, shared: SharedContext, context: LlamaContext, slot: int) -> None:
@@ -269,7 +269,7 @@ class ContextSlot(KvSequences):
         *,
         is_causal: bool,
     ) -> None:
-        """Append part of an image to the slot's sequence, given its image embeddings.
+        """Append part of an image, given as image embeddings, to the slot's sequence.
 
         See `LlamaContext.append_image`, and `run` for the errors.
         """

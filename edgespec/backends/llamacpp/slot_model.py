@@ -130,7 +130,7 @@ def load_slots(
 
 
 class SlotModel(HeadTarget):
-    """A GGUF model as seen by one of several concurrent replies.
+    """One reply's view of a GGUF model that several concurrent replies share.
 
     Each reply can use its model in its own thread. Passes of different replies are batched, but a failure or
     cancellation affects only the reply that caused it. The context cannot be resized.
@@ -330,7 +330,7 @@ class SlotModel(HeadTarget):
         self._cells.length = length
 
     def resize(self, context_tokens: int) -> None:
-        """Raise MemoryBudgetError if `context_tokens` exceeds the fixed size of the context."""
+        """Raise MemoryBudgetError if `context_tokens` exceeds the context's fixed size."""
         self._check_size(context_tokens)
         if context_tokens > self._slot.tokens:
             raise MemoryBudgetError(
@@ -377,6 +377,6 @@ class SlotModel(HeadTarget):
             return
         self._closed = True
         self._slot.clear()
-        # Free the weights only once no slot is tokenizing text any more.
+        # Free the weights only when no slot is tokenizing text any more.
         self._vocabulary.close(self._slot.shared.release)
         gc.collect()

@@ -46,8 +46,8 @@ _TAPPED_ARCHITECTURES = frozenset(
 )  # fmt: skip
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
-# Minimum number of layers in `first_layers_of_each_kind`. Chosen to include a layer with full attention where
-# five of six layers have a sliding window, as in Gemma 3.
+# Minimum number of layers in `first_layers_of_each_kind`. The value was chosen to include a full-attention
+# layer even if five of six layers use a sliding window, as in Gemma 3.
 _MIN_FIRST_LAYERS = 6
 
 
@@ -82,7 +82,7 @@ class HiddenStateHook:
         self._rows.clear()
 
     def on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
-        """Handle a node of the computation graph. Return what llama.cpp expects from its `cb_eval`."""
+        """Handle a node of the computation graph. See llama.cpp's `cb_eval` for the return value."""
         name = self._ggml.ggml_get_name(tensor)
         if is_query:  # Before computing a node, llama.cpp asks whether the hook needs its result.
             return name in self._names
@@ -109,10 +109,10 @@ class HiddenStateHook:
 
 
 def first_layers_of_each_kind(path: Path) -> int:
-    """Return how many of a model's first layers include all types and shapes of weights in its layers.
+    """Return how many leading layers cover all types and shapes of weights in a model's layers.
 
     Returns:
-        The number of layers, or 0 if these are more than half of the model's layers.
+        The number of layers, or 0 if they are more than half of the model's layers.
 
     Raises:
         ModelFileError: A file cannot be read.
@@ -154,7 +154,7 @@ class LayerTaps:
     def set(self, context: Any, layers: Sequence[int]) -> None:
         """Choose the layers whose inputs later passes copy.
 
-        Pass None if the context was freed, and call `apply` after recreating it.
+        If the context was freed, pass None, and call `apply` after recreating it.
         """
         before, self._layers = self._layers, layers
         if context:
@@ -256,7 +256,7 @@ class StateTaps:
         return not set(self._final).isdisjoint(self._states)
 
     def _copy_final(self, context: Any) -> None:
-        """Switch llama.cpp's own copying of the final hidden state on or off, as chosen."""
+        """Make llama.cpp copy the final hidden states if any were chosen, or stop copying them."""
         if context and self._final and (api := nextn_api()):
             api.switch(context, self._copies_final, False)
 
@@ -275,7 +275,7 @@ class StateTaps:
 
 
 def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
-    """Return the indices of the final hidden states that MTP layers read, or nothing without MTP layers."""
+    """Return the indices of the final hidden states that MTP layers read, or () without such layers."""
     if architecture == ASSISTANT_TARGET:
         return (POST_NORM,)
     graph = MTP_GRAPHS.get(architecture)
@@ -334,7 +334,7 @@ _POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
 
 @cache
 def _layer_input_api() -> LayerInputApi | None:
-    """Return functions for reading layer inputs, or None if llama.cpp lacks any of them."""
+    """Return the functions for reading layer inputs, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _POINTER, _NUMBER, _FLAG),
         ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _POINTER, _POINTER, _NUMBER),
@@ -344,7 +344,7 @@ def _layer_input_api() -> LayerInputApi | None:
 
 @cache
 def nextn_api() -> NextnApi | None:
-    """Return functions for MTP layers and final states, or None if llama.cpp lacks any of them."""
+    """Return the functions for MTP layers and final states, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _POINTER, _FLAG, _FLAG),
         ("_Z26llama_get_embeddings_nextnP13llama_context", _POINTER, _POINTER),
@@ -355,7 +355,7 @@ def nextn_api() -> NextnApi | None:
 
 @cache
 def target_layers_api() -> TargetLayersApi | None:
-    """Return functions for a head's target layers, or None if llama.cpp lacks any of them."""
+    """Return the functions for a head's target layers, or None if llama.cpp lacks any of them."""
     found = _functions(
         ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
         ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),

@@ -3,10 +3,9 @@
 This is SubSpec (arXiv 2509.18344). Most of the draft model is the target itself: its weights have the same
 addresses as the target's, so they are in memory only once.
 
-llama.cpp cannot build a model from the weights of another one. It therefore loads a sparse file that has the
-header of the draft model and no weights, which takes up no memory once the mapping of the file has been
-replaced. Then the data pointer of each tensor is set to the target's weights, or the low-bit copy is read to
-the tensor's address.
+llama.cpp cannot build a model from another model's weights. Instead, it loads a sparse file with the draft
+model's header but no weights. The file takes up no memory once its mapping has been replaced. Then, the data
+pointer of each tensor is set to the target's weights, or the low-bit copy is read to the tensor's address.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ __all__ = ["load_substituted", "loaded_bytes", "substitute_bytes"]
 
 # `llama_model::get_tensor(char const*) const`, which llama.cpp exports but does not declare in `llama.h`.
 _GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
-# Size in bytes of the part of a `ggml_tensor` that is searched for its data pointer. All of it has 336 bytes.
+# Size in bytes of the part of a `ggml_tensor` that is searched for its data pointer. The whole structure has
+# 336 bytes.
 _TENSOR_BYTES = 320
 _POINTER_BYTES = 8
 
@@ -75,7 +75,7 @@ def load_substituted(
 
     Args:
         target: The target's llama_model handle. It must stay loaded while the draft model is in use.
-        path: The target's file, or the first of its files.
+        path: The target's file, or its first file if there are several.
         file: A GGUF file with low-bit copies of feed-forward weights.
         layers: The layers that the target streams.
         name: Name of the draft model, for messages.
@@ -97,7 +97,7 @@ def load_substituted(
             sparse = Path(folder) / "model.gguf"
             write_header(sparse, files[0], [source.tensor for source in sources], _data_bytes(sources))
             before = file_mappings([sparse])
-            # A repacked tensor would not be a copy of its data in the file.
+            # Disable repacking, because a repacked tensor is not a copy of its data in the file.
             mapped = replace(options, mmap=True, mlock=False, repack=False, own_head=False)
             weights = load_files(str(sparse), name, mapped, None)
             mappings = sorted(file_mappings([sparse]) - before)
@@ -168,7 +168,7 @@ def _fill(weights: Any, target: Any, sources: Sequence[_Source], file: Path) -> 
             else:
                 _read(copies, source.offset_bytes, backend.ggml_get_data(own), _bytes_of(source.tensor), file)
         with suppress(OSError):
-            # The copies are in memory now. Leave the page cache to other files.
+            # The copies are in memory now, so free the file's page cache for other files.
             os.posix_fadvise(copies.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -195,8 +195,8 @@ def _read(file: Any, offset: int, address: int, size_bytes: int, path: Path) -> 
 def _set_data(tensor: int, address: int) -> None:
     """Set the data pointer of a tensor.
 
-    ggml has no function for this. The pointer is therefore found by its value, and read back with
-    `ggml_get_data`, so a different layout of the structure is noticed.
+    ggml has no function for this. The pointer is therefore located by its value, and then read back with
+    `ggml_get_data` to detect a different structure layout.
     """
     get_data = ggml().ggml_get_data
     before = get_data(tensor)

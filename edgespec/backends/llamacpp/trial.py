@@ -28,8 +28,7 @@ __all__ = ["try_adapters", "try_head", "try_model", "try_split_model"]
 
 # Load the model on the CPU with a small context, to save time and memory.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
-# Numbers of tokens per forward pass to try, because llama.cpp has different kernels for one, a few and many
-# tokens.
+# Numbers of tokens per forward pass to try. llama.cpp has different kernels for one, a few and many tokens.
 _WIDTHS = (3, 1, 40)
 # CPU time limit in seconds for all forward passes. Large models may not finish, which is acceptable because
 # their layers all have the same structure.

@@ -96,7 +96,7 @@ class LlamaVocabulary:
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. They are empty for control tokens."""
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
         return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:
@@ -110,7 +110,7 @@ class LlamaVocabulary:
         return self._entries(count) == other._entries(count)
 
     def _entries(self, count: int) -> tuple[int, list[bytes], list[int]]:
-        """Return the tokenizer's type, and the texts and attributes of the first tokens."""
+        """Return the tokenizer's type, and the texts and attributes of the first `count` tokens."""
         lib, tokens = self._lib, range(count)
         with self._open():
             texts = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))

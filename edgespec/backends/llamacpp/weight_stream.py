@@ -69,10 +69,10 @@ class LayerRanges(NamedTuple):
     """The feed-forward weights of a layer that can be streamed.
 
     Attributes:
-        layer: Number of the layer.
-        before: Number of the nearest earlier layer that has feed-forward weights. At the end of that layer, a
-            pass waits for these weights. llama.cpp does not name the ends of some layers without such
-            weights.
+        layer: Index of the layer.
+        before: Index of the nearest earlier layer that has feed-forward weights. At the end of that layer, a
+            pass waits for the weights of this one. llama.cpp does not name the ends of some layers without
+            such weights.
         ranges: The parts of the model's files that contain these weights.
     """
 
@@ -86,7 +86,7 @@ class LayerRanges(NamedTuple):
 
 
 def can_stream() -> bool:
-    """Return whether this system can stream weights: Linux, with all layers on the CPU."""
+    """Return whether this system can stream weights, which requires Linux and all layers on the CPU."""
     return sys.platform == "linux" and not library().llama_supports_gpu_offload()
 
 
@@ -123,14 +123,14 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
 
 
 def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list[LayerRanges]:
-    """Return the layers to stream, out of those that can be streamed."""
+    """Return the layers to stream, chosen from those that can be streamed."""
     allowed = options.streamable
     layers = layers if allowed is None else [layer for layer in layers if layer.layer in allowed]
     return spread_evenly(layers, min(options.streamed_layers, len(layers)))
 
 
 def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges]:
-    """Choose `count` evenly spaced layers, so that reading can continue while others are computed."""
+    """Choose `count` evenly spaced layers, so that they can be read while the others are computed."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
 
 
@@ -151,9 +151,9 @@ class WeightStream:
         progress: Called while reading. Returning False raises CancelledError.
 
     Attributes:
-        layers: Numbers of the streamed layers.
-        bytes_per_pass: Number of bytes that a pass reads.
-        saved_bytes: Number of bytes of memory that the model saves.
+        layers: Indices of the streamed layers.
+        bytes_per_pass: Number of bytes read in each pass.
+        saved_bytes: Number of bytes of memory that streaming saves.
 
     Raises:
         BackendError: The files cannot be read, or there is not enough memory.
@@ -171,20 +171,20 @@ class WeightStream:
         self.saved_bytes = saved_bytes(streamed)
         self._paths, self._mapped, self._layers = files, mapped, streamed
         self._order = {layer.layer: index for index, layer in enumerate(streamed)}
-        # The layers at whose end a pass waits for the next streamed layer.
+        # The layers after which a pass waits for the next streamed layer.
         self._waits = {layer.before for layer in streamed}
-        # Not a Condition, because Ctrl-C can interrupt its methods at any point, even while they acquire the
-        # lock. Those of RLock cannot be interrupted.
+        # Passes acquire this lock instead of the Condition, because Ctrl-C can interrupt a Condition's
+        # methods at any point, even while they acquire the lock. Those of RLock cannot be interrupted.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
-        # Number of streamed layers that passes have finished, and number that have been read. Both continue
-        # from pass to pass. A cancelled pass resets them to the beginning of a pass.
+        # Number of streamed layers that passes have finished, and number that have been read. Both counts
+        # continue across passes, and a cancelled pass resets them to the start of a pass.
         self._done = self._read = 0
         # Number of streamed layers that the passes have waited for. A layer that a pass computed without
         # waiting for it may have been computed with weights that had not been read.
         self._awaited = 0
         self._missed = False
-        # Whether all passes so far have ended as planned. After others, `_done` may be wrong.
+        # Whether all passes so far have ended as planned. If not, `_done` may be wrong.
         self._is_intact = True
         self._restarts = 0
         self._closed = False
@@ -234,7 +234,7 @@ class WeightStream:
         )
 
     def _load(self, part: _Range) -> None:
-        """Read a part of a file to its address. Raises BackendError if it cannot be read or has changed."""
+        """Read part of a file to its address. Raises BackendError if it is unreadable or has changed."""
         file, address, done = self._files[part.file], self._address(part), 0
         size_bytes, _ = self._states[part.file]
         try:
@@ -288,10 +288,11 @@ class WeightStream:
         try:
             reads.extend(pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
-            # Python starts no more reads, because the program ends without having closed the model.
+            # Python starts no more reads, because the program is exiting without having closed the model.
             wait(reads)
             return BackendError("the weights cannot be read, because the program is ending")
-        # Wait for all reads, because none may still write when the memory is used, freed or read again.
+        # Wait for all reads, because none may still be writing when the memory is used, freed or read into
+        # again.
         wait(reads)
         try:
             for read in reads:
@@ -319,7 +320,7 @@ class WeightStream:
         self._is_interrupted, self._stopped = is_interrupted, False
         with self._lock:
             if self._error is not None or not self._is_intact or self._done % len(self._layers) > 0:
-                # Try again after a disk failure, which may have been temporary.
+                # Retry after a disk failure, which may have been temporary.
                 self._error = None
                 for number in range(self._done, self._read):
                     self._free(self._layers[number % len(self._layers)])
@@ -330,7 +331,7 @@ class WeightStream:
             self._missed = self._is_intact = False
 
     def end_pass(self, *, is_partial: bool) -> None:
-        """Check that a pass that llama.cpp reports as successful had all weights.
+        """Check that all weights were read in time for a pass that llama.cpp reports as successful.
 
         Args:
             is_partial: Whether the pass was meant to stop after some of the layers.
@@ -376,7 +377,7 @@ class WeightStream:
             return self._error is None and not self._stopped
 
     def close(self) -> None:
-        """Stop reading. Call it before the model is freed."""
+        """Stop reading. Must be called before the model is freed."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -390,7 +391,7 @@ def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
     """Return where this process has mapped files, as (file index, offset, begin, end) tuples."""
     numbers = {os.path.realpath(file): number for number, file in enumerate(files)}
     found = set()
-    # Paths can contain characters at which `splitlines` would split them.
+    # Do not use `splitlines`, which would also split at unusual line breaks inside paths.
     for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).removesuffix("\n").split("\n"):
         addresses, _, offset, _, _, *path = line.split(maxsplit=5)
         if path and path[0] in numbers:
@@ -438,9 +439,10 @@ def replace_mapping(begin: int, end: int) -> None:
 
 
 def forget_peak_memory() -> None:
-    """Reset this process's peak memory after the mapping of a file was replaced.
+    """Reset this process's recorded peak memory after a file mapping was replaced.
 
-    llama.cpp has mapped all pages of the file. The kernel could have reused their memory at any time.
+    llama.cpp had mapped all pages of the file, although the kernel could have reused their memory at any
+    time.
     """
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

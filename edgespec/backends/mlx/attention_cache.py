@@ -19,14 +19,14 @@ __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 # cache uses three: packed values, scales and biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# When a KV cache is full, it grows by this many rows, as in mlx-lm.
+# Number of rows by which a full KV cache grows, as in mlx-lm.
 _GROWTH_ROWS = 256
 # Sliding windows start at a multiple of this many tokens, because their alignment affects rounding errors.
 _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return how many rows (one per token) a layer's KV cache allocates for a full context."""
+    """Return the number of rows (one per token) that a layer's KV cache allocates for a full context."""
     rows = context_tokens
     if window is not None:
         rows = min(rows, window + AttentionCache.slack + 2 * _GROWTH_ROWS)
@@ -80,7 +80,7 @@ class AttentionCache:
     def skip(self, added: int) -> None:
         """Advance over `added` tokens whose keys and values are in the layer's cache on another machine.
 
-        Keeps `start` and `offset` in step with that cache by storing rows of 0 bytes.
+        Stores rows of 0 bytes, which keeps `start` and `offset` in step with that cache.
         """
         rows = (mx.zeros((1, 1, added, 0)),)
         self._make_room(added, rows, rows)
@@ -122,7 +122,7 @@ class AttentionCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of the keys and values of one token in bytes. The cache must not be empty."""
+        """Size in bytes of one token's keys and values. The cache must not be empty."""
         return sum(array.nbytes for array in self.state) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
@@ -145,7 +145,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return the rows at positions [first, end) as numbers and arrays that `load` can restore."""
+        """Return the rows at positions [first, end) as numbers and arrays for `load`."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 

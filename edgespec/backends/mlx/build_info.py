@@ -23,7 +23,7 @@ __all__ = [
     "use_in_this_process",
 ]
 
-# Allow the process to open at least this many files, because a model can be split into hundreds of files.
+# Raise the limit on open files to at least this many, because a model can be split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
@@ -57,7 +57,7 @@ def mlx_core() -> Any:
 
 
 def use_in_this_process() -> None:
-    """Prepare to compute with MLX. Raises BackendError if MLX was imported in the parent before a fork.
+    """Prepare to compute with MLX. Raises BackendError if MLX was imported before this process forked.
 
     After a fork, MLX would wait forever for threads that exist only in the parent.
     """

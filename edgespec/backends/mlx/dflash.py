@@ -77,7 +77,7 @@ class DFlashNetwork(Module):
             layer.self_attn.add(fused, cache)
 
     def __call__(self, embeddings: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        """Return the normalised hidden states [tokens, size] of a block, given its tokens' embeddings."""
+        """Return the normalised hidden states [tokens, size] for a block, given its token embeddings."""
         states = embeddings[None]
         for layer, cache in zip(self.layers, caches, strict=True):
             states = layer(states, cache)
@@ -85,7 +85,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Computes logits from the previous token, to be added to the block's logits."""
+    """Computes logits from the previous token, which are added to the block's logits."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Attention(Module):
         return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
 
     def _mask(self, before: int, count: int) -> mx.array | None:
-        """Return the attention mask of a block, bool [tokens, keys], or None if tokens attend to all keys."""
+        """Return the block's attention mask, bool [tokens, keys], or None if tokens attend to all keys."""
         queries, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)[None]
         seen = []
         if self._config.is_causal:
@@ -210,7 +210,7 @@ class DFlashHead(HeadView[HeadTarget]):
 
     def _keep(self, length: int) -> None:
         super()._keep(length)
-        # The logits of the last block, one row per draft token.
+        # The last block's logits, one row per draft token.
         self._rows = mx.zeros((0, 0))
 
     @property
@@ -240,7 +240,7 @@ class DFlashHead(HeadView[HeadTarget]):
         return DeviceLogits(rows, tree.depths[first:])
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Cache the known hidden states of the tree's first nodes, and run a block after them."""
+        """Cache the known hidden states for the tree's first nodes, and run a block after them."""
         self._keep(self.length)
         known = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
@@ -276,7 +276,7 @@ class DFlashHead(HeadView[HeadTarget]):
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
-    """See `HeadNetwork`."""
+    """Estimate the memory use of a head. See `registry.HeadNetwork`."""
     files = read_dflash(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     batch_elements = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
@@ -288,7 +288,7 @@ def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstim
 
 
 def load_head(target: HeadTarget, head: Head) -> DFlashHead:
-    """Load a DFlash or DSpark head for a target. See `HeadNetwork`."""
+    """Load a DFlash or DSpark head for a target. See `registry.HeadNetwork`."""
     folder = checked_folder(head.shown_path)
     files = read_dflash(folder)
     config, name = files.config, f"the head of {target.facts.name}"

@@ -34,19 +34,19 @@ from edgespec.model.formats.mlx_files import WEIGHTS_INDEX, is_weights
 __all__ = ["DraftStudent", "DraftTrainer"]
 
 _WEIGHTS_FILE = "model.safetensors"
-# Files that are copied from the original to the trained draft model: the configuration and the tokenizer.
+# Types of files to copy from the original to the trained draft model: its configuration and tokenizer.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
-# Learning rate of all weights, times the size of a hidden state. Wider networks need lower rates
-# (arXiv 2203.03466). On the demo models, a rate five times as high made the draft model worse.
+# Learning rate for all weights, times the size of a hidden state. Wider networks need lower rates (arXiv
+# 2203.03466). On the demo models, a rate five times as high made the draft model worse.
 _RATE_TIMES_SIZE = 0.01
-# Learning rate of LoRA weights, as in online training.
+# Learning rate for LoRA weights, as in online training.
 _LORA_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# Every second training step uses text that the draft model itself generated (on-policy), which corresponds
-# to lambda = 0.5 in GKD.
+# Every second training step is on-policy: it uses text that the draft model itself generated. This
+# corresponds to lambda = 0.5 in GKD.
 _ON_POLICY_EVERY = 2
-# Maximum number of tokens that the draft model writes per reply in an on-policy step. Real drafts are
-# shorter, and more tokens would take too long.
+# Maximum number of tokens that the draft model generates per reply in an on-policy step. Real drafts are
+# shorter, and generating more tokens would take too long.
 _OWN_TOKENS = 32
 
 
@@ -57,7 +57,7 @@ class _Quantisation(NamedTuple):
 
 
 class TrainableDraft:
-    """A draft model with trainable weights. It is published in the quantisation that it was loaded with.
+    """A draft model with trainable weights. It is published with the quantisation that it was loaded with.
 
     Args:
         path: Folder of the draft model.
@@ -76,7 +76,7 @@ class TrainableDraft:
     """
 
     def __init__(self, path: Path, name: str, lora: bool) -> None:
-        # The data types in the files, because loading may convert the weights to other types.
+        # Read the data types from the files, because loading may convert the weights to other types.
         stored = read_skeleton(str(path), name, LoadOptions()).model.parameters()
         self._dtypes = {key: array.dtype for key, array in named_arrays(stored)}
         loaded = load_model(str(path), name, LoadOptions(), None)
@@ -117,7 +117,7 @@ class TrainableDraft:
         self.net.update(tree_unflatten(list(weights.items())))
 
     def published(self) -> Arrays:
-        """Return the tensors of the published model, in the data types of the original model."""
+        """Return the published model's tensors, in the original model's data types."""
         arrays: Arrays = {}
         for key, array in self._merged().items():
             module, _, leaf = key.rpartition(".")
@@ -154,7 +154,7 @@ class DraftGuesser:
 
     def __init__(self, teacher: TeacherModel, draft: TrainableDraft, name: str) -> None:
         self._teacher, self._draft, self._name = teacher, draft, name
-        # The vocabularies may differ in the number of padding tokens at the end.
+        # The vocabularies may end with different numbers of padding tokens.
         self._vocab_size = min(teacher.vocabulary.size, draft.vocab_size)
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -282,13 +282,13 @@ class DraftStudent:
 
 
 def _config(folder: Path) -> bytes:
-    """Return the contents of a model's configuration file, or empty bytes if there is none."""
+    """Return the contents of a model's configuration file, or empty bytes if the file does not exist."""
     file = folder / "config.json"
     return file.read_bytes() if file.exists() else b""
 
 
 def _total_variation(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
-    """Return the mean total variation distance of the draft model's distributions from the target's.
+    """Return the mean total variation (TV) distance between the draft model's and target's distributions.
 
     Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, this loss
     raised 1 - TV on held-out text more than the Jensen-Shannon divergence did. KL divergence lowered it,

@@ -43,7 +43,7 @@ __all__ = ["EagleHead", "HeadNetwork", "estimate_head", "load_head"]
 
 
 class HeadNetwork(Protocol):
-    """The network of a head that takes a token and the preceding hidden state."""
+    """The network of a head that processes pairs of a token and the preceding hidden state."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -73,7 +73,7 @@ class HeadNetwork(Protocol):
 
 
 class EagleHead(HeadView[HeadTarget]):
-    """A head that takes pairs of a token and the preceding hidden state.
+    """A head that processes pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
     state yet, so the head uses its own hidden state instead. After verification, `commit` removes the cache
@@ -108,7 +108,7 @@ class EagleHead(HeadView[HeadTarget]):
         facts: ModelFacts,
     ) -> None:
         self.networks, self._embed, self._lm_head = networks, embed, lm_head
-        # Index of the network that runs the current level of the draft tree.
+        # Index of the network that runs the draft tree's current level.
         self._step = 0
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         cells = MlxHeadCells([network.cache_count for network in networks])
@@ -155,7 +155,7 @@ class EagleHead(HeadView[HeadTarget]):
         return DeviceLogits(rows, self._round.depths[first:])
 
     def _run_again(self, tree: TokenTree, count: int) -> None:
-        """Rerun the first `count` nodes of the tree with the current network, to fill its cache."""
+        """Rerun the tree's first `count` nodes with the current network, to fill that network's cache."""
         known = self._known_nodes
         self._set_layout(0, count)
         states = [self._target_states(self.length, known)]
@@ -165,7 +165,7 @@ class EagleHead(HeadView[HeadTarget]):
 
     def commit(self, path: tuple[int, ...]) -> None:
         if len(self.networks) > 1:
-            # Not every network has run these nodes, so the next prefill reruns them.
+            # Some networks have not run these nodes, so the next prefill reruns them.
             self._known_nodes = 0
         super().commit(path)
 
@@ -177,7 +177,7 @@ class EagleHead(HeadView[HeadTarget]):
         """
         begin, ranges = first, []
         if first == 0:
-            # For warm-up, the root is run even before the target has processed any tokens.
+            # During warm-up, the root is run even before the target has processed any tokens.
             last = max(self.log.end, self.length)
             begin = self._known_nodes = sum(self.length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
@@ -222,7 +222,7 @@ class EagleHead(HeadView[HeadTarget]):
 
 
 def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
-    """See `HeadNetwork`."""
+    """Estimate the memory use of a head. See `registry.HeadNetwork`."""
     files = read_eagle(checked_folder(head.shown_path))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
@@ -232,7 +232,7 @@ def estimate_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstim
 
 
 def load_head(target: HeadTarget, head: Head) -> EagleHead:
-    """Load an EAGLE head for a target. See `HeadNetwork`.
+    """Load an EAGLE head for a target. See `registry.HeadNetwork`.
 
     A head's configuration does not say which hidden states it reads, or whether its input starts with the
     embedding or the hidden state. We therefore try all combinations (see `load_most_accurate`).
@@ -278,7 +278,7 @@ def _head(
     name: str,
     folder: Path,
 ) -> EagleHead:
-    """Create a head that reads the target's hidden states `states`, before or after the embedding."""
+    """Create a head that reads `states`, either before or after the embedding (`hidden_first`)."""
     config = files.config
     with invalid_settings(folder):
         network = EagleNetwork(files, hidden_first)

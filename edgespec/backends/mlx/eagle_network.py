@@ -40,7 +40,7 @@ class FeedForward(Module):
 class EagleNetwork(Module):
     """The network of an EAGLE head. Its parameters have the canonical names of `model.heads.eagle_files`.
 
-    EAGLE-3 first reduces several of the target's hidden states to one (`reduced`), and normalises its inputs.
+    EAGLE-3 first reduces several of the target's hidden states to one (`reduced`), and normalises the inputs.
     EAGLE-1 reads a single hidden state and combines it with the token's embedding in `fc`.
 
     Args:
@@ -159,7 +159,7 @@ class EagleLayer(Module):
             self.hidden_norm = RMSNorm(size, eps)
 
     def __call__(self, states: mx.array, embeddings: mx.array | None, attend: Attend) -> mx.array:
-        """Return the hidden states [batch, tokens, size]. EAGLE-1 layers read no `embeddings`."""
+        """Return the hidden states [batch, tokens, size]. EAGLE-1 layers do not use `embeddings`."""
         residual = inputs = states
         if embeddings is not None:
             normalised = self.hidden_norm(states)

@@ -1,8 +1,8 @@
-"""Evaluate MLX arrays: translate errors, limit the cache of freed buffers, and free the state of threads.
+"""Evaluate MLX arrays, translate MLX errors, limit the cache of freed buffers, and free per-thread state.
 
 By default, MLX creates a CPU stream for each thread that computes anything, and each CPU stream starts a
 system thread that never exits. A server that loads and unloads models for days would accumulate thousands of
-them. So threads reuse the CPU streams of earlier threads.
+them, so threads reuse the CPU streams of earlier threads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "translate_errors",
 ]
 
-# Maximum size in bytes of the freed memory that MLX keeps for reuse. The GPU limit is higher, because
-# allocating GPU memory is slow.
+# Maximum size in bytes of freed memory that MLX keeps for reuse. The GPU limit is higher, because allocating
+# GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 _free: list[mx.Stream] = []
 
@@ -58,7 +58,7 @@ def evaluate(*arrays: mx.array) -> None:
 
 
 def freed_buffers_bytes() -> int:
-    """Return the number of freed bytes that MLX keeps for reuse on its default device."""
+    """Return the maximum size in bytes of the freed memory that MLX keeps for reuse on its default device."""
     return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
 
 
@@ -74,7 +74,7 @@ def release_thread_state() -> None:
 
 
 class _Lease:
-    """A stream used by a single thread. When that thread ends, another one can take it over.
+    """A stream used by a single thread. When that thread ends, another thread can take over the stream.
 
     Python deletes the lease while the thread can still run Python code, and the lease then frees the thread's
     compiled functions and streams. MLX would free them only after the thread has left Python. Doing so
@@ -91,12 +91,12 @@ class _Lease:
         try:
             self.stream = _free.pop()
         except IndexError:
-            # Only this kind of stream can be handed to another thread later.
+            # Only this kind of stream can later be handed to another thread.
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:
-        # When Python exits, the main thread deletes the leases of threads that are still running, but must
-        # not clear their streams.
+        # When Python exits, the main thread deletes the leases of threads that are still running. It must not
+        # clear their streams.
         if self.is_used and threading.get_ident() == self._thread:
             mx.synchronize()
             mx.clear_streams()
@@ -111,7 +111,7 @@ _leases = _Leases()
 
 
 def reuse_stream() -> None:
-    """Assign a free CPU stream to the calling thread. When the thread ends, MLX's state for it is freed.
+    """Assign a free CPU stream to the calling thread. When the thread ends, its MLX state is freed.
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """

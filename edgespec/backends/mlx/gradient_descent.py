@@ -69,7 +69,7 @@ class GradientDescent:
             group.optimiser.init(_part(weights, group))
 
     def step(self, loss: Callable[[], mx.array], done: float) -> float:
-        """Update the weights and return the loss before the update.
+        """Update the weights, and return the loss from before the update.
 
         Args:
             loss: Returns the loss of `network` with its current weights.
@@ -144,8 +144,8 @@ class GradientDescent:
 
 def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
     """Write arrays to a safetensors file. Raises OSError if it cannot be written."""
-    # Pass an open file, because with a path, MLX appends `.safetensors` and raises a RuntimeError that does
-    # not give the reason.
+    # Pass an open file. Given a path, MLX would append `.safetensors`, and raise a RuntimeError without the
+    # reason if writing fails.
     with path.open("wb") as file:
         mx.save_safetensors(file, arrays, metadata)
 

@@ -1,4 +1,4 @@
-"""Train heads of any kind: the base class of trainable heads, their trainer, and the evaluation of heads."""
+"""Train and evaluate heads of any kind. Also defines the base class of trainable heads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ __all__ = ["HeadStudent", "MlxHeadTrainer", "TrainableHead", "least_squares"]
 # Strength of the regularisation of a least-squares fit, relative to the mean square of the inputs.
 _RIDGE = 0.01
 _CONFIG = "config.json"
-# Number of tokens in the softmax of a training step: those with the highest total probability in the batch,
-# according to the target. Further tokens barely change the loss, but would take most of the time.
+# Number of tokens in the softmax of a training step. These are the tokens with the highest total probability
+# in the batch, according to the target. More tokens would barely change the loss, but would take most of the
+# time.
 _CANDIDATES = 2_048
 # Weight of each draft step in the loss, relative to the step before it.
 _DECAY = 0.85
-# Learning rates of matrices, and of norms and biases.
+# Learning rates for matrices, and for norms and biases.
 _MATRIX_RATE, _VECTOR_RATE = 0.02, 0.003
 _MAX_GRADIENT_NORM = 5.0
 
@@ -46,7 +47,7 @@ class TrainableHead(ABC):
     Attributes:
         name: Name of the command that trains the head (see `HeadTraining`).
         title: The kind of head, for messages.
-        weights_file: Name of the published file with the weights.
+        weights_file: Name of the published weights file.
         states: The hidden states that the head reads, numbered as in `HiddenStateSource`.
         draft_tokens: Target token ids of the tokens that the head can draft, int64 [draft tokens].
     """
@@ -69,7 +70,7 @@ class TrainableHead(ABC):
     @classmethod
     @abstractmethod
     def read(cls, teacher: TeacherModel, config: Mapping[str, Any], arrays: Arrays) -> Self:
-        """Create a head from the `config.json` and the tensors of a published one.
+        """Create a head from a published head's `config.json` and tensors.
 
         Raises:
             ValueError, KeyError, TypeError: The head is invalid, or was made for a different target.
@@ -115,7 +116,7 @@ class TrainableHead(ABC):
 def least_squares(inputs: NDArray[np.float32], goals: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the matrix [input size, goal size] that best maps rows of `inputs` to rows of `goals`.
 
-    Initial weights that are fitted to a few thousand tokens within seconds save hundreds of training steps.
+    Fitting initial weights to a few thousand tokens takes seconds, and saves hundreds of training steps.
     """
     gram = inputs.T @ inputs
     ridge = _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram), dtype=np.float32)
@@ -129,7 +130,7 @@ class _Goals(NamedTuple):
     Attributes:
         probs: The target's probabilities for the candidate tokens, float32 [reply tokens, candidates].
         rows: For each step, the rows of the flattened batch from which the head predicts a reply token.
-        indices: For each step, the row of `probs` with the target's distribution for each of `rows`.
+        indices: For each step, the row of `probs` that holds the target's distribution for each of `rows`.
     """
 
     probs: mx.array
@@ -208,7 +209,7 @@ class MlxHeadTrainer(HeadGuesser):
             return self._descent.step(loss, done)
 
     def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
-        """Return the candidate tokens of a step and the target's probabilities for them."""
+        """Return a step's candidate tokens, and the target's probabilities for them."""
         source = np.flatnonzero(batch.replied_after(1))
         probs = mx.softmax(logits.reshape(-1, logits.shape[-1])[mx.array(source)], axis=-1)
         mass = probs.sum(axis=0)[self._draft_tokens]
@@ -232,7 +233,7 @@ class MlxHeadTrainer(HeadGuesser):
 
 
 class HeadStudent:
-    """Implements `Student` for heads of one kind.
+    """Implements `Student` for one kind of head.
 
     Args:
         teacher: The target.

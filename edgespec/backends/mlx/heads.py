@@ -1,4 +1,4 @@
-"""Functions and classes shared by heads for MLX targets: weight loading, compatibility checks, KV caches."""
+"""Shared code for heads on MLX targets: weight loading, compatibility checks and KV caches."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def evaluate_constants(ropes: Iterable[Any]) -> None:
 
 
 def check_memory(target: HeadTarget, name: str, weight_bytes: int) -> None:
-    """Raise MemoryBudgetError if the weights of a head do not fit in memory."""
+    """Raise MemoryBudgetError if a head's weights do not fit in memory."""
     if target.memory_bytes is not None:
         left = target.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         check_weights_fit(name, weight_bytes, LoadOptions(memory_bytes=max(0, left)))
@@ -159,14 +159,14 @@ def head_facts(
 
 
 class MlxHeadCells(HeadCells):
-    """The KV caches of the networks of a head that MLX runs.
+    """The KV caches of an MLX head's networks.
 
     Args:
-        counts: Number of caches of each network.
+        counts: Number of caches per network.
 
     Attributes:
         layout: Layout of the next pass.
-        caches: The caches of each network.
+        caches: The caches per network.
     """
 
     length = start = 0
@@ -184,7 +184,7 @@ class MlxHeadCells(HeadCells):
         self.rewind(length)
 
     def rewind(self, length: int) -> None:
-        """Remove all rows from position `length` on."""
+        """Remove all rows from position `length` onwards."""
         for cache in self._flat:
             cache.rewind(length - self.start)
 

@@ -25,7 +25,7 @@ _HALF_TYPES = (mx.float16, mx.bfloat16)
 
 
 class LayerBlock:
-    """A block of layers and its caches. Call `load` for each weight, then `finish`, then `run` per pass.
+    """A block of layers and its caches. Call `load` for each weight, then `finish`, then `run` for each pass.
 
     Args:
         model: The model, from `build_skeleton`.
@@ -49,7 +49,7 @@ class LayerBlock:
         if not 0 <= first < end <= len(layers.layers):
             raise ValueError(f"the model has no layers {first} to {end}")
         self._layers = {str(index): layers.layers[index] for index in range(first, end)}
-        # Weights that have not been received yet.
+        # Weights that have not been loaded yet.
         self._waiting = dict(named_arrays({name: layer.parameters() for name, layer in self._layers.items()}))
         self._left_bytes = memory_bytes
         own = [*layers.layers[first:end]]
@@ -59,10 +59,10 @@ class LayerBlock:
         layers.replace([*map(AbsentLayer, before), *own, *map(AbsentLayer, after)])
 
     def load(self, name: str, weight: mx.array) -> None:
-        """Set a weight of the block.
+        """Set one of the block's weights.
 
         Args:
-            name: The index of the layer and the path of the weight in the layer, such as
+            name: The layer's index and the weight's path within the layer, such as
                 `3.self_attn.q_proj.weight`.
             weight: The weight. 16-bit weights can be widened to float32.
 
@@ -90,7 +90,7 @@ class LayerBlock:
         self._layers[index].update(tree_unflatten([(path, weight)]))
 
     def finish(self) -> None:
-        """Finish loading, after which the block can run. Raises ValueError if weights are missing."""
+        """Finish loading, so that the block can run. Raises ValueError if weights are missing."""
         if self._waiting:
             raise ValueError(f"the weight {next(iter(self._waiting))} is missing")
         # Also evaluate arrays that are not parameters, such as rotary embedding frequencies.
@@ -105,7 +105,7 @@ class LayerBlock:
             round_start: Number of cached tokens before the draft. See `PassLayout`.
 
         Raises:
-            ValueError: The caches cannot drop these tokens.
+            ValueError: The caches hold too few tokens, or cannot drop the later ones.
             BackendError: MLX failed. The caches stay valid.
         """
         caches = self._caches
@@ -130,7 +130,7 @@ class LayerBlock:
 
 
 def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> ModelSkeleton:
-    """Build a model from weight files that contain only headers, so that its weights cannot be read.
+    """Build a model from its JSON files and weight file headers, without the data of the weights.
 
     Args:
         json_files: The model's JSON files, by name.
@@ -149,7 +149,7 @@ def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes,
             for index, (header, size) in enumerate(headers):
                 with (folder / f"model{index}.safetensors").open("wb") as stream:
                     stream.write(header)
-                    # Extend the file to its full size with a hole, which takes up no disk space.
+                    # Extend the file to its full size. The resulting hole takes up no disk space.
                     stream.truncate(size)
         except OSError as error:
             raise WorkerError(

@@ -1,6 +1,6 @@
 """Manage the KV caches and recurrent states of all of a model's layers as one unit.
 
-The caches of models and heads can be serialised for snapshots, as a line of JSON followed by the array data.
+For snapshots, the caches of models and heads can be serialised as a line of JSON and the array data.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def _decoded(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _load_parts(caches: Sequence[Any], parts: Sequence[dict[str, Any]], data: bytes, start: int) -> None:
-    """Append the rows in `data` to the attention caches, and replace the states of the recurrent ones."""
+    """Append the rows in `data` to the attention caches, and replace the recurrent caches' states."""
     offset = 0
     for cache, part in zip(caches, parts, strict=True):
         arrays = []
@@ -321,7 +321,7 @@ def _load_parts(caches: Sequence[Any], parts: Sequence[dict[str, Any]], data: by
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    """Return the array stored at byte `offset` in `data`, and its size in bytes."""
+    """Return the array at byte `offset` of `data`, and its size in bytes."""
     if header is None:
         return None, 0
     dtype = _DTYPES[header["dtype"]]

@@ -1,20 +1,20 @@
 """The messages that an MLX target and a worker exchange to load and run a block of layers.
 
-The target sends
+The target sends, in this order:
 
-1. the model's JSON files and the headers of its weight files. The worker builds the same model, and answers
+1. The model's JSON files and the headers of its weight files. The worker builds the same model, and answers
    whether it has a weight cache. If every layer is split across the workers, they form a ring, and each
    worker also answers with the address where it will listen for its predecessor.
-2. the addresses of all workers of a ring. The worker answers when it has joined the ring.
-3. a message for each weight of the block. If the worker has a cache, the target sends the digest of a large
+2. In a ring, the addresses of all workers. The worker answers when it has joined the ring.
+3. A message for each weight in the block. If the worker has a cache, the target sends the digest of a large
    weight first, and the worker answers whether it has that weight. It also confirms each weight that it
    stores.
-4. a message without an array. The worker answers when it is ready.
-5. the block's input for each pass, with the number of cached tokens before it. The worker first drops all
+4. A message without an array. The worker answers when it is ready.
+5. The block's input for each pass, with the number of cached tokens before it. The worker first drops all
    cached tokens after that number, so a rollback needs no message of its own. It answers with the block's
    output. In a ring, all workers compute the same output, so only the first one sends it.
 
-If a worker cannot do what a message asks, it answers with an error. Arrays are sent as raw bytes.
+If a worker cannot handle a message, it answers with an error. Arrays are sent as raw bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ PROTOCOL = 2
 # The JSON files from which mlx-lm builds a model.
 JSON_FILES = ("config.json", "hf_quant_config.json")
 # Maximum size in bytes of a message with files, and of a message with hidden states. The headers of a model
-# with many experts have several MB. Hidden states of 512 tokens take 32 MiB if each has 16384 values in
-# float32.
+# with many experts take several MB. Hidden states of 512 tokens take 32 MiB if each has 16384 float32 values.
 MAX_FILES_BYTES, MAX_STATES_BYTES = 1 << 27, 1 << 28
 
 _DTYPES = {

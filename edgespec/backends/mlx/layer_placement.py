@@ -23,10 +23,10 @@ __all__ = ["LayerPlacement", "LayerSizes", "place_layers", "place_parts", "read_
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The memory of each layer.
+    """The memory that each layer needs.
 
     Attributes:
-        weight_bytes: Size of the weights of each layer, in bytes.
+        weight_bytes: Size of each layer's weights in bytes.
         caches: The bytes per token of each layer's KV cache, and its sliding window in tokens if it has one.
     """
 
@@ -34,7 +34,7 @@ class LayerSizes:
     caches: tuple[tuple[int, int | None], ...]
 
     def cache_bytes(self, context_tokens: int) -> list[int]:
-        """Return the size of each layer's KV cache with a full context."""
+        """Return the size in bytes of each layer's KV cache with a full context."""
         from edgespec.backends.mlx.attention_cache import cache_rows
 
         return [size * cache_rows(window, context_tokens) for size, window in self.caches]
@@ -47,8 +47,8 @@ class LayerPlacement:
     Attributes:
         widened: Whether 16-bit weights are widened to float32.
         local: Number of layers on this machine. These are the first layers of the model.
-        local_weight_bytes, local_cache_bytes: Size of the weights and of the KV cache of these layers.
-        layer_weight_bytes: Size of the weights of all layers.
+        local_weight_bytes, local_cache_bytes: Size in bytes of these layers' weights and KV caches.
+        layer_weight_bytes: Size in bytes of the weights of all layers.
         workers: The layers and memory of each worker, in the order of the layers.
     """
 
@@ -69,7 +69,7 @@ class LayerPlacement:
 def read_layer_sizes(
     path: str, name: str, kv_bits: int | None, widened: bool, parts: int, _stamps: tuple[Any, ...]
 ) -> LayerSizes:
-    """Return the memory of each layer of a model. The result is cached until a model file changes.
+    """Return the memory that each of a model's layers needs. The result is cached until a model file changes.
 
     Args:
         path: The model's folder.
@@ -116,11 +116,11 @@ def place_layers(
 
     Args:
         name: The model's name, for messages.
-        weight_bytes: Size of the weights of each layer, in bytes.
-        cache_bytes: Size of the KV cache of each layer, in bytes.
+        weight_bytes: Size of each layer's weights in bytes.
+        cache_bytes: Size of each layer's KV cache in bytes.
         workers: The workers.
         compute_bytes: Memory in bytes that a pass needs on each worker.
-        read_bytes: Size of the weights that a pass reads.
+        read_bytes: Size in bytes of the weights that a pass reads.
         widened: Whether 16-bit weights are widened to float32.
 
     Raises:
@@ -173,12 +173,12 @@ def place_parts(
 
     Args:
         name: The model's name, for messages.
-        part: The memory of one shard of each layer.
-        whole: The memory of each layer.
-        context_tokens: Size of the context.
+        part: The memory that one shard of each layer needs.
+        whole: The memory that each whole layer needs.
+        context_tokens: Context size in tokens.
         workers: The workers.
         compute_bytes: Memory in bytes that a pass needs on each worker.
-        read_bytes: Size of the weights that a pass reads.
+        read_bytes: Size in bytes of the weights that a pass reads.
         widened: Whether 16-bit weights are widened to float32.
 
     Raises:

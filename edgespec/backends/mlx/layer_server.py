@@ -26,9 +26,9 @@ _BEAT_SECONDS = 1.0
 
 
 def main() -> None:
-    """Read the options from stdin, and serve the target until it closes the connection or stdin is closed."""
+    """Read options from stdin, and serve the target until it closes the connection or stdin is closed."""
     options = json.loads(sys.stdin.buffer.readline())
-    # Discard what libraries print to stdout, because nothing reads it.
+    # Discard what libraries print to stdout, because nobody reads it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     cache = options["cache"] and Path(options["cache"])
     server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"], cache)
@@ -92,7 +92,7 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Import mlx-lm only now, because it takes seconds, during which `beat` sends keepalives to the
+        # Import mlx-lm only now, because that takes seconds, during which `beat` sends keepalives to the
         # target.
         from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
 
@@ -134,7 +134,7 @@ class _LayerServer:
         self._messages.send({})
 
     def _cached(self, header: dict[str, Any], data: Buffer) -> Buffer | None:
-        """Return the weight that a message contains or refers to, or None if it is not in the cache."""
+        """Return the weight that a message contains or refers to, or None if the cache lacks that weight."""
         if self._cache is None or "digest" not in header:
             return data
         weight: Buffer | None = data
@@ -158,7 +158,7 @@ class _LayerServer:
             output = block.run(read_array(header, data), header["offset"], header["round_start"])
         except BackendError as error:
             if self._is_in_ring:
-                # Other workers may be blocked in this pass, so the ring is unusable from now on.
+                # Other workers may be blocked in this pass, so the ring can no longer be used.
                 raise
             self._answer_error(error)
         else:

@@ -1,8 +1,8 @@
-"""Replace parts of any mlx-lm model to record hidden states, skip layers, or resume after a layer.
+"""Replace parts of mlx-lm models to record hidden states, skip layers, or resume after a layer.
 
-A model's layers can also be partly on other machines. Every machine builds the whole model and replaces the
-layers that it does not hold with stand-ins. Masks and positions are therefore computed by mlx-lm's own code
-on every machine.
+Some of a model's layers can also be on other machines. Every machine builds the whole model and replaces the
+layers that it does not hold with stand-ins. Therefore, mlx-lm's own code computes the masks and positions on
+every machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
     "check_separable",
 ]
 
-# Runs the layers of a block on another machine. Takes the hidden states [1, tokens, ...], the number of
-# cached tokens and `PassLayout.round_start`, and returns the block's output.
+# Runs a block of layers on another machine. Takes the hidden states [1, tokens, ...], the number of cached
+# tokens and `PassLayout.round_start`, and returns the block's output.
 RunBlock = Callable[[mx.array, int, int], mx.array]
 
 _TRACED_TOKENS = 3
@@ -85,7 +85,7 @@ class LayerList:
         self.layers: list[Any] = self._parent[self._name]
 
     def without(self, indices: Collection[int]) -> list[Any]:
-        """Return the model's list of layers, with the layers at `indices` replaced by `SkippedLayer`."""
+        """Return the model's layers, with those at `indices` replaced by `SkippedLayer`."""
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
@@ -178,13 +178,13 @@ class Body:
 
     @contextmanager
     def returning(self, states: mx.array) -> Iterator[None]:
-        """Make passes inside the block run only the LM head, on these hidden states [1, tokens, size]."""
+        """Make passes inside the block run only the LM head on `states` [1, tokens, size]."""
         with self._replaced(SkippedLayer(self._body, states)):
             yield
 
     @contextmanager
     def _replaced(self, body: _LayerProxy) -> Iterator[None]:
-        # Assign a dictionary item, because attributes of MLX modules can be set only to arrays and modules.
+        # Assign a dictionary item, because only arrays and modules can be set as attributes of MLX modules.
         self._parent[self._name] = body
         try:
             yield
@@ -324,7 +324,7 @@ def check_separable(model: Any, name: str) -> None:
 
 
 def _is_mask(value: Any) -> bool:
-    """Return whether a layer's argument depends only on the cached tokens and the model's configuration."""
+    """Return whether a layer's argument is a mask or a constant, rather than another layer's data."""
     if isinstance(value, mx.array):
         return bool(value.dtype == mx.bool_)
     return value is None or isinstance(value, bool | int | float | str)

@@ -64,7 +64,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 
         placement = MlxMemoryEstimator(path, name, options).placement(options)
-        # The planner has already checked the memory of all machines.
+        # The planner has already checked the memory on all machines.
         options = replace(options, memory_bytes=_UNLIMITED_BYTES, low_bits=False)
     loaded = load_model(path, name, options, progress, placement)
     skeleton = loaded.skeleton
@@ -129,7 +129,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the size of the KV cache at full context in bytes.
+    """Return the size in bytes of the KV cache with a full context.
 
     Raise MemoryBudgetError if it does not fit.
     """

@@ -20,7 +20,7 @@ from edgespec.engine.quick_choice import Filters, split_filters
 
 __all__ = ["DeviceLogits"]
 
-# Fetch this many more top tokens than requested, to detect further tokens with the same logit.
+# Fetch this many more top tokens than requested, to detect whether further tokens have the same logit.
 _SPARE_CANDIDATES = 16
 # Number of top tokens to fetch from the device first. If they are not enough, all logits are fetched.
 _ABOVE_CANDIDATES = 64
@@ -38,7 +38,7 @@ def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) ->
 
 
 class DeviceLogits:
-    """Logits [rows, vocab] of a pass, stored on the device.
+    """A pass's logits [rows, vocab], stored on the device.
 
     Each query fetches the results for all rows at once.
 
@@ -47,7 +47,7 @@ class DeviceLogits:
         vocab_size: Number of logits per row.
         other_tokens: Number of other replies' tokens in the pass. Always 0.
         waited_seconds: Total time that callers have waited for the device, in seconds.
-        overlapped_seconds: Time spent launching the pass while the draft model was still running, in seconds.
+        overlapped_seconds: Time in seconds spent launching the pass while the draft model was still running.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Return the tokens and values [rows, count] of each row's `count` largest logits, largest first.
 
-    Ties are sorted by token ID. Which of the logits that tie with the smallest returned one are included is
-    arbitrary.
+    Ties are sorted by token ID. If several logits equal the smallest returned one, an arbitrary subset of
+    them is returned.
     """
     if count >= rows.shape[-1]:
         tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
@@ -191,8 +191,7 @@ def _drawn(
         chain: Filter settings.
 
     Returns:
-        The tokens [rows, count], and the number of them in each row that pass the filters, or None if all
-        pass.
+        The tokens [rows, count], and how many of them in each row pass the filters (None if all do).
     """
     if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]

@@ -36,7 +36,7 @@ _Weights: TypeAlias = dict[str, mx.array]
 
 
 class AdaptedLayer(NamedTuple):
-    """A linear layer (`parent[attribute]`) and the LoRA layer that replaces it in the adapted model."""
+    """A linear layer (`parent[attribute]`), and the LoRA layer that replaces it in the adapted model."""
 
     name: str
     parent: Any
@@ -105,7 +105,7 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # Give the tokens that the target corrected the same total weight as all others.
+        # Give the tokens that the target corrected the same total weight as all other tokens.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )

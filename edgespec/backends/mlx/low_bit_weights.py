@@ -179,7 +179,7 @@ _COPIES: dict[type, Any] = {kind: _copied_linear(kind) for kind in (Linear, Quan
 _COPIES |= {kind: _copied_embedding(kind) for kind in _TABLES}
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
 # Bits per weight in a low-bit copy, as pairs (minimum bits of the original weight, bits of the copy). The
-# first pair that applies is used.
+# first matching pair is used.
 _COPY_BITS = ((8, 4), (4, 3), (3, 2))
 
 
@@ -210,7 +210,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
-    """Return a module that replaces `module` and supports low precision, or None if that is impossible."""
+    """Return a replacement for `module` that supports low precision, or None if that is impossible."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits

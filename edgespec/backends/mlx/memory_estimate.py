@@ -31,13 +31,12 @@ from edgespec.model.model_facts import Adapter
 
 __all__ = ["MlxMemoryEstimator"]
 
-# Memory of a tokenizer in bytes per vocabulary token. Determined experimentally.
+# Measured size of a tokenizer, in bytes per vocabulary token.
 _TOKEN_BYTES = 500
-# On a GPU, MLX allocates about this many times the memory that a recurrent layer needs. Determined
-# experimentally.
+# Measured on a GPU: MLX allocates about this many times the memory that a recurrent layer needs.
 _ALLOCATED_AHEAD = 2
-# mlx-lm holds about this many copies of a recurrent layer's state while it computes the layer token by token.
-# Determined experimentally.
+# Measured number of copies of a recurrent layer's state that mlx-lm holds while it computes the layer token
+# by token.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
@@ -53,13 +52,13 @@ class _CacheBytes(NamedTuple):
 
 
 class _ModelShape(NamedTuple):
-    """Model properties that determine its memory use.
+    """Properties of a model that determine its memory use.
 
     Attributes:
         sizes: Sizes of the weights and the KV cache, used to decide whether to widen the weights to float32.
         weight_bytes: Size of the weights in bytes, as stored and after widening to float32.
         intermediate_size: Size of the feed-forward network.
-        scans: One function per recurrent layer, which returns the layer's memory use for a number of tokens.
+        scans: A function per recurrent layer that maps a number of tokens to the layer's memory use.
         caches: Functions that return cache sizes for a context length, keyed by bits per element and whether
             the weights are widened.
     """
@@ -253,10 +252,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield one function per recurrent layer, which returns the layer's memory use for a number of tokens.
-
-    Memory use is measured in array elements.
-    """
+    """Yield a function per recurrent layer that maps a number of tokens to memory use in array elements."""
     for states in trace_one_token(model)[1].states:
         # Convolution states have shape [1, tokens, channels], with fewer tokens than channels.
         convolved = [array.shape for array in states if array.ndim == 3 and array.shape[1] < array.shape[2]]

@@ -53,7 +53,7 @@ class MlxModel(HeadTarget):
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
         why_chains_only: Why the model supports neither token trees nor self-drafting. Empty if it supports
-            them.
+            both.
         partial_models: Factory for the partial models used for self-drafting.
         kv_bytes_for: Maps a context length in tokens to the size of all caches in bytes. Raises
             MemoryBudgetError if the caches do not fit in memory.
@@ -86,7 +86,7 @@ class MlxModel(HeadTarget):
         return self._runner.length
 
     def _check(self, more: int) -> None:
-        # Every operation goes through here, on any thread. See `evaluation.py`.
+        # Every operation calls this method, on whichever thread it runs. See `evaluation.py`.
         reuse_stream()
         super()._check(more)
 
@@ -170,7 +170,7 @@ class MlxModel(HeadTarget):
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Discard tokens that were not committed, and save the state of the caches for `rewind`."""
+        """Discard uncommitted tokens, and save the state of the caches for `rewind`."""
         self.end_round()
         return self.caches.checkpoint()
 

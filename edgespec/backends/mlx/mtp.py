@@ -128,7 +128,7 @@ class _Shaped(Protocol):
 
 
 def estimate_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
-    """See `HeadNetwork`."""
+    """Estimate the memory use of MTP layers. See `registry.HeadNetwork`."""
     folder = head.path or target
     modules = read_mtp(folder)
     config = language_config(read_json_object(folder / "config.json"))
@@ -158,7 +158,7 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
 
 
 def load_head(target: HeadTarget, head: Head) -> EagleHead:
-    """Load the MTP layers in a target's folder. See `HeadNetwork`.
+    """Load the MTP layers in a target's folder. See `registry.HeadNetwork`.
 
     MTP implementations differ in four ways:
 
@@ -191,7 +191,7 @@ def load_head(target: HeadTarget, head: Head) -> EagleHead:
 
 
 def _arrangements(modules: list[_Weights]) -> Iterator[list[_Weights]]:
-    """Yield the modules as stored and, for a single module with several layers, one module per layer."""
+    """Yield the modules as stored and, if a single module has several layers, split into one per layer."""
     yield modules
     if len(modules) == 1 and _layer_count(modules[0]) > 1:
         yield _one_layer_each(modules[0])
@@ -255,7 +255,7 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
 def _head(
     target: HeadTarget, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
 ) -> EagleHead:
-    """Create a head that reads the target's hidden state `state`, before or after the embedding."""
+    """Create a head that reads `state`, either before or after the embedding (`hidden_first`)."""
     networks = [_module(target, weights, state == POST_NORM, hidden_first, folder) for weights in modules]
     arrays = {id(one): one for weights in modules for one in weights.values()}
     facts = head_facts(

@@ -132,7 +132,7 @@ class PartialModelFactory:
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the size in bytes of each layer, and that of the output head.
+        """Return the size in bytes of each layer and of the output head.
 
         An untied embedding table is not counted, because a pass reads only a few of its rows.
         """

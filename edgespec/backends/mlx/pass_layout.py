@@ -16,7 +16,7 @@ __all__ = ["PassLayout", "install_tree_ropes"]
 
 @dataclass
 class PassLayout:
-    """Positions of the tokens in the next pass, and the tokens that they attend to.
+    """Token positions for the next pass, and the tokens that each token attends to.
 
     The tokens form a chain or part of a token tree. All caches and rotary embeddings of a model share one
     layout, which `PassRunner` updates before each pass.

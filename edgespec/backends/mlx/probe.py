@@ -250,7 +250,7 @@ class _Checks:
             rows: Rows to check. Defaults to all rows.
 
         Returns:
-            A description of the largest difference if it is not a rounding error, otherwise an empty string.
+            A description of the largest difference, or an empty string if it is only a rounding error.
         """
         all_tokens = np.arange(self._model.vocabulary.size)
         got = np.stack([logits.at(row, all_tokens) for row in rows or range(len(logits))])

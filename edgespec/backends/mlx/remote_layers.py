@@ -4,11 +4,11 @@ A worker runs a block of layers, or a shard of every layer (tensor parallelism).
 connection to the target, so a lost worker shows up as an error on one connection.
 
 Hidden states travel between blocks through the target, so a pass takes one round trip per worker. We do not
-use an `mlx.distributed` process group there, because the remaining processes cannot join a new group after
+use an `mlx.distributed` process group for this, because the remaining processes cannot join a new group after
 one is lost, and the target would have to run in a process of its own.
 
 With shards, a pass takes one round trip between the target and the workers, plus two all-reduce operations
-over the ring of workers per layer.
+per layer over the ring of workers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ __all__ = ["RemoteBlock", "RemoteShards", "send_blocks", "send_shards"]
 
 _Result = TypeVar("_Result")
 _HALF_TYPES = (mx.float16, mx.bfloat16)
-# Weights of at least this size are cached. llama.cpp has the same limit.
+# Minimum size in bytes of a weight to be cached. llama.cpp has the same limit.
 _CACHED_BYTES = 10 * 2**20
 _Message = tuple[dict[str, Any], Buffer]
-# Seconds to wait, after one worker reports an error, for another worker to fail, which may be the cause.
+# After a worker reports an error, wait this many seconds for another worker to fail, because that failure may
+# be the cause.
 _REASON_SECONDS = 2.0
 # Seconds between checks of whether the user has cancelled.
 _POLL_SECONDS = 0.2
@@ -68,8 +69,8 @@ class RemoteBlock:
         link: The block's worker.
 
     Attributes:
-        address: The block's worker.
-        connection: The connection to it.
+        address: The address of the block's worker.
+        connection: The connection to the worker.
         messages: Sends and receives messages over this connection.
 
     Raises:
@@ -174,7 +175,7 @@ def send_blocks(
             block = RemoteBlock(workers, link)
             undo.callback(block.close)
             sent.append(block)
-            # Takes seconds, because the worker first imports MLX.
+            # This takes seconds, because the worker first imports MLX.
             answer, _ = block.ask(*_describe_model(folder, first, end, kv_bits))
             for index in range(first, end):
                 _send_weights(block, index, layers.layers[index], widen, answer.get("has_cache") is True)
@@ -310,7 +311,7 @@ class RemoteShards:
             except WorkerLostError:
                 raise
             except BackendError as error:
-                # Other workers may be blocked in this pass, so the ring is unusable from now on.
+                # Other workers may be blocked in this pass, so the ring can no longer be used.
                 reason, advice = f"the workers could not finish a pass: {error.what}", "load the model again"
                 self._workers.lose(reason, advice)
                 raise WorkerLostError(reason, advice) from error
@@ -339,8 +340,8 @@ class _Exchange:
         self._workers, self._blocks = workers, blocks
         self._end = time.monotonic() + timeout_seconds
         self._answers: dict[RemoteBlock, _Message] = {}
-        # For each worker that has not answered, how long `receive` has waited since its last message,
-        # excluding the time to receive large answers from other workers.
+        # For each worker that has not answered, the seconds that `receive` has waited since that worker's
+        # last message, excluding the time spent receiving large answers from other workers.
         self._silence = dict.fromkeys(blocks, 0.0)
 
     def send(self, messages: Sequence[_Message]) -> None:

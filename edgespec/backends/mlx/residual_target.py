@@ -1,4 +1,4 @@
-"""Run Medusa and Hydra heads for MLX targets. Their matrices are stored on the target's device."""
+"""Run Medusa and Hydra heads for MLX targets. The heads' matrices are stored on the target's device."""
 
 from __future__ import annotations
 

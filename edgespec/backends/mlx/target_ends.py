@@ -23,7 +23,8 @@ class HeadTarget(BaseModel, HiddenStateSource):
     """An MLX model that heads can draft for.
 
     Attributes:
-        memory_bytes: Memory limit of the model, its KV cache and its head. None if there is no limit.
+        memory_bytes: Memory limit in bytes for the model, its KV cache and its head, or None if there is no
+            limit.
     """
 
     memory_bytes: int | None

@@ -172,7 +172,7 @@ def write_texts(
         max_tokens: Maximum number of new tokens for each prompt, at least 1.
         seed: Random seed.
         progress: Called with the completed fraction. Returning False cancels the call.
-        failure: Start of the message if a BackendError is raised.
+        failure: Start of the message of any BackendError.
     """
     mx.random.seed(seed)
     # mlx-lm samples all prompts that share a sampler in one batch.
@@ -206,7 +206,7 @@ def write_texts(
 
 
 def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
-    """Return a function that samples tokens at a temperature from their log-probabilities."""
+    """Return a function that samples tokens from their log-probabilities at a given temperature."""
     if not temperature:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
     return lambda logprobs: mx.random.categorical(logprobs / temperature)

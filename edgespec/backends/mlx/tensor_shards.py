@@ -41,7 +41,7 @@ __all__ = [
     "watch_neighbour",
 ]
 
-# Maximum time to join a ring. MLX tries to connect for 31 seconds.
+# Maximum time in seconds to join a ring. MLX itself tries to connect for 31 seconds.
 JOIN_SECONDS = 45
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -123,7 +123,7 @@ def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) ->
     divide = getattr(model, "shard", None)
     if divide is None:
         raise _error(name, group, "mlx-lm cannot divide models of its architecture")
-    # mlx-lm would silently round down the number of heads and compute wrong results.
+    # Check the numbers of heads, because mlx-lm would silently round them down and compute wrong results.
     settings = language_config(dict(config))
     heads = settings.get("num_attention_heads")
     for number, kind in ((heads, "attention"), (settings.get("num_key_value_heads", heads), "key-value")):
@@ -151,7 +151,7 @@ def own_address(connection: socket.socket) -> str:
 
 
 def free_address(connection: socket.socket) -> str:
-    """Return the host by which the target reached this worker, with a free port."""
+    """Return an address with a free port, on the host at which the target reached this worker."""
     with socket.create_server((connection.getsockname()[0], 0)) as server:
         return own_address(server)
 
@@ -216,7 +216,7 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
         # MLX can wait forever for the previous worker without running any Python code, so let the alarm kill
         # this process.
         signal.alarm(JOIN_SECONDS)
-        # MLX reads these variables.
+        # MLX reads this worker's rank and all addresses from these variables.
         os.environ.update(MLX_RANK=str(index), MLX_HOSTFILE=str(file))
         try:
             group = mx.distributed.init(strict=True, backend="ring")

@@ -23,7 +23,8 @@ from edgespec.model.heads.eagle_files import parse_config
 
 __all__ = ["TrainableEagle", "UnrolledEagle"]
 
-# EAGLE-3 heads read the inputs of layer 2, of the middle layer, and of the third layer from the end.
+# Minimum number of layers in the target. EAGLE-3 heads read the inputs of layer 2, of the middle layer, and
+# of the third layer from the end.
 _MIN_LAYERS = 6
 # Keys of the target's `config.json` that determine the sizes of the head's layer.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -78,7 +79,7 @@ class UnrolledEagle(Module):
 
 
 class _UnrolledAttention:
-    """Attention of row t in each step to rows 0 to t of the first step and to row t of later steps."""
+    """Attention in which row t of each step attends to rows 0 to t of step 0 and to row t of later steps."""
 
     def __init__(self, length: int) -> None:
         rows = mx.arange(length)

@@ -28,7 +28,7 @@ _HEADS, _BLOCKS = 4, 1
 
 
 class _Block(Module):
-    """A residual block. Before training, it returns its input, or a linear map of it, unchanged."""
+    """A residual block. Before training, it returns its input unchanged, or a linear map of its input."""
 
     def __init__(self, inputs: int, size: int) -> None:
         super().__init__()
@@ -143,7 +143,8 @@ class TrainableHydra(_TrainableHeads):
         teacher, tokens = self._teacher, examples.tokens
         embeddings = np.array(teacher.embed(mx.array(tokens)))
         states = np.array(teacher.states(tokens, self.states).hidden)
-        # Scale both inputs to about one, because ridge regression would suppress small inputs.
+        # Scale both inputs to a root mean square of about one, because ridge regression would suppress small
+        # inputs.
         state_scale, token_scale = (1.0 / np.sqrt((each**2).mean() + 1e-6) for each in (states, embeddings))
         weights = self.weights
         for head in range(_HEADS):

@@ -40,7 +40,8 @@ MAX_WIDTH = 64
 # Bits per element in the KV cache, keyed by `LoadOptions.kv_type`. None means that the cache is not quantised
 # and uses the model's compute data type.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
-# Maximum number of tokens in a prefill batch on a CPU. Small, because a batch cannot be interrupted.
+# Maximum number of tokens in a prefill batch on a CPU. The limit is low, because a batch cannot be
+# interrupted.
 _CPU_BATCH_TOKENS = 64
 
 

@@ -19,12 +19,12 @@ _MAX_ARGUMENT_LEVELS = 3
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call to one of the tools, written by the model.
+    """A tool call written by the model.
 
     Attributes:
         id: Identifies the call in the message with its result.
-        name: The tool's name, as the model wrote it. It may not be the name of an existing tool.
-        arguments: The arguments as JSON text. It is incomplete if the reply ended within the call.
+        name: The tool's name, as the model wrote it. There may be no tool with this name.
+        arguments: The arguments as JSON text, which is incomplete if the reply ended within the call.
     """
 
     id: str

@@ -1,6 +1,6 @@
 """The interface between the tool-call parser and the formats that models use.
 
-A format reads text that arrives in parts, with generators that pause until the next part arrives.
+Formats read streamed text with generators that pause until more text arrives.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class CallWriter:
 
 
 def read_arguments_object(reader: TextReader, write: Callable[[str], None]) -> Wait[bool]:
-    """Read arguments: a JSON object, JSON in a string, or any way of writing no arguments."""
+    """Read arguments: a JSON object, JSON in a string, or an empty value that means no arguments."""
     if (yield from reader.peek()) == "{":
         return (yield from reader.json_value(write))
     parts: list[str] = []
@@ -185,7 +185,7 @@ def read_arguments_object(reader: TextReader, write: Callable[[str], None]) -> W
 
 
 def read_closes(reader: TextReader, closes: tuple[str, ...]) -> Wait[None]:
-    """Read the markers after calls. Small models forget them, so they may be missing."""
+    """Read the closing markers after calls. They are optional, because small models forget them."""
     yield from reader.space()
     while closes and (yield from reader.literal(*closes)):
         yield from reader.space()

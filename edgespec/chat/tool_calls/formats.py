@@ -346,7 +346,7 @@ def _function_tags(opening: str, closing: str) -> _TaggedForm:
     )
 
 
-# The formats, each with texts that identify the chat templates of its models. The first match counts.
+# The formats, each with texts that identify the chat templates of its models. The first match wins.
 _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # The format of gpt-oss, in which the tool's name can also precede the channel.
     (

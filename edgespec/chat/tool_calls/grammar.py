@@ -29,11 +29,11 @@ __all__ = [
 
 # Schema keys that change or cancel the effect of `additionalProperties`.
 _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
-# Write JSON as chat templates do. Flexible whitespace would let a model write spaces without end.
+# Write JSON as chat templates do. Flexible whitespace would let a model write endless spaces.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = "(?s:.*)"
 # Maximum number of calls in a reply that contains only calls. A small model that wants to write text after a
-# call may call tools forever instead of ending its reply. Chosen, not measured.
+# call may call tools forever instead of ending its reply. The limit was chosen, not measured.
 _MAX_CALLS = 16
 # How gpt-oss writes its reasoning and what comes after it. All other models write their answer directly.
 _ANALYSIS, _ANALYSIS_END = "<|channel|>analysis<|message|>", "<|end|>"
@@ -230,7 +230,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _call_schema(parts: Sequence[Part]) -> Mapping[str, Any]:
-    """Build the schema of a call that is a JSON object from its parts.
+    """Build the JSON schema of a call from its parts, for formats that write calls as JSON objects.
 
     Literal text in the call would rule out JSON answers: after `{"`, llguidance's lexer would expect the rest
     of that text.

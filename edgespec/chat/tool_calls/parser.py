@@ -70,7 +70,7 @@ class ToolCallParser:
 
     Attributes:
         after_call: Number of characters that follow the first call, or the first list of calls in models that
-            write lists. None until that call is complete, which only the next character may show.
+            write lists. None until that call is known to be complete, which may take one more character.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class ToolCallParser:
         return self._drain()
 
     def finish(self, text: str = "", *, cut: bool = False) -> ParsedText:
-        """Add the last of the answer's text, and return everything that was held back.
+        """Add the final text of the answer, and return everything that was held back.
 
         Args:
-            text: The text.
+            text: The final text.
             cut: Whether the reply reached its maximum length. If so, an incomplete marker or call at its end
                 is omitted, because it is not text for the user.
         """

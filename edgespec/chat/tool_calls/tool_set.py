@@ -30,8 +30,8 @@ _TOOL_HINT = (
     'pass dictionaries such as {"type": "function", "function": {"name": "add", "description": "Add numbers",'
     ' "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}'
 )
-# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name it.
-# Chosen, not measured.
+# Time limit in seconds for finding the tool that a chat template rejects, so that the error can name it. The
+# limit was chosen, not measured.
 _BLAME_SECONDS = 2.0
 _DEEPEST_PARAMETER = 16
 
@@ -58,7 +58,7 @@ class ToolSet:
     Attributes:
         definitions: The tools in the format of OpenAI's API, which chat templates expect.
         schemas: The JSON schema of each tool's parameters, keyed by tool name.
-        required: Names of the tools of which the reply must call one. Empty if the model decides.
+        required: Names of tools. The reply must call one of them. Empty if the model decides.
         strict: Whether any tool requires that all arguments match its schema.
         single: Whether the reply ends after its first call.
     """

@@ -19,15 +19,16 @@ from edgespec.system.disks import explain_write_errors
 __all__ = ["GgufParts", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
 
 Metadata: TypeAlias = dict[str, tuple[Any, Any, Any]]
-"""Maps keys to (value, type, type of its elements)."""
+"""Maps each key to its value, the type of the value, and the type of its elements."""
 Tensors: TypeAlias = dict[str, Any]
-"""Maps names to the tensors of `gguf.GGUFReader`, which read their data from the source file when needed."""
+"""Maps names to `gguf.GGUFReader` tensors, which read their data from the source file when needed."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Metadata arrays with these keys never contain one value per layer, even if their length suggests it.
 _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
-# Prefixes of metadata keys not to copy to a new file, because the GGUF writer sets them or they do not apply.
+# Prefixes of metadata keys that are not copied to a new file, because the GGUF writer sets them or because
+# they do not apply to it.
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 
@@ -55,7 +56,7 @@ class GgufParts:
         self.layer_count = int(self.value("block_count", 0))
 
     def value(self, key: str, default: Any) -> Any:
-        """Return the metadata value for `key` without its architecture prefix, such as `block_count`."""
+        """Return a metadata value, given its key without the architecture prefix, such as `block_count`."""
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 

@@ -42,7 +42,8 @@ _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
 # Number of rows of the output head to convert to floating point at a time. Limits memory use.
 _HEAD_ROWS = 8192
-# Minimum fraction of the model's greedy reply that the hidden states of its last layer must predict.
+# Minimum fraction of tokens in the model's greedy reply that the hidden states of its last layer must
+# predict.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
@@ -56,8 +57,8 @@ def prepare_layerskip(
     """Split a model at an exit layer for early-exit drafting (LayerSkip, arXiv 2404.16710).
 
     The lower part drafts, and the upper part verifies using the lower part's hidden states. Both share the
-    embedding and the output head. The split model's logits are compared with the original's before it is
-    published. If a valid split model already exists, it is returned.
+    embedding and the output head. Before the split model is published, its logits are compared with the
+    original's. If a valid split model already exists, it is returned instead.
 
     Args:
         path: Path of a GGUF file.
@@ -66,8 +67,8 @@ def prepare_layerskip(
         progress: Reports progress while reading and writing.
 
     Returns:
-        The split model. Its facts are `layer_count` and `exits`, the measurements, which are empty if the
-        model's hidden states cannot be read.
+        The split model. Its facts are `layer_count` and `exits`. The latter holds the measurements, and is
+        empty if the model's hidden states cannot be read.
 
     Raises:
         OptionError: `exit_layer` is out of range for the model.

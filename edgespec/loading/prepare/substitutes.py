@@ -1,4 +1,4 @@
-"""Write low-bit copies of the blocks that a GGUF model streams, with which it drafts for itself (SubSpec)."""
+"""Write low-bit copies of the blocks that a GGUF model streams, for self-drafting (SubSpec)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def write_substitutes(
 
 
 def estimate_substitutes(path: Path, layers: Sequence[int], type_name: str) -> Substitutes:
-    """Estimate the sizes of low-bit copies of some layers from that of the first one, without writing a copy.
+    """Estimate the sizes of low-bit copies of layers by extrapolating from the first, without writing any.
 
     Raises:
         OptionError: A copy would not be smaller.
@@ -120,7 +120,7 @@ def _elements(tensors: Tensors) -> int:
 
 
 def _blocks(model: GgufParts, layers: Sequence[int]) -> Tensors:
-    """Return the feed-forward weights of some layers, by name."""
+    """Return the feed-forward weights of the given layers, keyed by name."""
     from edgespec.backends.llamacpp.weight_stream import FEED_FORWARD
 
     found = ((name, FEED_FORWARD.fullmatch(name)) for name in model.tensors)

@@ -30,7 +30,7 @@ __all__ = ["HeadState", "PrefixCache", "PrefixCacheUsage"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheUsage:
-    """Statistics on the prefix cache's size and use.
+    """Statistics on the size and use of the prefix cache.
 
     Attributes:
         sequences: Number of token sequences that can be resumed from the cache.
@@ -56,8 +56,9 @@ class PrefixCacheUsage:
 class PrefixCache:
     """The prefix cache of one model. Copies KV states out of the model's cache and back into it.
 
-    Use only on the thread that runs the model. Other threads can use `store`. Failures to store or restore
-    raise no errors, because the model can always reprocess the tokens.
+    Use only on the thread that runs the model. Other threads can use `store`. Failing to store or restore a
+    state
+    raises no error, because the model can always reprocess the tokens.
 
     Args:
         model: The target.
@@ -91,12 +92,12 @@ class PrefixCache:
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # Tokens that were in the model's KV cache when the user deleted all cached prefixes. Do not store
-        # them again.
+        # Tokens that were in the model's KV cache when the user deleted all cached prefixes. They must not be
+        # stored again.
         self._deleted: Tokens | None = None
 
     def for_model(self, model: LanguageModel, heads: Sequence[HeadState] = ()) -> PrefixCache:
-        """Return a cache with the same stored prefixes for another context of the same model.
+        """Return a cache that shares the stored prefixes, for another context of the same model.
 
         Args:
             model: The other context.
@@ -151,7 +152,7 @@ class PrefixCache:
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the maximum length of a stored sequence. A longer one would evict all others."""
+        """Return the maximum length of a stored sequence, above which it would evict all others."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None
@@ -236,7 +237,7 @@ class PrefixCache:
         return segment
 
     def branch_point(self, prompt: Sequence[int], cached: int) -> int:
-        """Return the position during a prefill at which to store the model's cache, or 0 for none.
+        """Return the position during a prefill at which to store the model's cache, or 0 if there is none.
 
         This is where the prompt diverges from a stored sequence. Models that can truncate their cache do not
         need this, because they can restore the longer sequence and truncate it.
@@ -255,7 +256,7 @@ class PrefixCache:
         return shared if lost >= MIN_SEGMENT_TOKENS and self._is_worth_storing(lost, shared) else 0
 
     def add_branch_point(self, tokens: Sequence[int]) -> None:
-        """Store the model's KV state of `tokens`, so that several prompts can continue from it."""
+        """Store the model's KV state for `tokens`, so that several prompts can continue from it."""
         sequence = np.array(tokens, np.int32)
         with self.store.lock:
             try:
@@ -288,7 +289,7 @@ class PrefixCache:
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
     def restore(self, segment: Segment, prompt: Sequence[int], cached: int) -> int:
-        """Load the longest prefix that a prompt shares with a stored sequence into the model's cache.
+        """Load the longest prefix shared by a prompt and a stored sequence into the model's cache.
 
         Args:
             segment: The result of `find`.
@@ -348,7 +349,7 @@ class PrefixCache:
         return True
 
     def _split(self, segment: Segment, at: int) -> None:
-        """Split a segment where another sequence diverges. The model's cache must hold the whole segment."""
+        """Split a segment where another sequence diverges. The whole segment must be in the model's cache."""
         if segment.start + MIN_SEGMENT_TOKENS > at or at > segment.end - MIN_SEGMENT_TOKENS:
             return
         sequence, children = segment.sequence(), segment.children
@@ -377,7 +378,7 @@ class PrefixCache:
         return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
     def _handle_failure(self, error: Exception) -> None:
-        """Disable the prefix cache if the model cannot copy its KV state. Other failures may be temporary."""
+        """Disable the prefix cache if the model cannot copy its KV state. Ignore temporary failures."""
         self._is_off = isinstance(error, BackendError | CapabilityError)
         self._notice = f"prefixes are not cached: {error}" if self._is_off else self._notice
 

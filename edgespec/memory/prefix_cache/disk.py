@@ -48,7 +48,7 @@ __all__ = [
 _SUFFIX = ".kept"
 # Lock timeouts in seconds: for writing one cached prefix, and for deleting all cached prefixes.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
-# Name of a file whose modification time shows when all cached prefixes were last deleted.
+# Name of a file whose modification time records when all cached prefixes were last deleted.
 _CLEARED_MARK = "forgotten"
 VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
@@ -67,7 +67,7 @@ _DIGEST = re.compile(r"[0-9a-f]*")
 class StoredSegment:
     """A segment of a token sequence whose KV state is on disk, as described by its file header.
 
-    `after` is the digest of the tokens before the segment. Empty at the start of a sequence.
+    `after` is the digest of the tokens before the segment, or empty at the start of a sequence.
     """
 
     name: str
@@ -79,12 +79,12 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder of cached prefixes. It has one subfolder per model and settings."""
+    """Return the folder for cached prefixes. It has one subfolder per combination of model and settings."""
     return data_folder() / "kept"
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
-    """Return the default disk space for cached prefixes in bytes, or 0 if the free space is unknown."""
+    """Return the default size limit for cached prefixes on disk in bytes. 0 if the free space is unknown."""
     folder = folder or kept_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -115,7 +115,7 @@ class PrefixCacheDisk:
     def list_segments(self) -> list[StoredSegment]:
         """Return the model's cached segments on disk, ordered by start position.
 
-        Unusable files are deleted.
+        Unusable files are deleted along the way.
         """
         if self.used_bytes() > self.quota_bytes:
             with suppress(OSError, Timeout, NotImplementedError), _lock(self._root, _LOCK_SECONDS):
@@ -198,7 +198,7 @@ class PrefixCacheDisk:
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
         except (Timeout, NotImplementedError):
-            # Another process holds the lock, or the file system does not support locks.
+            # Another process holds the lock, or the file system does not support locking.
             return False
         except (OSError, MemoryError) as error:
             self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
@@ -211,7 +211,7 @@ class PrefixCacheDisk:
         return self._path(name).exists()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete the files of the cached segments with these names."""
+        """Delete the files of the named segments."""
         for name in names:
             _delete(self._path(name))
 
@@ -267,7 +267,7 @@ class PrefixCacheDisk:
     def _make_room(self, size_bytes: int, protected: set[Path]) -> bool:
         """Delete the least valuable files to make room for `size_bytes`.
 
-        Return False if that is impossible.
+        Return False if that is not possible.
         """
         if size_bytes + sum(map(_size, protected)) > self.quota_bytes:
             return False
@@ -320,7 +320,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _by_value(root: Path, now: float) -> list[Path]:
-    """Return all files, least valuable first. Value is the prefill time saved per byte, divided by age."""
+    """Return all files, least valuable first. Value is prefill time saved per byte, divided by age."""
     value: dict[Path, float] = {}
     after: dict[Path, str] = {}
     named: dict[tuple[Path, str], list[Path]] = {}
@@ -336,7 +336,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
             named.setdefault((path.parent, _digest(path.name)), []).append(path)
         except (OSError, ValueError):
             value[path], starts[path] = 0.0, 0
-    # Give each segment at least the value of the segments after it, which are useless without it.
+    # A segment is worth at least as much as the segments after it, which are useless without it.
     for path in sorted(value, key=lambda path: -starts[path]):
         for before in named.get((path.parent, after.get(path, "")), ()):
             value[before] = max(value[before], value[path])

@@ -18,21 +18,21 @@ Tokens: TypeAlias = NDArray[np.int32]
 
 
 def shared_tokens(a: Tokens, b: Tokens) -> int:
-    """Return the length of the longest common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     count = min(len(a), len(b))
     differing = np.flatnonzero(a[:count] != b[:count])
     return int(differing[0]) if len(differing) else count
 
 
 def tokens_digest(tokens: Tokens) -> str:
-    """Return a digest that identifies a token sequence, or an empty string if it is empty."""
+    """Return a digest that identifies a token sequence, or an empty string for an empty sequence."""
     if not len(tokens):
         return ""
     return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the cached segment `tokens[start:]`. The name contains a digest of all `tokens`."""
+    """Return the name of the cached segment `tokens[start:]`, which contains a digest of all `tokens`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 
@@ -45,7 +45,7 @@ class Segment:
         parent: The preceding segment. None at the start of a sequence.
         tokens: int32 [n], the tokens that follow the parent's.
         size_bytes: Size of the KV state in bytes, including the states of heads.
-        snapshot: The KV state. None if it is only on disk.
+        snapshot: The KV state, or None if it is only on disk.
         on_disk: Whether the KV state is on disk.
         is_branch_point: Whether sequences are known to diverge after this segment.
         last_used: Time of last use, in seconds since the epoch.

@@ -38,8 +38,8 @@ def default_memory_bytes(free_bytes: int, kv_bytes: int) -> int:
     """Return the default size limit of the prefix cache in bytes.
 
     Args:
-        free_bytes: The memory left free by the models.
-        kv_bytes: The size of the target's KV cache, with a full context for every concurrent reply.
+        free_bytes: Memory left free by the models.
+        kv_bytes: Size of the target's KV cache, with a full context for every concurrent reply.
     """
     return min(
         MAX_PREFIX_CACHE_BYTES,
@@ -49,7 +49,7 @@ def default_memory_bytes(free_bytes: int, kv_bytes: int) -> int:
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """Return the maximum size in bytes of a KV cache copy, given the memory left free by the models."""
+    """Return the maximum size of a KV cache copy in bytes, given the memory left free by the models."""
     return max(0, free_bytes) // COPIES_AT_ONCE
 
 
@@ -99,7 +99,7 @@ class SegmentStore:
             return sum(segment.size_bytes for segment in self.tree if segment.snapshot)
 
     def has_room_for(self, size_bytes: float) -> bool:
-        """Return whether `size_bytes` are free on top of the memory reserved for other programs."""
+        """Return whether `size_bytes` are free in addition to the memory reserved for other programs."""
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
@@ -118,7 +118,7 @@ class SegmentStore:
             part.last_used = clock
 
     def remove(self, segment: Segment) -> None:
-        """Remove a cached segment and all its descendants from memory and disk."""
+        """Remove a cached segment and all its descendants, both from memory and from disk."""
         names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
@@ -129,7 +129,7 @@ class SegmentStore:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write cached segments that are not on disk yet, as long as `should_continue` returns True."""
+        """Write the cached segments that are not on disk yet, as long as `should_continue` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -157,7 +157,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Update the segments after files have been deleted from disk, for example by another process."""
+        """Update the segments after files have been deleted from disk, such as by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
@@ -215,8 +215,8 @@ def reusable_tokens(
 ) -> int:
     """Return how many of the first `length` cached tokens can be reused without changing the logits.
 
-    Images are reused as a whole. For some models, the number of tokens after the last of them must be a
-    multiple of `capabilities.reuse_block_tokens`, or nothing can be reused.
+    Images are reused only as a whole. Some models can reuse only a multiple of
+    `capabilities.reuse_block_tokens` tokens after the last image, and others nothing.
     """
     length = whole_images(tokens, length)
     if capabilities.prefix_reuse_exact:
@@ -230,8 +230,8 @@ class ReuseCosts:
     """Moving averages of the prefill time per token and the copy time per byte of KV state.
 
     Args:
-        prefill_seconds: Assumed time per prefill token until `assume_target_step` is called or a prefill has
-            been timed. At 0, no copy saves time.
+        prefill_seconds: Prefill time per token to assume until `assume_target_step` is called or a
+            prefill has been timed. With 0, no copy saves time.
     """
 
     def __init__(self, prefill_seconds: float = 0.0) -> None:
@@ -245,14 +245,14 @@ class ReuseCosts:
             self.prefill_seconds = seconds / PREFILL_SPEEDUP
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record the time of a prefill of this many tokens. Short prefills are ignored."""
+        """Record how long a prefill of this many tokens took. Short prefills are ignored."""
         if tokens >= MIN_CACHED_TOKENS:
             weight = NEW_REUSE_WEIGHT if self._is_measured else 1.0
             self.prefill_seconds += weight * (seconds / tokens - self.prefill_seconds)
             self._is_measured = True
 
     def record_copy(self, size_bytes: int, seconds: float) -> None:
-        """Record the time of copying this many bytes of KV state. Small copies are ignored."""
+        """Record how long it took to copy this many bytes of KV state. Small copies are ignored."""
         if size_bytes >= MIN_TIMED_BYTES:
             self._copy_seconds += NEW_REUSE_WEIGHT * (seconds / size_bytes - self._copy_seconds)
 

@@ -93,7 +93,7 @@ class Backoff:
             self._retries.shorten()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the state of the backoff as named arrays, to save for a later run."""
+        """Return the backoff state as named arrays, to save for a later run."""
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
@@ -145,8 +145,8 @@ class RetrySchedule:
         """Count a round, and return whether to try the drafter in it instead of a better one.
 
         Unlike `is_due`, this returns False until `cost` is at most 0.75 % of the decoding time, however long
-        that takes. A draft model that must first process a long prompt may not be tried in the same reply at
-        all.
+        that takes. A draft model that must first process a long prompt may therefore never be tried in that
+        reply.
         """
         self._waited += 1
         if self._waited < max(self._min_interval, cost / RETRY_SHARE):

@@ -1,4 +1,4 @@
-"""Combine several drafters: their drafts are merged into one tree and verified in one pass.
+"""Combine several drafters by merging their drafts into one tree, which is verified in one pass.
 
 Tokens that are not worth a wider pass are pruned from the tree.
 """
@@ -55,12 +55,12 @@ class ChosenTokens:
         self.tree: TokenTree = builder.build()
 
     def emitted(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the emitted tokens, except those that a constraint determines."""
+        """Return the emitted tokens, except those determined by a constraint."""
         tree, forced = self._draft
         path = tree.walk(tokens)
         accepted = len(path) - 1
         chosen = [token for token, node in zip(tokens, path[1:], strict=False) if node not in forced]
-        # Include the token after the accepted ones, which shows that the drafter's other tokens were
+        # Include the token after the accepted ones, because it shows that the drafter's other tokens were
         # rejected.
         if forced.isdisjoint(tree.children(path[-1])):
             chosen += tokens[accepted : accepted + 1]
@@ -107,12 +107,12 @@ class CombinedDrafter(Drafter):
             promising chain is verified.
         v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
         allowance_seconds: Returns how much time the next round may lose compared with plain decoding.
-        exploration_seconds: Returns how much time a draft without an expected gain may lose.
+        exploration_seconds: Returns how much time may be lost to a draft that is not expected to save time.
         clock: Returns the time in seconds.
 
     Attributes:
         model_name: Name of the drafter whose model ran in the last call to `propose`, or None.
-        drafted_levels: Depth of that drafter's draft.
+        drafted_levels: Depth of the draft from that drafter.
         contributors: Names of the drafters that contributed tokens to the last non-empty draft.
     """
 
@@ -177,7 +177,7 @@ class CombinedDrafter(Drafter):
     def model_pass_seconds(self) -> dict[str, float]:
         """Duration of a single-token pass of each drafter that runs a model, by name.
 
-        Measured before the first draft. 0 if it was not measured.
+        The durations are measured before the first draft. They are 0 if they were not measured.
         """
         return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
 
@@ -358,7 +358,7 @@ def prune_optional(
 
     Args:
         merged: The merged tree.
-        node_probs: For each input tree and node, the acceptance probability given that the parent is
+        node_probs: For each node of each input tree, the acceptance probability given that its parent is
             accepted.
         optional: For each input tree, the nodes that may be dropped unless a node below them is kept.
         limits: Maximum width and number of branches of a verify pass.
@@ -398,7 +398,7 @@ def prune_optional(
 
 
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
-    """Return the probability of each node that it and all its ancestors are accepted.
+    """Return, for each node, the probability that it and all its ancestors are accepted.
 
     A prunable node is accepted only if all of its required siblings are rejected.
     """

@@ -75,186 +75,192 @@ __all__ = [
 
 # --- Loss limit (`loss_limit.py`) ---
 
-# Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, and a
-# number of target steps. Chosen as a slowdown that is hard to notice. The second lets short replies try a
-# draft.
+# Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, plus a
+# number of target steps, which lets short replies try a draft. Both were chosen to be hard to notice.
 MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
-# Maximum time for trying drafters that do not seem to help, as a share of a reply's plain decoding time.
-# Chosen as half of `MAX_LOSS_RATE`.
+# Maximum time to spend on trying drafters that do not seem to help, as a share of a reply's plain decoding
+# time. The value was chosen as half of `MAX_LOSS_RATE`.
 EXPLORATION_RATE = 0.01
 
 # --- Controller (`controller.py`) ---
 
-# Maximum number of tokens between two measurements of the target step. Chosen so that the measurements cost
-# about 1 % of the tokens.
+# Maximum number of tokens between two measurements of the target step, chosen so that only about 1 % of all
+# tokens are spent on measuring.
 REMEASURE_TOKENS = 96
-# While drafting is paused, generate this many tokens before checking whether to resume drafting. Chosen
+# While drafting is paused, check whether to resume it only once per this many tokens. The interval was chosen
 # because the check takes noticeable time on small models.
 PAUSED_ROUNDS = 15
-# Minimum seconds between saves of the statistics. Chosen to write the file rarely.
+# Minimum seconds between saves of the statistics, chosen to avoid frequent writes.
 SAVE_INTERVAL_SECONDS = 60.0
-# Report the drafters of a reply only if they saved time or drafted at least once per this many tokens. Chosen
-# because rarer drafts are merely retries.
+# Report a reply's drafters only if they saved time or drafted at least once per this many tokens. The number
+# was chosen because less frequent drafts are merely retries.
 TOKENS_PER_RETRY = 16
-# Report no speed-up for replies of fewer tokens than this. Chosen because it varies too much in short
-# replies.
+# Report no speed-up for replies with fewer tokens than this. The minimum was chosen because the speed-up of
+# short replies varies too much.
 MIN_COMPARED_TOKENS = 16
 # If a target step takes less time than this and drafting has saved no time, the explanation says that the
-# model is too fast. Chosen because the fixed costs of a draft weigh more, the shorter a target step is. It
-# only affects the explanation, not the decision to draft.
+# model is too fast. The threshold was chosen because the fixed costs of a draft matter more when a target
+# step is short. It affects only the explanation, not the decision to draft.
 FAST_TARGET_SECONDS = 0.003
 
 # --- Pauses (`backoff.py`) ---
 
-# Drafting pauses if its mean gain falls below this share of a target step. Chosen so that drafting
-# continues if it neither saves nor costs time.
+# Drafting pauses if its mean gain falls below this share of a target step. The threshold was chosen so that
+# drafting continues if it neither saves nor costs time.
 MIN_GAIN = -0.01
-# Drafting never pauses if an unsuccessful search for a draft takes less than this share of a target step.
-# Chosen because such a search loses less time than `MIN_GAIN`.
+# Drafting never pauses if an unsuccessful search for a draft takes less than this share of a target step. The
+# value was chosen because such a search loses less time than `MIN_GAIN` allows.
 NEGLIGIBLE_COST = 0.005
-# Number of drafts before drafting can be paused for the first time. Chosen so that a few rejected drafts do
+# Number of drafts before drafting can be paused for the first time, chosen so that a few rejected drafts do
 # not pause drafting.
 TRIAL_ROUNDS = 8
-# Number of drafts in each attempt to resume drafting after a pause. Chosen fewer than in the first trial, to
-# lose less time.
+# Number of drafts in each attempt to resume drafting after a pause. Fewer than in the first trial were
+# chosen, to lose less time.
 RETRY_ROUNDS = 4
 # Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
-# unsuccessful attempt to resume drafting. Chosen so that the first retry comes after a sentence or two.
+# unsuccessful attempt to resume drafting. The initial pause was chosen so that the first retry comes after a
+# sentence or two.
 MIN_PAUSE_ROUNDS, MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of resuming drafting. Chosen to make such attempts rarer.
+# Factor applied to the estimated cost of resuming drafting, chosen to make such attempts rarer.
 RETRY_COST_FACTOR = 3
 
 # --- Retries of single drafters (`backoff.py`, `model_selection.py`) ---
 
-# Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful ones.
-# Chosen shorter than the pauses of all drafting, because only one drafter is affected.
+# Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful
+# retries. Shorter intervals than for pauses of all drafting were chosen, because only one drafter is
+# affected.
 MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = 4, 128
-# Maximum share of the decoding time to spend on retrying drafters that save no time. Chosen less than
-# `EXPLORATION_RATE`.
+# Maximum share of the decoding time to spend on retrying drafters that save no time. The value was chosen to
+# be below `EXPLORATION_RATE`.
 RETRY_SHARE = 0.0075
-# Retries count as rare if the interval is at least this many times the shortest one. Chosen because this
-# takes three unsuccessful retries.
+# Retries count as rare if the interval is at least this many times the shortest one. The factor was chosen
+# because an interval reaches it after three unsuccessful retries.
 RARE_FACTOR = 8
 # Retry unsuccessful drafters only while the other drafters are expected to get at most this many tokens
-# accepted per pass. Chosen because a retry wastes those tokens.
+# accepted per pass. The limit was chosen because a retry sacrifices those tokens.
 MAX_TOKENS_AT_RISK = 0.5
-# Number of rounds for which a draft model runs instead of a better one, to measure it. Chosen to limit the
-# time lost.
+# Number of rounds for which a draft model runs instead of a better one, so that it can be measured. The
+# number was chosen to limit the time lost.
 CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
-# this. Chosen because smaller measured gains are often noise.
+# this. The minimum was chosen because smaller measured gains are often noise.
 MIN_INTERIM_GAIN = 1.15
-# Draft lengths to compare for drafters that choose their own length. Chosen more closely spaced where one
-# more token changes more.
+# Draft lengths to compare for drafters that choose their own length. Short lengths were chosen to be closer
+# together, because one more token makes a larger difference there.
 COMPARED_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 # --- Prefill of draft models (`drafter_stats.py`, `model_selection.py`) ---
 
-# Prefilling draft models may use at most this share of the time that `--max-loss` allows. Chosen so that the
-# other half remains for drafts.
+# Prefilling draft models may use at most this share of the time that `--max-loss` allows. The share was
+# chosen to leave the other half for drafts.
 PREFILL_SHARE = 0.5
-# Minimum number of tokens to prefill. Chosen because a draft model that sees fewer tokens rarely predicts
+# Minimum number of tokens to prefill, chosen because a draft model that sees fewer tokens rarely predicts
 # correctly.
 MIN_PREFILL_TOKENS = 32
-# Number of measurements needed to estimate a duration. Chosen because the first ones are often too high.
+# Number of measurements needed to estimate a duration, chosen because the first ones are often too high.
 MEASURED_ROUNDS = 2
-# Assumed time to prefill one token, in target steps, until it is measured. Chosen near the costs in
-# `scripts/simulation/machines.py`. Draft models measure it when they are first used.
+# Assumed time to prefill one token, in target steps, until it is measured. The value was chosen to be close
+# to the costs in `scripts/simulation/machines.py`. The actual time is measured when a draft model is first
+# used.
 ASSUMED_PREFILL_COST = 0.03
 # Number of draft-and-verify rounds over which the cost of a prefill is spread when estimating whether
-# drafting saves time. Chosen as the number of rounds in a reply of medium length.
+# drafting saves time. The number was chosen as the typical number of rounds in a reply of medium length.
 PREFILL_ROUNDS = 48
 
 # --- Acceptance before it is measured (`drafter_stats.py`) ---
 
-# Upper limit on the total acceptance probability of a node's children. Chosen below 1, because acceptance is
-# never certain.
+# Upper limit on the total acceptance probability of a node's children. A value below 1 was chosen, because
+# acceptance is never certain.
 MAX_PROB_SUM = 0.98
 # Acceptance of lookups is counted separately after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a
-# row. Chosen so that each bound is four times the one before it.
+# row. The bounds were chosen so that each is four times the previous one.
 STREAKS = (1, 4, 16)
-# Assumed acceptance probability of a node's first, second and later children in drafts from lookups, in one
-# row per range of `STREAKS`. Chosen so that each range starts with a higher rate than the one before it.
+# Assumed acceptance probability of a node's first, second and later children in lookup drafts, with one row
+# per range of `STREAKS`. The values were chosen so that the first child's probability increases from row to
+# row.
 LOOKUP_PRIOR = ((0.4, 0.1, 0.05), (0.6, 0.1, 0.05), (0.75, 0.1, 0.05), (0.9, 0.05, 0.02))
-# The same for drafts from draft models. Chosen, not measured. The first value is high, so that draft models
-# are tried.
+# Assumed acceptance probability of a node's first, second and later children in drafts from draft models. The
+# first value was chosen to be high, so that draft models are tried.
 MODEL_PRIOR = ((0.85, 0.1, 0.05),)
-# Weight of the assumed probabilities in long-term rates, as a number of drafted tokens. Chosen higher than
-# `PRIOR_WEIGHT` (`methods/constants.py`), so that a few rejected tokens do not rule out a drafter.
+# Weight of the assumed probabilities in long-term rates, as a number of drafted tokens. It was chosen to be
+# higher than `PRIOR_WEIGHT` (`methods/constants.py`), so that a few rejected tokens do not rule out a
+# drafter.
 LONG_TERM_PRIOR_WEIGHT = 12.0
 
 # --- Live costs of passes (`live_costs.py`) ---
 
 # Boundaries, in tokens, between the ranges of context lengths. Costs are tracked separately for each range,
-# because passes take longer as the context grows. Chosen so that each range is four times the one before it.
+# because passes take longer as the context grows. The boundaries were chosen so that each is four times the
+# previous one.
 CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Costs are tracked separately for each number of concurrent replies up to this one. Chosen to limit the
-# number of costs to measure. Higher numbers share one set of costs.
+# Costs are tracked separately for each number of concurrent replies up to this one. Larger numbers share one
+# set of costs. The limit was chosen so that there are not too many costs to measure.
 MAX_REPLIES = 8
 # Number of target steps to measure before trusting the costs for a new number of concurrent replies or CPU
-# threads. Chosen to resume drafting soon.
+# threads, chosen to be small so that drafting resumes soon.
 MIN_TARGET_STEPS = 3
-# New estimates of pass costs adapt faster until about this many multi-token passes have been measured. Chosen
-# because `WIDE_PASS_WEIGHT` then outweighs the faster rate.
+# New estimates of pass costs adapt faster until about this many multi-token passes have been measured. The
+# number was chosen because `WIDE_PASS_WEIGHT` then outweighs the faster rate.
 SETTLED_PASSES = 20
-# Assumed worst-case duration of a verify pass, relative to its expected duration: after the number of
-# concurrent replies has changed, and after the number of CPU threads has changed. Chosen on the safe side.
-# Measurements replace it within `FIRST_PASSES` passes.
+# Assumed ratio of a verify pass's worst-case duration to its expected duration, after a change in the number
+# of concurrent replies and of CPU threads, respectively. The values were chosen to be on the safe side.
+# Measurements replace them within `FIRST_PASSES` passes.
 ASSUMED_PASS_RATIO, ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # Factors that lower the worst-case ratio after each target step and after each verify pass, to forget
-# outliers. Chosen so that one slow pass counts for dozens of passes.
+# outliers. They were chosen so that one slow pass counts for dozens of passes.
 WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
-# Replaces `WORST_PASS_STEP_DECAY` if layers are on workers. Chosen as large as `VERIFY_DECAY`. Passes there
-# are often delayed for reasons that have nothing to do with drafting, and one such pass must not end drafting
-# for a whole reply.
+# Replaces `WORST_PASS_STEP_DECAY` if layers are on workers, and was chosen to equal `VERIFY_DECAY`. Passes on
+# workers are often delayed for reasons that have nothing to do with drafting, and one such pass must not end
+# drafting for a whole reply.
 LINK_DECAY = 0.97
-# `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. Chosen so that
+# `FIRST_DECAY` replaces `VERIFY_DECAY` during the first `FIRST_PASSES` verify passes. It was chosen so that
 # measurements soon replace the assumed ratio.
 FIRST_DECAY, FIRST_PASSES = 0.8, 4
-# Saved costs are treated as damaged if they differ from measured costs by more than this factor. Chosen far
-# above any change of a machine's speed.
+# Saved costs are treated as damaged if they differ from measured costs by more than this factor. The factor
+# was chosen to be far larger than any change in a machine's speed.
 MAX_SAVED_RATIO = 1000.0
-# Weight of the newest target step in its estimated duration. Chosen to give a mean over about four steps.
+# Weight of the newest target step in its estimated duration, chosen to average over about four steps.
 TARGET_STEP_WEIGHT = 0.25
-# Weight of the newest measurement in the moving average of the cost of multi-token passes. Chosen to give a
-# mean over about seven passes.
+# Weight of the newest measurement in the moving average of the cost of multi-token passes, chosen to average
+# over about seven passes.
 WIDE_PASS_WEIGHT = 0.15
-# Largest change, as a factor, that a single pass can make to an estimate. Chosen to limit the effect of
+# Largest change, as a factor, that a single pass can make to an estimate, chosen to limit the effect of
 # interruptions.
 MAX_CHANGE = 4.0
-# The machine's speed may have changed if multi-token passes deviate from their estimated durations by more
-# than this factor. Chosen above the usual noise of passes.
+# If multi-token passes deviate from their estimated durations by more than this factor, the machine's speed
+# may have changed. The factor was chosen to exceed the usual noise of passes.
 MAX_DEVIATION = 1.25
-# Weight of the newest pass in the moving average of the ratio of actual to estimated durations. Chosen to
-# give a mean over about three passes.
+# Weight of the newest pass in the moving average of the ratio of actual to estimated durations, chosen to
+# average over about three passes.
 DEVIATION_WEIGHT = 0.3
 
 # --- Worst case of a draft (`loss_limit.py`) ---
 
-# Assumed time to draft one token, in target steps, if the draft model has not been measured. Chosen above
-# `ASSUMED_DRAFT_PASS_COST`, because this is a worst case.
+# Assumed time to draft one token, in target steps, if the draft model has not been measured. A value above
+# `ASSUMED_DRAFT_PASS_COST` was chosen, because this is a worst case.
 ASSUMED_LEVEL_COST = 0.3
-# Worst-case time to draft one token, relative to a pass of the draft model. Chosen on the safe side. It
-# includes sampling.
+# Worst-case time to draft one token, including sampling, relative to a pass of the draft model. The value was
+# chosen to be on the safe side.
 MAX_LEVEL_PASSES = 1.5
 # Factors that lower the worst-case time to draft a token after each draft and after each target step, to
-# forget outliers. Chosen like the decay of the worst pass.
+# forget outliers. They were chosen to match `VERIFY_DECAY` and `WORST_PASS_STEP_DECAY`.
 DRAFT_ROUND_DECAY, WORST_DRAFT_STEP_DECAY = 0.97, 0.995
-# Each of the first drafts of a reply may lose at most this share of the time that `--max-loss` allows. Chosen
-# so that drafting can continue if one of them is rejected.
+# Number of drafts at the start of a reply that may each lose only part of the time that `--max-loss` allows,
+# and that part as a fraction. The fraction was chosen so that drafting can continue if one of them is
+# rejected.
 FIRST_ROUNDS, FIRST_ROUNDS_SHARE = 2, 0.5
-# Do not shorten a draft if shortening raises its cost per token by more than this factor. Chosen so that a
-# shorter draft costs little more per token.
+# Do not shorten a draft if shortening raises its cost per token by more than this factor. The factor was
+# chosen so that a shorter draft costs only slightly more per token.
 MAX_LEVEL_COST_RATIO = 1.25
 
 # --- Kinds of text (`drafter_stats.py`) ---
 
-# Number of tokens, and of characters, at the end of the text that determine its kind. Chosen to limit the
+# Number of tokens, and of characters, at the end of the text that determine its kind, chosen to limit the
 # time for classifying it.
 TEXT_KIND_TOKENS, INSPECTED_CHARACTERS = 512, 2000
-# Prompts longer than this, in characters, count as documents rather than conversation. Chosen as about 200
-# words.
+# Prompts longer than this, in characters, count as documents rather than conversation. The limit was chosen
+# to be about 200 words.
 MIN_DOCUMENT_CHARACTERS = 1200
-# Minimum share of lines that look like code, and of digits, for a prompt to count as code or as numbers.
-# Chosen so that a few such lines or digits do not count.
+# Minimum share of lines that look like code, and of digits, for a prompt to count as code or as numbers. The
+# shares were chosen so that a few such lines or digits make no difference.
 CODE_SHARE, DIGIT_SHARE = 0.25, 0.06

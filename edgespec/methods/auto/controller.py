@@ -39,7 +39,7 @@ _KIND = "drafting"  # The kind under which the facts database stores the statist
 class ActiveReplies:
     """Thread-safe set of the replies in progress.
 
-    Relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
+    Relies on atomic set operations, because a lock could deadlock if garbage collection calls `discard`.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class AutoConfig:
     Attributes:
         statistics_key: Returns the key under which to save the statistics of the named drafters, such as
             "model+suffix". If it is empty, they are not saved.
-        controls_named: Whether the controller is used for all methods, not only for `auto`.
+        controls_named: Whether to use the controller for all methods, not only for `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
 
@@ -118,7 +118,7 @@ class AutoController(Drafter):
     tracked separately for each number of concurrent replies and of CPU threads.
 
     Args:
-        drafter: The drafters. They must not be shared with another controller.
+        drafter: The combined drafters, which must not be shared with another controller.
         loss_tracker: Tracks the loss of each reply. It can be shared with `drafter`.
         costs: Live costs of the target's passes.
         text_kind: Returns the kind of text in a prompt.
@@ -160,10 +160,10 @@ class AutoController(Drafter):
         self._tokens_since_target_step = REMEASURE_TOKENS
         self._is_drafting = False
         self._round: _Round | None = None
-        # Mean time spent outside the target's pass when one token is generated, for example on sampling.
+        # Mean time that a single-token round spends outside the target's pass, for example on sampling.
         self._overhead_seconds = RunningMean()
-        # Worst-case costs of the drafters that run a model, keyed by name. If there are none, a single entry
-        # holds the costs of verify passes.
+        # Worst-case costs of each drafter that runs a model, keyed by name. If there are no such drafters, a
+        # single entry holds the costs of verify passes.
         passes = drafter.model_pass_seconds or {"": 0.0}
         self._worst_cases = {name: WorstCaseCosts(costs, seconds) for name, seconds in passes.items()}
         self._backoff = Backoff()
@@ -239,7 +239,7 @@ class AutoController(Drafter):
         return tree
 
     def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, dict[str, int]]:
-        """Return the maximum draft lengths of lookups, and of each drafter that runs a model."""
+        """Return the maximum draft lengths for lookups and for each drafter that runs a model."""
         allowance = self.allowance_seconds
         if allowance <= 0.0:
             return 0, {}
@@ -260,14 +260,14 @@ class AutoController(Drafter):
 
     @property
     def _pass_costs(self) -> WorstCaseCosts:
-        """The worst-case costs of verify passes. They are the same for all drafters."""
+        """Worst-case costs of verify passes, which are the same for all drafters."""
         return next(iter(self._worst_cases.values()))
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
         """Shorten a draft until rejecting all of it would cost at most `allowance_seconds`.
 
-        Sampled tokens are never dropped, because which ones are dropped would depend on the sampled values,
-        which would bias rejection sampling.
+        Sampled tokens are never dropped, because the choice of tokens to drop would depend on the sampled
+        values and bias rejection sampling.
         """
         width = tree.width
         while (
@@ -320,7 +320,7 @@ class AutoController(Drafter):
         own_seconds = seconds - pass_seconds + own_pass_seconds
         if width == 1:
             self.loss_tracker.record_target_step(0, self.costs.return_seconds)
-        # Ignore the duration of the pass if another reply began or ended in the meantime, or the number of
+        # Ignore the pass duration if another reply began or ended during the pass, or if the number of
         # threads changed.
         if self._current_conditions() == self._now:
             self.costs.record_pass(width, pass_seconds, other_tokens)
@@ -360,7 +360,7 @@ class AutoController(Drafter):
         self._run_ahead(self._backoff.is_paused)
 
     def report(self) -> ControllerReport:
-        """Return a report on how much drafting speeds up the current or last reply."""
+        """Report how much drafting speeds up the current or last reply."""
         step_seconds, loss_tracker = self.target_step_seconds, self.loss_tracker
         speed_up = loss_tracker.speed_up(step_seconds)
         shortest_loss = min(each.loss_seconds(1, each.level_seconds) for each in self._worst_cases.values())

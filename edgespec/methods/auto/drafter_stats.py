@@ -48,7 +48,7 @@ class DrafterStats:
     Attributes:
         acceptance: Acceptance statistics for the current kind of text, such as code.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: The requested draft length if the drafter chose to draft nothing, otherwise 0.
+        empty_draft_levels: The requested draft length if the drafter chose not to draft, otherwise 0.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 
@@ -184,7 +184,7 @@ class AcceptanceStats:
             self.rows.add(tree.drafted)
 
     def node_probs(self, tree: TokenTree) -> list[float]:
-        """Return each node's acceptance probability given that its parent is accepted. 1 for the root."""
+        """Return each node's acceptance probability, given that its parent is accepted. The root's is 1."""
         probs = self._probs()
         return [1.0, *(float(probs[category]) for category in _categories(tree)[1:])]
 

@@ -1,4 +1,4 @@
-"""Report a reply's speed-up and the time saved, and explain why drafts are used or not."""
+"""Report a reply's speed-up and time saved, and explain why drafts are or are not used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ControllerReport(NamedTuple):
         speed_up: Speed relative to plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
         drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
-        reason: A clause that says why drafts are used or not.
-        chat_reason: The same clause in the chat's simpler terms.
+        reason: A clause that says why drafts are or are not used.
+        chat_reason: The same clause in simpler terms, for the chat.
     """
 
     target_step_seconds: float
@@ -44,11 +44,11 @@ class DraftingStatus:
         is_faster: Whether speculation has saved time in this reply so far.
         tokens: Tokens emitted in this reply.
         has_drafted: Whether any draft of this reply was verified.
-        asked_rounds: Number of rounds that requested a draft from the drafters.
+        asked_rounds: Number of rounds in which the drafters were asked for a draft.
         unaffordable_rounds: Number of rounds without a draft because of the loss limit.
         draft_cost_steps: Worst-case cost of the shortest draft.
         allowance_steps: How much time the next round may lose.
-        round_gain_steps: Mean time saved in recent rounds that requested a draft.
+        round_gain_steps: Mean time saved in recent rounds in which the drafters were asked for a draft.
         replies: Number of replies that this process is generating concurrently.
     """
 
@@ -72,7 +72,7 @@ class DraftingStatus:
 
     @property
     def chat_reason(self) -> str:
-        """The same reason in the chat's simpler terms."""
+        """The same reason as `reason`, in simpler terms for the chat."""
         return self._explained(CHAT)
 
     def _explained(self, words: Wording) -> str:

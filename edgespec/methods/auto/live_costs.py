@@ -55,7 +55,7 @@ class _Bucket:
 
     Attributes:
         log_ratios: Logarithm of the ratio of measured to expected cost, for each pass width.
-        common_log_ratio: The value for widths that are not in `log_ratios`.
+        common_log_ratio: The ratio's logarithm for widths that are not in `log_ratios`.
         target_steps: Number of single-token passes measured.
         wide_passes: Number of multi-token passes measured.
         worst_ratio: Highest recent ratio of the measured to the expected duration of a verify pass.
@@ -115,7 +115,7 @@ class LiveCosts:
         self._is_restored = False
 
     def for_another_slot(self) -> LiveCosts:
-        """Return costs for another reply that shares the target's passes. Both use the same measurements."""
+        """Return costs for another reply that shares the target's passes, using the same measurements."""
         other = LiveCosts(self.curve, self._measured.threads, shares_passes=self._shares_passes)
         other._buckets, other._is_restored = self._buckets, True
         other._bucket = self._buckets[other._key]
@@ -126,7 +126,7 @@ class LiveCosts:
         return self._bucket.target_step_seconds
 
     def set_context_tokens(self, context_tokens: int) -> None:
-        """Switch to the pass durations for a context length, in tokens."""
+        """Switch to the costs for a context length, in tokens."""
         self._select(bisect_right(CONTEXT_BUCKETS, context_tokens), self._key[1])
 
     @property
@@ -166,7 +166,7 @@ class LiveCosts:
 
     @property
     def return_seconds(self) -> float:
-        """Additional time of the next target step because the last pass had a different width."""
+        """Extra time that the next target step takes if the last pass had a different width."""
         return self.curve.change_seconds if self.last_width != 1 else 0.0
 
     def v(self, width: int) -> float:
@@ -188,14 +188,14 @@ class LiveCosts:
         return self._key[1].replies if self._shares_passes else 1
 
     def worst_v(self, width: int) -> float:
-        """Return the longest duration of a pass to expect, relative to a single-token pass."""
+        """Return the worst-case duration of a pass, relative to a single-token pass."""
         return self._bucket.worst_ratio * self.v(width)
 
     def pass_seconds(self, width: int) -> float:
         return self.v(width) * self.target_step_seconds
 
     def comparable_seconds(self, seconds: float, width: int, other_tokens: int) -> float:
-        """Convert a shared pass's duration to that of a pass with `width` tokens for every reply.
+        """Scale a shared pass's duration to that of a pass with `width` tokens for every reply.
 
         This way, a reply is not charged for the prompts and longer drafts of other replies.
 
@@ -236,8 +236,8 @@ class LiveCosts:
         decay = LINK_DECAY if self.curve.change_seconds else WORST_PASS_STEP_DECAY
         self._bucket.record_ratio(ratio, width, decay)
         if width == 1 < mean_width:
-            # Other replies drafted tokens in this pass. Count it as a target step anyway, because there may
-            # never be a pass without drafts.
+            # Other replies drafted tokens in this pass. Count it as a target step anyway, because passes
+            # without any drafts may never occur.
             self._bucket.target_steps += 1
 
     def _record(self, width: int, seconds: float) -> None:

@@ -158,8 +158,8 @@ class WorstCaseCosts:
     def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
         """Return the largest draft length that costs at most `allowance_seconds` if it is rejected."""
         if level_seconds > 0.0:
-            # Skip lengths whose drafting alone takes too long. On small targets, checking all of them takes
-            # more time per round than the allowance grows by, so a spent allowance would never recover.
+            # Skip lengths whose drafting alone takes too long. On small targets, checking every length would
+            # cost more time than a round adds to the allowance, so a spent allowance would never recover.
             draft_length = int(max(min(draft_length, allowance_seconds / level_seconds), 0.0))
         for levels in range(draft_length, 0, -1):
             if self.loss_seconds(levels, level_seconds) <= allowance_seconds:

@@ -1,4 +1,4 @@
-"""Choose which model drafts in each round, if there are several draft models and heads.
+"""Choose which of several draft models and heads drafts in each round.
 
 The choice depends on the estimated decoding speed with and without each of them.
 """
@@ -27,11 +27,11 @@ __all__ = ["ModelSelector", "RoundEstimate"]
 
 
 class ModelSelector:
-    """Chooses which drafter with a model should draft in each round, and prefills its model.
+    """Chooses one of the drafters that run a model for each round, and prefills its model.
 
     At most one drafter runs per round, because two models would mostly draft the same tokens at twice the
     cost. The drafter with the highest expected gain runs if its recent acceptance rate justifies its cost.
-    For a small fraction of the time, other drafters run instead, to notice when they become better.
+    For a small fraction of the time, other drafters run instead, to detect when they become better.
 
     Args:
         models: The drafters that run a model, by name.
@@ -39,7 +39,7 @@ class ModelSelector:
         limits: Maximum width and number of branches of a verify pass.
         v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.
         allowance_seconds: Returns how much time the next round may lose compared with plain decoding.
-        exploration_seconds: Returns how much time a draft without an expected gain may lose.
+        exploration_seconds: Returns how much time may be lost to a draft that is not expected to save time.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -63,7 +63,7 @@ class ModelSelector:
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._estimate = self._other_estimate = RoundEstimate()
-        # The drafter that is tried instead of the best one, if any, and the number of rounds left for it.
+        # The drafter that is tried instead of the best one, if any, and its number of remaining rounds.
         self._challenger: DrafterStats | None = None
         self._challenge_rounds = 0
 
@@ -100,8 +100,8 @@ class ModelSelector:
     def _ranked(self, levels: Mapping[DrafterStats, int]) -> list[DrafterStats]:
         """Sort drafters by expected gain, best first. A drafter that is being measured comes first.
 
-        Gains are computed from long-term acceptance rates. The recent rates of an unused drafter never
-        change, so a few unusual drafts would count for a long time.
+        Gains are computed from long-term acceptance rates, because the recent rates of an unused drafter
+        never change, so a few unusual drafts would affect the ranking for a long time.
         """
         if len(levels) < 2:
             return list(levels)
@@ -181,7 +181,7 @@ class ModelSelector:
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # This is infinite if a prefill costs almost nothing, so compare it before converting it to an
+        # The quotient is infinite if a prefill costs almost nothing, so compare it before converting it to an
         # integer.
         affordable = PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
         if affordable >= all_pending:

@@ -32,65 +32,66 @@ __all__ = [
 
 # --- Cost curve of a loaded model (`curve.py`, `target_costs.py`) ---
 
-# Pass widths to measure. Chosen more closely spaced at small widths, because backends use different kernels
-# for them.
+# Pass widths to measure. Small widths were chosen to be closer together, because backends use different
+# kernels for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# Pass widths to measure even if the time budget is spent. Chosen to show the shape of the curve with few
+# Pass widths to measure even if the time budget is spent, chosen to show the shape of the curve with few
 # passes.
 REQUIRED_WIDTHS = (1, 2, 4, 8)
-# The same for models that pad their passes: the largest width to measure in any case. Derived: just above the
-# largest of `REQUIRED_WIDTHS`.
+# For models that pad their passes, the largest width to measure even if the time budget is spent. Derived
+# from `REQUIRED_WIDTHS`, whose largest value is just below it.
 MAX_REQUIRED_PADDED_WIDTH = 9
-# Number of further measurements of `CostCurve.change_seconds`. Chosen because a value that is much too high
-# makes drafting seem too expensive for as long as the model is loaded.
+# Number of additional measurements of `CostCurve.change_seconds`. The number was chosen to be large, because
+# a value that is much too high makes drafting seem too expensive for as long as the model is loaded.
 CHANGE_REPEATS = 20
-# Default time budget of a measurement, in seconds, and its minimum as a multiple of the duration of a single-
-# token pass. Chosen to keep the first load of a model short.
+# Default time budget of a measurement, in seconds, and its minimum, in durations of a single-token pass. Both
+# were chosen to keep the first load of a model short.
 BUDGET_SECONDS, MIN_BUDGET_STEPS = 2.0, 12
-# Default number of additional passes per width. Chosen so that the median ignores two outliers.
+# Default number of additional passes per width, chosen so that the median ignores two outliers.
 REPEATS = 5
-# Maximum duration of a pass, as a multiple of a wider pass's duration. Chosen, not measured. The largest
-# multiple in `scripts/simulation/machines.py` is 1.41 (three and four tokens on two CPU cores with Q4_0).
+# Maximum duration of a pass, as a multiple of a wider pass's duration. The limit was chosen to be generous.
+# The largest multiple in `scripts/simulation/machines.py` is 1.41 (three and four tokens on two CPU cores
+# with Q4_0).
 MAX_EXCESS = 3.0
-# Cost of each further token in a pass, in single-token passes, if only single-token passes were measured.
-# Chosen low enough that unknown costs do not rule out drafting.
+# Assumed cost of each additional token in a pass, relative to a single-token pass, if only single-token
+# passes were measured. A low value was chosen, so that unknown costs do not rule out drafting.
 ASSUMED_COST_PER_TOKEN = 0.05
-# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor. Chosen
-# above the usual variation of a machine's speed.
+# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor. The
+# factor was chosen to exceed the usual variation in a machine's speed.
 MAX_STEP_RATIO = 2.0
-# Weight of the newest token in the moving average of the time per token without drafting. Chosen to give a
-# mean over about five tokens.
+# Weight of the newest token in the moving average of the time per token without drafting, chosen to average
+# over about five tokens.
 PLAIN_STEP_WEIGHT = 0.2
 
 # --- Number of CPU threads (`target_costs.py`) ---
 
-# Numbers of threads to compare, relative to the number of physical cores. Chosen: half of the cores of many
-# laptops are slow, and few cores can use all of the memory bandwidth.
+# Numbers of threads to compare, relative to the number of physical cores. Shares below 1 were chosen because
+# half of the cores of many laptops are slow, and a few cores can already saturate the memory bandwidth.
 THREAD_SHARES = (1.0, 0.75, 0.5, 0.34)
-# Number of rounds of measurements. Chosen as the fewest whose median ignores an outlier.
+# Number of measurement rounds, chosen as the smallest number whose median ignores an outlier.
 THREAD_ROUNDS = 3
-# After the first round, measure a number of threads again only if it is at most this much slower than the
-# fastest one. Chosen above the noise of a single pass.
+# After the first round, measure a thread count again only if it is slower than the fastest one by at most
+# this factor. The factor was chosen to exceed the noise of a single pass.
 MAX_THREAD_SLOWDOWN = 1.25
-# Seconds after which no new round of measurements starts. Chosen to keep the first load of a model short.
+# Seconds after which no new round of measurements starts, chosen to keep the first load of a model short.
 THREAD_BUDGET_SECONDS = 2.0
-# Prefer the number of physical cores unless another number is faster by this factor. Chosen because smaller
-# differences are often noise.
+# Use as many threads as there are physical cores unless another number is faster by this factor. It was
+# chosen because smaller differences are often noise.
 MIN_THREAD_GAIN = 1.05
 
 # --- Speed of the machine (`machine_speed.py`) ---
 
-# Pass widths to measure with the benchmark models. Fewer than for a loaded model, because every type is
-# measured.
+# Pass widths to measure with the benchmark models. There are fewer than for a loaded model, because every
+# quantisation type is measured.
 MACHINE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-# Approximate size of the weights of each benchmark model. Chosen so that, like those of real models, they do
-# not fit into the caches of most processors.
+# Approximate weight size of each benchmark model, chosen so that the weights do not fit into most processor
+# caches, as is the case for real models.
 BENCHMARK_BYTES = 192 * 2**20
-# Number of prompt tokens for measuring prefill. Chosen to keep the measurement short.
+# Number of prompt tokens for measuring prefill, chosen to keep the measurement short.
 BENCHMARK_PROMPT_TOKENS = 32
-# All quantisation types are measured this many times in turn, and the shortest durations count. Chosen
-# because other activity can slow a machine for a few seconds.
+# All quantisation types are measured this many times in turn, and the shortest durations count. Two rounds
+# were chosen because other activity can slow down a machine for a few seconds.
 MACHINE_ROUNDS = 2
-# Number of additional passes per width, and time budget in seconds for measuring one type once. Chosen to
+# Number of additional passes per width, and time budget in seconds for measuring one type once, chosen to
 # keep the measurement of all types below 20 seconds.
 MACHINE_REPEATS, TYPE_SECONDS = 3, 0.6

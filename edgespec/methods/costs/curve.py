@@ -2,7 +2,7 @@
 
 The cost v(m) is the duration of an m-token pass divided by that of a single-token pass. It must be measured,
 because it depends on the machine, the quantisation and the kernels, and does not always increase with m.
-`PassLimits` are the largest passes that a target and its draft model support.
+`PassLimits` describes the largest passes that a target and its draft model support.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CostCurve:
         return self.seconds[0]
 
     def up_to(self, max_width: int) -> CostCurve:
-        """Return the curve of a model whose passes have at most `max_width` tokens."""
+        """Return this curve without widths above `max_width`."""
         count = bisect_right(self.widths, max_width)
         return replace(self, widths=self.widths[:count], seconds=self.seconds[:count])
 
@@ -140,8 +140,8 @@ def measure_costs(
         widths: The widths to measure in addition to 1. Widths that exceed the limits of the model or its
             context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: Time budget, but at least the duration of 12 single-token passes. Once it is spent,
-            only widths 1, 2, 4 and 8 are still measured.
+        budget_seconds: Time budget in seconds, raised to the duration of 12 single-token passes if it is
+            lower. Once it is spent, only widths 1, 2, 4 and 8 are still measured.
         progress: Called before each pass, because a pass of a large model can take seconds. Returning False
             cancels the measurement.
 
@@ -162,7 +162,7 @@ def measure_costs(
     required = [width for width in able.pass_widths if width <= MAX_REQUIRED_PADDED_WIDTH] or REQUIRED_WIDTHS
     changes = able.has_slow_width_changes
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # Do not count the very first pass, which may have to load weights from disk.
+    # Exclude the very first pass, because it may have to load weights from disk.
     cold = pass_seconds(1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, pass_seconds(1)]}
@@ -216,7 +216,7 @@ def _pass_seconds(model: LanguageModel, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Maximum size of the token tree in a verify pass, and of the draft model passes to build it.
+    """Limits on the token tree in a verify pass, and on the draft model passes to build it.
 
     Attributes:
         max_width: The maximum number of tokens in the tree, including the root token.

@@ -1,4 +1,4 @@
-"""Measure how fast this machine runs each quantisation type, and predict the speed of models from that.
+"""Measure how fast this machine runs each quantisation type, to predict the speed of models.
 
 Generating a token reads nearly all weights of a model once. The duration of a pass is therefore predicted as
 the bytes of each quantisation type times the measured seconds per byte, plus the number of layers times the
@@ -53,7 +53,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class TypeSpeed:
-    """The speed of this machine with weights of one quantisation type.
+    """This machine's speed with weights of one quantisation type.
 
     Attributes:
         curve: Duration of a pass by width, in seconds per byte of weights.
@@ -65,18 +65,18 @@ class TypeSpeed:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of weights that a single-token pass reads per second."""
+        """Number of weight bytes that a single-token pass reads per second."""
         return 1.0 / self.curve.target_step_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeed:
-    """The speed of this machine with models of one file format.
+    """This machine's speed with models of one file format.
 
     Attributes:
         types: The measured speed of each quantisation type.
         layer_seconds: Time that each layer adds to a pass, regardless of its size.
-        busy_cores: Processor cores that other programs used on average during the measurement.
+        busy_cores: Average number of processor cores that other programs used during the measurement.
         notice: Why the measurement was not saved. Empty if it was saved.
     """
 
@@ -139,8 +139,8 @@ def save_machine_speed(form: FileFormat, speed: MachineSpeed) -> None:
 def measure_machine(form: FileFormat, progress: Progress | None = None) -> MachineSpeed:
     """Measure how fast this machine runs each quantisation type of a file format, and save the results.
 
-    Disturbed results do not replace undisturbed ones. Takes up to 20 seconds, 1 GiB of memory, and 1 GiB of
-    temporary files.
+    Disturbed results do not replace undisturbed ones. Measuring requires up to 20 seconds, 1 GiB of memory,
+    and 1 GiB of disk space for temporary files.
 
     Raises:
         CapabilityError: The format has no benchmark models.
@@ -178,7 +178,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder. If a write to it fails, the error says what to do."""
+    """Create a temporary folder. If writing to it fails, raise an error that says what to do."""
     parent = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:

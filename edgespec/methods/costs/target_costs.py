@@ -55,7 +55,8 @@ class TargetCosts:
     """Provides the cost curve of a loaded target and saves it for later runs.
 
     A saved curve is used only for the same model file, machine, load options, backend version and number of
-    CPU threads, which depends on what else is running. Both `curve` and `remeasure` clear the target's cache.
+    CPU threads. The number of threads depends on what else is running. Both `curve` and `remeasure` clear the
+    target's cache.
 
     Args:
         model: The loaded target model.
@@ -65,7 +66,7 @@ class TargetCosts:
 
     Attributes:
         settings_key: Key that identifies all settings that affect the duration of a pass.
-        has_loss_limit: Whether to limit the time that a reply can lose to rejected drafts.
+        has_loss_limit: Whether to limit how much time a reply can lose to rejected drafts.
         thread_seconds: Duration of a single-token pass in seconds for each number of CPU threads that
             `choose_threads` compared.
     """
@@ -92,7 +93,7 @@ class TargetCosts:
         self.thread_seconds = use_fastest_threads(self._model, self.settings_key, progress, again=again)
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved cost curve if the target's speed has barely changed, or else measure a new one.
+        """Return the saved cost curve if the target's speed has barely changed, or measure a new one.
 
         Args:
             progress: Called before each pass of a new measurement. Returns False to cancel it.
@@ -101,7 +102,7 @@ class TargetCosts:
             CancelledError: `progress` returned False.
         """
         self._model.truncate(0)
-        # Network speed varies, so measure passes on workers every time.
+        # Measure passes on workers every time, because network speed varies.
         widths = self._model.facts.capabilities.pass_widths
         saved = None if self._is_remote else _curve_from_json(Facts().get("costs", self._key()), widths)
         step = None

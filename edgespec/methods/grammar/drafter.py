@@ -16,7 +16,7 @@ __all__ = ["GrammarDrafter"]
 class GrammarDrafter(Drafter):
     """Drafts while the reply's schema, regular expression or grammar leaves the model no choice.
 
-    The target accepts nearly all of these tokens, so the draft length does not limit them. Without a
+    The target accepts nearly all of these tokens, so they are not limited by the draft length. Without a
     constraint, nothing is drafted.
     """
 

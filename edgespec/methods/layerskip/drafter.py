@@ -34,7 +34,7 @@ __all__ = [
     "preparation",
 ]
 
-# Measure the cost of verify passes with these numbers of tokens.
+# Verify pass widths, in tokens, whose costs are measured to choose the exit layer.
 EXIT_WIDTHS = range(1, MAX_EXIT_DRAFT_LENGTH + 2)
 
 
@@ -141,7 +141,7 @@ class Exit:
 
     @property
     def shortfall(self) -> str:
-        """Why early exit is not faster than plain decoding, for the user, or an empty string."""
+        """User-facing reason why early exit is not faster than plain decoding, or an empty string."""
         if self.is_faster:
             return ""
         reason = "does not benefit from" if self.agreement >= MIN_TRAINED_AGREEMENT else "was not trained for"

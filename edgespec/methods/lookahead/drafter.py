@@ -81,15 +81,15 @@ class LookaheadWindow(NamedTuple):
         return right / LOOKAHEAD_PASSES_PER_HIT
 
     def fits(self, capabilities: Capabilities) -> bool:
-        """Return whether a target with these capabilities can verify draft trees of this size."""
+        """Return whether a target with these capabilities can verify this window's draft trees."""
         max_leaves = capabilities.max_branches if capabilities.tree else 1
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
-# Sizes of the lookahead window to choose from if the target can verify token trees. The largest are similar
-# to those in the paper (arXiv 2402.02057).
+# Window sizes to choose from if the target can verify token trees. The largest are similar to those in the
+# paper (arXiv 2402.02057).
 _TREE_WINDOWS = [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
-# Sizes of the lookahead window to choose from if the target can verify only chains of tokens.
+# Window sizes to choose from if the target can verify only chains.
 _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
 
@@ -109,7 +109,7 @@ class NgramPool:
     """Stores the most recent n-grams that begin with each token (arXiv 2402.02057, section 3.2)."""
 
     def __init__(self) -> None:
-        # Maps the first token of n-grams to the tokens after it, oldest n-gram first.
+        # Maps each first token to the remaining tokens of its n-grams, oldest n-gram first.
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: tuple[int, ...]) -> None:
@@ -131,7 +131,7 @@ class _Column:
 
     Attributes:
         tokens: The guessed tokens, initially random.
-        predicted: How many of the last guessed tokens were predicted by the target.
+        predicted: Number of tokens at the end of `tokens` that the target predicted.
         next: The token that the target predicted after `tokens`, or None before verification.
     """
 

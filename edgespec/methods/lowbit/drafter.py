@@ -1,4 +1,4 @@
-"""Create the drafter that runs the target at lower precision, on MLX, or with a prepared low-bit copy."""
+"""Create the drafter that runs the target at lower precision (on MLX) or a prepared low-bit copy of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
 
 
 def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
-    """Return the file of the low-bit copies to draft with. Raises ModelFileError if it is damaged."""
+    """Return the low-bit file to draft with, or why there is none. Raises ModelFileError if it is damaged."""
     facts, path = context.target.facts, context.files.path
     if context.uses_substitutes:
         substitutes = find_usable_substitutes(context.files, is_named=True)
@@ -87,7 +87,7 @@ def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
 
 
 def can_save_time(copy_bytes: int, source_bytes: int) -> bool:
-    """Return whether drafting with a copy can save time, given the weight bytes that both models read."""
+    """Return whether drafting with a copy can save time, given the weight bytes that each model reads."""
     return copy_bytes < MAX_COPY_SHARE * source_bytes
 
 
@@ -142,7 +142,7 @@ def find_useful_lowbit(path: Path) -> PreparedModel | None:
 
 
 def lowbit_file(prepared: PreparedModel) -> Path:
-    """Return the path of the GGUF file of a low-bit copy, as required by `LowBit(copy=...)`."""
+    """Return the path of a low-bit copy's GGUF file, as required by `LowBit(copy=...)`."""
     return prepared.path(COPY_FILE)
 
 

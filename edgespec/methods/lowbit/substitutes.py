@@ -23,20 +23,20 @@ class Substitutes:
     """Low-bit copies of feed-forward blocks.
 
     Attributes:
-        file: The GGUF file with the copies. An empty path if they have not been made yet.
-        layer_bytes: Size of each layer's copy in bytes, by the number of the layer.
+        file: The GGUF file with the copies, or an empty path if they have not been created yet.
+        layer_bytes: Size of each layer's copy in bytes, by layer number.
     """
 
     file: Path
     layer_bytes: Mapping[int, int]
 
     def bytes_of(self, layers: Sequence[int]) -> int:
-        """Return the size of the copies of some layers in bytes."""
+        """Return the total size of the copies for `layers`, in bytes."""
         return sum(self.layer_bytes[layer] for layer in layers)
 
 
 def find_substitutes(path: Path) -> PreparedModel | None:
-    """Find the newest low-bit copies of blocks of the model at `path` without checking their file."""
+    """Find the newest low-bit block copies for the model at `path`, without checking their file."""
     return find_prepared(KIND, path)
 
 

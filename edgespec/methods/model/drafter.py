@@ -111,7 +111,7 @@ class ModelDrafter(Drafter):
         if self._model.length:
             return
         tokens = [0] * min(WARM_UP_TOKENS, self._model.free_tokens - 1)
-        # Keep only the second measurement, because a backend's first passes are slow.
+        # Use only the second measurement, because a backend's first passes are slow.
         for _ in range(2):
             started = perf_counter()
             self._model.prefill(tokens)
@@ -293,7 +293,7 @@ class _DraftTree:
         return self.drafted.depths[node] < self.max_depth
 
     def push_path(self, node: int, sampler: Sampler) -> int:
-        """Append the tokens of a drafted node and its ancestors to the sampler's history, and count them."""
+        """Push the tokens of a drafted node and its ancestors to the sampler, and return their number."""
         path = self.drafted.path(node)
         for each in path:
             sampler.push(self.drafted.tokens[each])
@@ -305,7 +305,7 @@ class _DraftTree:
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
     def build(self, block: bool) -> ForcedDraft:
-        """Return the draft, with the nodes that the draft model has processed first.
+        """Return the draft, with the nodes that the draft model has already processed at the front.
 
         A target that shares layers with the draft model can reuse the results for these nodes.
         """

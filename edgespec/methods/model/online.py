@@ -1,8 +1,8 @@
 """Train a draft model between replies on the tokens that it predicted incorrectly.
 
 Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a drafted token,
-its probabilities at that position are recorded. The draft model is trained on them while no reply is being
-generated.
+its probabilities at that position are recorded. The draft model is trained on these probabilities while no
+reply is being generated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_EXAMPLES = 128
 _STEPS_PER_EXAMPLE = 4
 # Maximum number of training steps in one idle period between replies.
 _MAX_STEPS = 64
-# Approximate number of recent tokens on which the original and the trained weights are compared.
+# Approximate number of recent tokens used to compare the original and the trained weights.
 _EVALUATION_TOKENS = 1024
 _MIN_EVALUATION_TOKENS = 64
 _EMPTY = np.zeros(0)
@@ -233,7 +233,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Correct predictions without the adapter, correct predictions with it, and total predictions."""
+        """Number of correct predictions without and with the adapter, and number of all predictions."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

@@ -23,7 +23,7 @@ __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 class AttentionWindow:
     """Limits a draft model's attention to the first and the last tokens of a sequence.
 
-    Tokens are evicted in bulk, when the window has grown by `slack_tokens`.
+    Tokens are evicted in bulk once the window has grown by `slack_tokens`.
 
     Attributes:
         sink_tokens: Number of tokens to keep from the beginning of the sequence, called attention sinks in

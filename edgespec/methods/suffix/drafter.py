@@ -1,6 +1,6 @@
 """Suffix decoding (arXiv 2411.04975): draft what followed earlier occurrences of the last tokens.
 
-Draft trees are built and scored from continuation counts.
+Draft trees are built and scored using counts of observed continuations.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ReplyRecorder(Protocol):
     notice: str
 
     def add(self, reply: Sequence[int], prompt: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Save a reply and the unsaved parts of its prompt. Return the token sequences that were saved."""
+        """Save a reply and the unsaved parts of its prompt, and return the saved token sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ def _best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Build a draft tree for each match, and return the one with the most expected accepted tokens.
+    """Build a draft tree for each match, and return the one expected to have most tokens accepted.
 
     Args:
         matches: The length and the index position of each match with the last tokens, longest first.

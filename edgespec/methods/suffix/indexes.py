@@ -21,7 +21,7 @@ __all__ = ["SEPARATOR", "SuffixArray", "SuffixAutomaton", "SuffixRange", "TokenA
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
-# Marks the boundary between two texts in an index. It is not a token id, so no match contains it.
+# Marks the boundary between two texts in an index. Because it is not a token id, no match contains it.
 SEPARATOR = -1
 
 # A range of suffix array entries: (first entry, entry after the last).
@@ -219,7 +219,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match of a sequence's end in this automaton after `tokens` were appended.
+        """Update the longest match between a sequence's end and this automaton after appending `tokens`.
 
         Args:
             match: The match before `tokens` were appended, or (0, 0) if there was none. Invalid after the

@@ -1,4 +1,4 @@
-"""Explain to users why llama.cpp cannot load some undamaged model files that other programs made.
+"""Explain to users why llama.cpp cannot load some intact model files made by other programs.
 
 Each table has one entry per quirk. Unusual file names and indexes are handled in `gguf_files` and
 `mlx_files`.
@@ -47,7 +47,7 @@ _USUAL_TENSORS = tuple(
 
 
 class Refusal(NamedTuple):
-    """Why llama.cpp does not load an undamaged file, and what the user can do about it.
+    """Why llama.cpp cannot load an undamaged file, and what the user can do about it.
 
     Attributes:
         what: The end of a sentence that begins with the file's path.
@@ -59,14 +59,14 @@ class Refusal(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A llama.cpp message pattern and its meaning. `{0}`, `{1}` and so on stand for the groups."""
+    """A llama.cpp message pattern and its meaning. `{0}`, `{1}` and so on stand for the captured groups."""
 
     message: re.Pattern[str]
     what: str
     next_step: str
 
 
-# llama.cpp's messages about files that are complete but not in the form that it expects.
+# llama.cpp's messages about files that are complete but not in the form that llama.cpp expects.
 _REFUSALS = tuple(
     _Pattern(re.compile(message), what, next_step)
     for message, what, next_step in (
@@ -156,8 +156,8 @@ def foreign_part(tensor_names: Sequence[str]) -> str:
 def why_doubtful(headers: Sequence[GgufHeader]) -> str:
     """Return why llama.cpp might reject a model, judging by the names and shapes of its tensors.
 
-    This is fast but not reliable, because a newer llama.cpp may support tensors that the tables lack. For a
-    reliable answer, ask llama.cpp itself (`why_refused`).
+    This is fast but not reliable, because a newer llama.cpp may support tensors that the tables lack.
+    `why_refused` gives a reliable answer by asking llama.cpp itself.
 
     Args:
         headers: The headers of all of the model's files.
@@ -183,7 +183,7 @@ def why_doubtful(headers: Sequence[GgufHeader]) -> str:
 
 
 def _uneven_layers(count: int, shapes: dict[str, tuple[int, ...]]) -> str:
-    """Return a doubt if layers differ in their tensors' number, names or shapes, or lack common ones."""
+    """Describe what is unusual about the layers' tensors, or return an empty string."""
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if match := _LAYER.fullmatch(name):

@@ -23,21 +23,21 @@ __all__ = ["check_gguf_adapters", "gguf_files", "named_gguf_files"]
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 # Suffixes that browsers and file managers add to the name of a duplicate file.
 _COPY = re.compile(r"(?: ?\(\d+\)|[ _-]copy(?: \d+)?)(?=\.gguf$|$)", re.IGNORECASE)
-# If a file is not a GGUF file, an error message quotes this many bytes from its start.
+# Number of leading bytes that an error message quotes from a file that is not a GGUF file.
 _SHOWN_BYTES = 16
 # The byte order of this machine, then the opposite one.
 _BYTE_ORDERS: tuple[Literal["little", "big"], Literal["little", "big"]] = (
     ("little", "big") if sys.byteorder == "little" else ("big", "little")
 )
-# Versions of the format. llama.cpp no longer reads the first one.
+# Versions of the GGUF format. llama.cpp no longer reads version 1.
 _VERSIONS = (1, 2, 3)
 # Part numbers in file names have five digits.
 _MAX_PARTS = 99_999
-# Maximum number of files per folder to read in a search for a model's parts.
+# Maximum number of files per folder to read when searching for a model's parts.
 _MAX_SEARCHED = 1000
-# A tensor name in a header, preceded by the last bytes of its length field.
+# Start of a layer's tensor name in a header, preceded by the last bytes of its length field.
 _FIRST_LAYER_NAME = b"\0" * 6 + b"blk."
-# If a header contains no such name, search at most this many bytes for keys.
+# Maximum number of bytes to search for keys if a header contains no such tensor name.
 _MAX_HEADER_BYTES = 1 << 26
 # Maximum number of bytes between the end of the last tensor and the end of a file.
 _MAX_PADDING_BYTES = 4096
@@ -109,7 +109,7 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
 
 
 def named_gguf_files(path: Path) -> list[Path]:
-    """Return the files of a GGUF model next to `path`. Fast, because it looks only at file names.
+    """Return the files of the GGUF model at `path`, looking only at file names, which is fast.
 
     Raises:
         ModelFileError: The file is not a GGUF file.
@@ -197,7 +197,7 @@ def _missing_parts(
 def _add_part(found: dict[int, list[Path]], part: Path, wanted: _Split) -> None:
     check_is_gguf(part)
     split = _split_of(part)
-    # Parts other than the first may lack the number of tensors, which llama.cpp does not need there.
+    # Parts other than the first may lack the tensor count, which llama.cpp does not need there.
     same_tensors = split.tensors == wanted.tensors or not (split.tensors and wanted.tensors)
     if split.total == wanted.total and same_tensors and not split.is_joined:
         parts = found.setdefault(split.number, [])
@@ -222,7 +222,7 @@ def _model_name(path: Path) -> str:
 
 
 def _standard_names(path: Path) -> list[Path]:
-    """Return the paths of all parts in `llama-gguf-split`'s naming scheme, or nothing for other names."""
+    """Return the paths of all parts if `path` follows `llama-gguf-split`'s naming scheme, or else []."""
     match = _PART.fullmatch(path.name)
     count = int(match[3]) if match else 0
     if match is None or not count:
@@ -231,7 +231,7 @@ def _standard_names(path: Path) -> list[Path]:
 
 
 def _files_near(path: Path) -> Iterator[Path]:
-    """Yield the files in the folder of `path`, and in the folder of the file that it links to."""
+    """Yield the files in the same folder as `path`, and in the folder of the file that `path` links to."""
     folders = dict.fromkeys((path.parent, Path(os.path.realpath(path)).parent))
     for folder in folders:
         with suppress(OSError), os.scandir(folder) as entries:
@@ -249,8 +249,8 @@ def _split_of(path: Path) -> _Split:
 def _read_split(path: Path, _size_bytes: int, _changed_ns: int) -> _Split:
     whole = _Split(0, 1, 0, False)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        # Parsing a header takes 0.1 seconds, because it contains the vocabulary. Search the raw bytes for the
-        # key first, which precedes the tensor names.
+        # Parsing a header takes 0.1 seconds, because it contains the vocabulary. First search the raw bytes
+        # for the key, which precedes the tensor names.
         end = data.find(_FIRST_LAYER_NAME)
         if data.find(b"split.count", 0, end if end >= 0 else _MAX_HEADER_BYTES) < 0:
             return whole

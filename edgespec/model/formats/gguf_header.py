@@ -32,7 +32,7 @@ __all__ = [
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 _MAX_DIMENSIONS = 8
-# Number of bytes to read for the `general` keys. Writers put them first, before the vocabulary.
+# Number of bytes to read for the `general` keys, which writers put first, before the vocabulary.
 _GENERAL_BYTES = 1 << 16
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -112,7 +112,7 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """Architecture name, such as `llama`. Empty if the file has none."""
+        """Architecture name, such as `llama`, or an empty string if the file has none."""
         name = self.metadata.get("general.architecture", "")
         return name if isinstance(name, str) else ""
 
@@ -179,7 +179,7 @@ def parse_header(data: bytes) -> GgufHeader:
 
 
 def write_header(path: Path, source: Path, tensors: Sequence[GgufTensor], data_bytes: int) -> None:
-    """Write a GGUF file with the metadata of another file, other tensors, and a hole in place of their data.
+    """Write a GGUF file with another file's metadata, and new tensors with a hole in place of their data.
 
     Args:
         path: The file to write.
@@ -216,11 +216,12 @@ def write_header(path: Path, source: Path, tensors: Sequence[GgufTensor], data_b
 def read_general(path: Path) -> dict[str, str]:
     """Return the text values in the `general` part of a GGUF header, such as `general.name`.
 
-    Much faster than `read_header`, because the vocabulary is not read. Empty if the file cannot be read.
+    This is much faster than `read_header`, because it does not read the vocabulary. The result is empty if
+    the file cannot be read.
     """
     found: dict[str, str] = {}
     with suppress(OSError, ValueError), path.open("rb") as file:
-        # The values before the end of these bytes are kept, because reading past them raises an error.
+        # Reading past the end of these bytes raises an error, and the values read so far are kept.
         reader = _Reader(file.read(_GENERAL_BYTES))
         for _ in range(reader.counts()[1]):
             key, value = reader.pair()
@@ -237,7 +238,7 @@ class _Reader:
         self.at = 0
 
     def counts(self) -> tuple[int, int]:
-        """Read the start of a file. Return the number of tensors and the number of metadata values."""
+        """Read the start of a file, and return the numbers of tensors and metadata values."""
         data = self._data
         if data[:4] != b"GGUF"[: len(data)]:
             raise ValueError(f"the file {describe_start(data[:16])} instead of 'GGUF'")

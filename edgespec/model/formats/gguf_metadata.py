@@ -32,10 +32,10 @@ _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
     "t5encoder", "gemma-embedding", "eurobert",
 )  # fmt: skip
-# Maximum number of the target's layers that a head reads.
+# Maximum number of target layers that a head may read. Longer lists are ignored.
 _MAX_READ_LAYERS = 64
 _F16_BYTES = 2
-# llama.cpp's converter copies these settings from the model's generation_config.json.
+# Prefix of the settings that llama.cpp's converter copies from the model's generation_config.json.
 _SAMPLING = "general.sampling."
 _MATRIX_DIMENSIONS = 2
 
@@ -150,7 +150,8 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the recommended sampling settings, such as `general.sampling.temp`."""
     stated = {
-        # A float32 only approximates a value such as 0.95, so read it as the shortest decimal number.
+        # A float32 only approximates a value such as 0.95, so convert it to the shortest decimal number that
+        # rounds to the same float32.
         key.removeprefix(_SAMPLING): float(str(np.float32(value))) if isinstance(value, float) else value
         for key, value in metadata.items()
         if key.startswith(_SAMPLING)
@@ -166,7 +167,7 @@ def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> ModelKind:
         return "adapter"
     if header.architecture in _EMBEDDING:
         return "embedding"
-    # A file that contains only MTP layers has the architecture of its target.
+    # A file that contains only MTP layers has its target's architecture, but not the target's first layer.
     has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     if header.architecture in head_kinds() or (_heads(header, tensors) and not has_first_layer):
         return "head"
@@ -177,14 +178,15 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in (kinds := head_kinds()):
         return [kinds[header.architecture][0]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Some converters remove the tensors of MTP layers, but leave the number of MTP layers in the metadata.
+    # Some converters remove the tensors of MTP layers, but keep the number of MTP layers in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
 
 def _hidden_size(header: GgufHeader) -> int:
-    """Return the hidden size of a model, or of the target's hidden states that a head reads."""
-    # Gemma 4 assistants return hidden states of the same size as the target's.
+    """Return a model's hidden size, or the size of the target's hidden states that a head reads."""
+    # `embedding_length_out` works for Gemma 4 assistants, whose output hidden states have the target's hidden
+    # size.
     of_target = ("target_hidden_size", "embedding_length_out") if header.architecture in head_kinds() else ()
     sizes = (header.architecture_number(key) for key in (*of_target, "embedding_length"))
     return next(filter(None, sizes), 0)

@@ -14,7 +14,7 @@ from edgespec.options.methods import Method, head_kinds
 
 __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]
 
-# Architectures of heads that work only with targets of one architecture.
+# Maps the architectures of heads that work with only one target architecture to that architecture.
 _TARGETS = {"gemma4-assistant": "gemma4"}
 
 
@@ -47,7 +47,7 @@ def head_info(path: Path) -> ModelInfo:
 
 
 def head_at(path: Path) -> Head:
-    """Return the head at a path. Raises ModelFileError if there is no head, or its files are damaged."""
+    """Return the head at a path. Raises ModelFileError if it contains no head or a damaged one."""
     if method := residual_head_method(path):
         return Head(method, path)
     info = head_info(path)

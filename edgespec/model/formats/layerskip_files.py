@@ -1,4 +1,4 @@
-"""File names and metadata keys of models that were split for LayerSkip."""
+"""File names and metadata keys of models split for LayerSkip."""
 
 __all__ = [
     "DESCRIPTION_KEY",
@@ -15,7 +15,7 @@ __all__ = [
 
 # The weight files of a split model: tensors used by both parts, the lower layers, and the upper layers.
 SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
-# The files with the metadata of a split model's lower and upper part. They contain no weights.
+# Files with the metadata of a split model's lower and upper part. They contain no weights.
 LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
 # All files of a split model's lower part, then of its upper part, in the order that llama.cpp expects.
 PARTS = ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))

@@ -48,7 +48,7 @@ MAX_JSON_BYTES = 1 << 28
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 # File name patterns of head weights, in order of preference. The first pattern that matches any file is used.
-# All patterns but the first are PyTorch formats.
+# All patterns except the first are for PyTorch formats.
 HEAD_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # File name patterns of tokenizers. An MLX model needs at least one of these files.
 TOKENIZERS = (
@@ -187,7 +187,7 @@ def is_weights(name: str) -> bool:
 
 
 def missing_among(names: Iterable[str]) -> list[str]:
-    """Return the files that an MLX model lacks, given the names of those that it has."""
+    """Return the files that an MLX model lacks, given the names of its existing files."""
     names = set(names)
     missing = [] if "config.json" in names else ["config.json"]
     if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
@@ -226,7 +226,7 @@ def head_weights(names: Iterable[str]) -> list[str]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Return a map from each tensor name to its file, as listed in an index of weight files."""
+    """Map each tensor name to its file, as listed in an index of weight files."""
     try:
         weights = json.loads(read_regular_file(path, MAX_JSON_BYTES))["weight_map"]
         return {str(tensor): str(file) for tensor, file in weights.items()}

@@ -31,7 +31,7 @@ from edgespec.system.files import read_regular_file, regular_file_bytes
 
 __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
 
-# Models that generate text have an architecture name with one of these suffixes.
+# Suffixes of the architecture names of models that generate text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # Heads that only llama.cpp can run.
 _OTHER_HEADS = {"gemma4assistant": "Gemma 4 assistant"}
@@ -39,9 +39,9 @@ _OTHER_HEADS = {"gemma4assistant": "Gemma 4 assistant"}
 _ANY_EAGLE = {("EAGLE",), ("EAGLE-2",)}
 # Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
-# Nested configurations: the language model of a vision model, and heads.
+# Keys of nested configurations: for the language model of a vision model, and for heads.
 _INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")
-# Maximum number of the target's layers that a head reads.
+# Maximum number of target layers that a head may read. Longer lists are ignored.
 _MAX_READ_LAYERS = 64
 # Names of tensors that only layers for multi-token prediction have.
 _MTP_NAME = re.compile(r"(?:^|\.)(?:(?:mtp|nextn|mtp_layers\.\d+)\.|eh_proj\.weight$)")
@@ -177,7 +177,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _head_names() -> dict[str, str]:
-    """Return the kind of head for each name that can occur in the architecture or file name of a head."""
+    """Map each name that can occur in a head's architecture or file name to the kind of head."""
     return {name: kind for name, (kind, _) in head_kinds().items()} | _OTHER_HEADS
 
 
@@ -195,7 +195,7 @@ def _heads(
 
 
 def _extra_layers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of multi-token prediction layers that are in a file of their own."""
+    """Return the tensors of multi-token prediction layers that are stored in separate files."""
     return {name: one for file in mtp_files(folder) for name, one in read_tensors(file).items()}
 
 
@@ -282,8 +282,8 @@ def _has_template(folder: Path) -> bool:
 
 
 def _sampling(folder: Path) -> dict[str, float]:
-    """Return the sampling settings in generation_config.json, which few models lack."""
-    # A damaged file is reported when the model is loaded, because the file also lists the end tokens.
+    """Return the sampling settings in generation_config.json, or {} if the file cannot be read."""
+    # Loading the model reports a damaged file, because the file also lists the end tokens.
     with suppress(ModelFileError):
         return stated_sampling(read_json_object(folder / "generation_config.json"))
     return {}

@@ -16,21 +16,23 @@ __all__ = ["Projector", "estimate_projector", "read_projector"]
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13
 _F16_BYTES, _F32_BYTES = 2, 4
-# Projectors for which llama.cpp reduces images to 4,096 tokens, and the patches of a token in each direction.
+# Projectors for which llama.cpp reduces images to 4,096 tokens, this limit, and the number of patches per
+# token in each direction.
 _LARGE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v")
 _MAX_TOKENS, _PATCHES_PER_SIDE = 4096, 2
-# Projectors that accept images of any size, and the number of patches for which the other projectors' buffers
-# are planned, which is that of an image of about a megapixel.
+# Projectors that accept images of any size, and the number of patches to plan their buffers for unless they
+# are in `_LARGE`: that of an image of about a megapixel.
 _ANY_SIZE = (*_LARGE, "pixtral", "lfm2", "kimivl")
 _PLANNED_PATCHES = 4096
-# Copies of a patch's pixels while an image is encoded (measured with scaled-down models).
+# Number of copies of a patch's pixels while an image is encoded (measured with scaled-down models).
 _PIXEL_COPIES = 4
-# Decoding an image takes twice its three bytes per pixel. Planned for a photo of 12 megapixels.
+# Bytes needed to decode a photo of 12 megapixels. Decoding takes twice the three bytes per pixel.
 _DECODING_BYTES = 2 * 3 * 12_000_000
 
 
 class Projector(NamedTuple):
-    """A projector.
+    """The properties of a projector that determine its memory use and compatibility.
+
 
     Attributes:
         hidden_size: The hidden size of the language models that the projector was made for.
@@ -90,8 +92,8 @@ def read_projector(path: Path, *, small_images: bool = False) -> Projector:
     can_save = small < patches
     if small_images:
         patches = min(small, patches)
-    # The buffers hold the values of one feed-forward block (measured with libmtmd's log), and for attention
-    # in windows a mask in two types.
+    # The buffers hold the values of one feed-forward block (measured with libmtmd's log) and, for windowed
+    # attention, a mask in two data types.
     values = inner + 3 * width + _PIXEL_COPIES * 3 * patch**2
     compute_bytes = _F32_BYTES * patches * values
     mask_bytes = _F32_BYTES * patches**2 if _number(header, "n_wa_pattern") else 0
@@ -108,10 +110,10 @@ def read_projector(path: Path, *, small_images: bool = False) -> Projector:
 
 
 def estimate_projector(path: Path, *, on_gpu: bool, small_images: bool = False) -> MemoryEstimate:
-    """Estimate the memory of a projector. Raises ModelFileError."""
+    """Estimate a projector's memory use. Raises ModelFileError if the file cannot be used."""
     projector = read_projector(path, small_images=small_images)
     pool = GPU if on_gpu else MEMORY
-    # When the mask is copied, most of the buffers have not been used yet, so they take up no main memory.
+    # When the mask is copied, most of the buffers are still unused, so they take up no main memory.
     masks_bytes = projector.mask_bytes if on_gpu else 2 * projector.mask_bytes - projector.compute_bytes
     parts = (
         MemoryPart("weights", projector.weight_bytes, pool),

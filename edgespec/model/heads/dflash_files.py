@@ -18,7 +18,7 @@ from edgespec.model.heads.tensor_files import StoredTensor, read_folder_tensors
 
 __all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "DFlashFiles", "read_dflash"]
 
-# Tensors to ignore: `t2d` repeats what `d2t` says, the rotary frequencies follow from the configuration, and
+# Tensors to ignore: `t2d` is redundant with `d2t`, the rotary frequencies follow from the configuration, and
 # the confidence head is unused because edgespec chooses the draft length from measured acceptance.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|confidence_head\..*")
 # Prefix of tensors that only DFlash 2 heads have.
@@ -63,7 +63,7 @@ class DFlashConfig(LayerConfig):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes per token in the KV cache, in float32."""
+        """Bytes per token in the float32 KV cache."""
         return 2 * self.layers * self.kv_heads * self.head_size * 4
 
 
@@ -129,7 +129,7 @@ class DFlashFiles:
 
     Attributes:
         config: The head's configuration.
-        tensors: Tensors, by their names in z-lab's heads without the prefix `model.`.
+        tensors: Tensors, keyed by their names in z-lab's heads without the prefix `model.`.
         target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
             are equal, in which case the head uses the target's LM head.
     """

@@ -26,7 +26,7 @@ __all__ = ["EagleConfig", "EagleFiles", "eagle_kind", "parse_config", "read_eagl
 
 # Tensor name prefixes that differ between layouts.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
-# Tensors to ignore: `t2d` repeats what `d2t` says, and the rotary frequencies follow from the configuration.
+# Tensors to ignore: `t2d` is redundant with `d2t`, and the rotary frequencies follow from the configuration.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq")
 
 
@@ -57,7 +57,7 @@ class EagleConfig(LayerConfig):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes per token in the KV cache, in float32."""
+        """Bytes per token in the float32 KV cache."""
         return 2 * self.kv_heads * self.head_size * 4
 
     def layer_choices(self, target_layers: int) -> list[tuple[int, ...]]:
@@ -114,8 +114,8 @@ class EagleFiles:
 
     Attributes:
         config: The head's configuration.
-        tensors: Tensors by canonical name: the name in SafeAILab's EAGLE-3 heads, with `layer` instead of
-            `midlayer`.
+        tensors: Tensors keyed by canonical name: the name in SafeAILab's EAGLE-3 heads, with `layer` instead
+            of `midlayer`.
         target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
             are equal.
     """
@@ -227,7 +227,7 @@ _Shapes = dict[str, tuple[int, ...]]
 def _shapes(
     config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int
 ) -> tuple[_Shapes, _Shapes]:
-    """Return the shapes of a head's required and optional tensors, by name."""
+    """Return the shapes of a head's required and optional tensors, keyed by name."""
     size, pair = config.hidden_size, 2 * config.hidden_size
     keys, queries = config.kv_heads * config.head_size, config.heads * config.head_size
     attention = {"q": queries, "k": keys, "v": keys}

@@ -24,7 +24,7 @@ __all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
 _NEEDED = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-# Matches the paths, relative to the model's folder, of separate files with MTP layers.
+# Matches the paths of separate files with MTP layers, relative to the model's folder.
 _FILE = re.compile(r"(?:[^/]+/)?mtp[^/]*\.safetensors|mtp/[^/]+\.safetensors")
 
 
@@ -40,7 +40,7 @@ class _Layout:
         names: Maps the names of tensors outside the decoder layers, without `.weight`, to Qwen3-Next's names.
             An empty name means that the tensor is a copy of the target's and is skipped.
         decoder_prefix: Prefix that turns the names of decoder layer tensors into Qwen3-Next's names.
-        hidden_first: Whether the input of `fc` starts with the hidden state, not with the embedding.
+        hidden_first: Whether the input of `fc` starts with the hidden state rather than the embedding.
     """
 
     prefix: str

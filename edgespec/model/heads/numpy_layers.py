@@ -1,4 +1,4 @@
-"""Layers of heads, computed with NumPy: attention with a KV cache, RoPE, norms and matrix products."""
+"""Head layers implemented in NumPy: attention with a KV cache, RoPE, norms and matrix products."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
     "silu",
 ]
 
-# Minimum number of tokens by which the KV cache grows. Growing copies the cache, so it must be rare.
+# Minimum number of tokens by which the KV cache grows. Growing copies the cache, so it should be rare.
 _MIN_GROWTH_TOKENS = 256
 # Kinds of RoPE scaling that `Rotation` and llama.cpp's heads support.
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
-# Default context length before scaling, in tokens, if the settings lack it. The values match mlx-lm's.
+# Default context lengths in tokens before scaling, if the settings lack them. The values match mlx-lm's.
 _LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
 # Settings that must be positive, because frequencies are divided by them or their logarithm is computed.
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -53,7 +53,7 @@ class Projections(NamedTuple):
 
 
 class TreeNodes(NamedTuple):
-    """The position of new tokens in a draft tree.
+    """The positions of new tokens in a draft tree, and the tokens that they attend to.
 
     Attributes:
         positions: The position of each new token in the sequence, int64 [new tokens].
@@ -112,7 +112,7 @@ class CachedAttention:
         return self._cache[:, :, start - self.start : end - self.start].tobytes()
 
     def restore(self, tokens: int, data: bytes) -> bool:
-        """Append the keys and values of `tokens` tokens. Return False if `data` has the wrong size."""
+        """Append the keys and values of `tokens` tokens, or return False if `data` has the wrong size."""
         shape = (2, self._kv_heads, tokens, self._head_size)
         values = np.frombuffer(data, np.float32) if len(data) % 4 == 0 else np.empty(0, np.float32)
         if values.size != np.prod(shape):
@@ -332,7 +332,7 @@ class WeightLoader:
         return lambda rows: product(rows) + added
 
     def rows(self, tensor: StoredTensor) -> Callable[[Sequence[int]], Array]:
-        """Return a function that looks up rows of a matrix by index, [rows, size].
+        """Return a function that looks up rows of a matrix by index and returns them as [rows, size].
 
         16-bit matrices keep their type in memory. Raises ModelFileError if a weight is not finite.
         """

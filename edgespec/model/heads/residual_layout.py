@@ -25,7 +25,7 @@ __all__ = [
     "residual_head_method",
 ]
 
-# File types of weights in order of preference.
+# File name extensions of weights, in order of preference.
 _SUFFIXES = (".safetensors", ".pt", ".bin")
 # Name prefix of the residual blocks of Hydra heads.
 _HYDRA_BLOCKS = "hydra_mlp."
@@ -266,7 +266,7 @@ def _checked(
     prefix: AttentionLayer | None,
     layers_before_last: int,
 ) -> ResidualHeads:
-    """Check the shapes of heads, and return the heads. Raises ModelFileError if shapes do not match."""
+    """Return the heads after checking their shapes. Raises ModelFileError if shapes do not match."""
     if not heads:
         raise tensors.error("the file contains no heads")
     size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]

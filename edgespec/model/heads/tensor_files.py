@@ -28,11 +28,11 @@ __all__ = ["StoredTensor", "read_folder_tensors", "read_pickled_tensors", "read_
 # File name patterns of weights. Only the first pattern that matches any file is used, because some publishers
 # upload the same weights in both formats.
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-# Suffixes that turn the name of a weight into the name of its scales. The product of the two is the
-# dequantised weight.
+# Suffixes that turn the name of a weight into the name of its scales. The dequantised weight is the product
+# of the two.
 _SUFFIXES = ("_scale_inv", "_scale")
-# Rows and columns that share a scale. All published models with scales per block use this size, which mlx-lm
-# assumes too.
+# Number of rows and columns that share a scale. All published models with per-block scales use this size,
+# which mlx-lm also assumes.
 _BLOCK = 128
 _STORAGES = {
     "torch DoubleStorage": "F64", "torch FloatStorage": "F32", "torch HalfStorage": "F16",
@@ -56,7 +56,7 @@ _ITEM_BYTES = {**{name: np.dtype(kind).itemsize for name, kind in _DTYPES.items(
 
 
 def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a folder by name. The weights can be split into multiple files.
+    """Return the tensors in a folder, keyed by name. They can be split across multiple files.
 
     Raises:
         ModelFileError: The folder contains no weights, or a file is missing, damaged or truncated.
@@ -72,7 +72,7 @@ def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor_files(*paths: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in safetensors or PyTorch files by name. FP8 weights are dequantised.
+    """Return the tensors in safetensors or PyTorch files, keyed by name, with FP8 weights dequantised.
 
     Raises:
         ModelFileError: A file is missing, damaged or truncated.
@@ -192,7 +192,7 @@ class _Storage(NamedTuple):
 
 
 def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a file written by `torch.save`, by name.
+    """Return the tensors in a file written by `torch.save`, keyed by name.
 
     The file must contain a dictionary. Dictionary values that are not tensors are ignored.
 
@@ -227,9 +227,10 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
-    """Return the uncompressed entries of an archive by name.
+    """Return the uncompressed entries of an archive, keyed by name.
 
-    Compressed entries are ignored, because they could expand to fill the memory. PyTorch never compresses.
+    Compressed entries are ignored, because they could expand to fill the memory. PyTorch never compresses
+    entries.
 
     Raises:
         ValueError: Two entries have the same name, or the entries are larger than the file.
@@ -244,7 +245,7 @@ def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
 
 
 def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
-    """Return the data of an uncompressed entry. Raises ValueError if its size is not as stated."""
+    """Return an uncompressed entry's data. Raises ValueError if it does not have the stated size."""
     with archive.open(entry) as file:
         content = file.read(entry.file_size)
     if len(content) != entry.file_size:
@@ -360,7 +361,7 @@ class _Interpreter:
     def _set_items(self, values: list[Any]) -> None:
         if type(container := self._stack[-1]) is not dict:
             raise ValueError("the pickle sets items of an object that is not a dictionary")
-        # Hashing other keys could take forever, for example tuples that nest the same tuple repeatedly.
+        # Hashing other keys, such as tuples that nest the same tuple repeatedly, could take forever.
         if not all(isinstance(key, str) for key in values[::2]):
             raise ValueError("a dictionary in the pickle has a key that is not a string")
         container.update(zip(values[::2], values[1::2], strict=True))

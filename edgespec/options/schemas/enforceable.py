@@ -25,12 +25,12 @@ _FORMATS = {
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
     *("json-pointer", "relative-json-pointer", "regex"),
 }
-# Values with which a keyword has no effect.
+# Keyword values that have no effect.
 _NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
 # Above the first number, float64 cannot represent every integer. At and above the second, converting a
 # number to float64 or changing it slightly could overflow.
 _MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
-# Relative distance between a bound and the one that replaces it. Chosen, not measured.
+# Relative distance between a bound and its replacement. The value was chosen, not measured.
 _STEP = 1e-9
 
 
@@ -46,7 +46,7 @@ def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
         lenient: Whether to keep parts of the schema that cannot be enforced, instead of raising OptionError.
 
     Raises:
-        OptionError: llguidance would accept a part of the schema, but values could violate it.
+        OptionError: llguidance would accept the schema, but could generate values that violate it.
     """
     schema = deepcopy(schema)
     for place, part in subschemas(schema):
@@ -60,7 +60,7 @@ def enforceable_schema(schema: Any, *, lenient: bool = False) -> Any:
 
 
 def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON pointer and the contents of every schema within a schema, including itself.
+    """Yield the JSON pointer and contents of a schema and of every schema within it.
 
     Callers may modify each schema before requesting the next one.
     """
@@ -80,7 +80,7 @@ def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, A
 
 
 def _replace_draft_3(schema: dict[str, Any]) -> None:
-    """Replace keywords of draft 3, which llguidance ignores, with their equivalents."""
+    """Replace JSON Schema draft 3 keywords, which llguidance ignores, with their equivalents."""
     if _is_number(schema.get("divisibleBy")):
         schema.setdefault("multipleOf", schema.pop("divisibleBy"))
     if isinstance(schema.get("extends"), dict | list):
@@ -104,7 +104,7 @@ def _remove_neutral(schema: dict[str, Any]) -> None:
 def _narrow_bounds(schema: dict[str, Any]) -> None:
     """Narrow bounds that llguidance enforces inexactly.
 
-    llguidance reads bounds with many digits inexactly, and allows 2 for the schema `{"type": "number",
+    llguidance parses bounds with many digits inexactly. It also allows 2 for the schema `{"type": "number",
     "exclusiveMinimum": 2, "maximum": 2.5}`.
     """
     types = schema.get("type", "number")
@@ -233,7 +233,7 @@ class _Search:
         return self._found > found
 
     def is_finite(self, schema: Any) -> bool:
-        """Return whether a finite value satisfies `schema`, as far as the search has found so far."""
+        """Return whether a finite value is already known to satisfy `schema`."""
         if not isinstance(schema, Mapping):
             return True
         if isinstance(schema.get("$ref"), str) and not self._is_finite_reference(schema["$ref"]):

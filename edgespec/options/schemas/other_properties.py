@@ -87,7 +87,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the type `object` to a schema that has properties and does not say what else it allows."""
+    """Add the type `object` to a schema with properties but without `type`, `enum` or `const`."""
     is_object = schema.get("properties") and not any(name in schema for name in _ALLOWED_VALUES)
     return {**schema, "type": "object"} if is_object else dict(schema)
 

@@ -1,8 +1,8 @@
 """Read JSON schemas in the variants that programs send, and reject ambiguous ones.
 
 Languages differ in how they serialise an empty map (`[]` in PHP), an empty list (`{}` in Lua) and an unset
-field (`null` in C# and Go). OpenAPI, Google and Python have their own type names, and clients wrap the schema
-as required by some API. Each of these variants is an entry in a table in this module.
+field (`null` in C# and Go). OpenAPI, Google and Python have their own type names, and clients wrap schemas as
+various APIs require. Each of these variants is an entry in a table in this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SINGLE = (
     *("else", "unevaluatedItems", "unevaluatedProperties"),
 )
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-# Keywords whose value is data, in which null and empty lists have their own meaning.
+# Keywords whose values are data, where null and empty lists are meaningful.
 _DATA = ("const", "default", "example", "examples")
 # Keywords that have no effect if their value is empty.
 _SAY_NOTHING_EMPTY = (*_LISTS, "enum", "type", "dependentRequired", "dependencies")
@@ -131,7 +131,7 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def _wrapped(value: Any) -> Any:
-    """Return the value in a wrapper, or None if `value` is no wrapper."""
+    """Return the value inside a wrapper, or None if `value` is not a wrapper."""
     if not _is_wrapper(value):
         return None
     return next((value[key] for key in SCHEMA_KEYS if value.get(key) is not None), None)
@@ -181,13 +181,13 @@ def _named(value: Any, what: str, place: str) -> dict[str, Any]:
 
 def _single(value: Any, what: str, place: str) -> Any:
     if isinstance(value, list) and value and place.endswith("/items"):
-        # Until 2019, `items` could be a list with a schema for each item.
+        # Up to draft 2019-09, `items` could be a list with one schema per item.
         return [_tidy(each, what, f"{place}/{at}") for at, each in enumerate(value)]
     return _tidy(value, what, place)
 
 
 def _listed(value: Any, what: str, place: str) -> list[Any]:
-    """Return a list. If items were removed, PHP serialises lists as objects with keys such as "0" and "2"."""
+    """Convert a value to a list. PHP serialises lists with gaps as objects with keys such as "0" and "2"."""
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, Mapping) and all(str(key).isdigit() for key in value):

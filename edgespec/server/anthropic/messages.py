@@ -1,4 +1,4 @@
-"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`, with the fields of their bodies."""
+"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = [
     "error_event",
 ]
 
-# Placeholder for the signature of reasoning. Clients drop unsigned reasoning from their next request.
+# Placeholder signature for reasoning. Clients drop unsigned reasoning from their next request.
 _SIGNATURE = "edgespec"
 # Claude Code writes this line at the start of the system prompt. It changes with every request, so nothing
 # after it could be reused from the prefix cache.
@@ -76,7 +76,7 @@ _TYPES = {
 
 
 class ContentBlock(ItemFields):
-    """A content part of a message. Its `type` determines which fields it needs."""
+    """A content block in a message. Its `type` determines which fields are required."""
 
     type: str
     text: str | None = None
@@ -94,7 +94,7 @@ _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 
 class AnthropicMessage(ItemFields):
-    """A message of the conversation. Fields of other servers are ignored."""
+    """A message in the conversation. Fields that only other servers use are ignored."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | _Blocks
@@ -117,7 +117,7 @@ def _is_skipped(message: AnthropicMessage, block: ContentBlock) -> bool:
 
 
 class ThinkingConfig(RequestFields):
-    """The field that turns reasoning on or off."""
+    """The `thinking` field, which turns reasoning on or off."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Ignored
@@ -130,7 +130,7 @@ class ThinkingConfig(RequestFields):
 
 
 class Thread(RequestFields):
-    """The field that asks Anthropic's servers to store the conversation, to shorten the next request."""
+    """The `thread` field, with which Anthropic's servers store the conversation to shorten later requests."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
@@ -170,7 +170,7 @@ class AnthropicCountRequest(ConstraintFields):
 
     @property
     def client_tools(self) -> list[dict[str, Any]]:
-        """The tools, without the type `custom`, which has a different meaning in OpenAI's API."""
+        """The tools, with the type `custom` removed, because it has a different meaning in OpenAI's API."""
         return [{**tool, "type": None} if tool.get("type") == "custom" else tool for tool in self.tools or ()]
 
     def ignored_fields(self) -> list[str]:
@@ -237,7 +237,7 @@ class AnthropicReply(TypedDict):
 
 
 class MessageBuilder:
-    """Builds the message of one reply. See `ReplyBuilder`."""
+    """Builds the message for one reply. See `ReplyBuilder`."""
 
     def __init__(self) -> None:
         self.response: dict[str, Any] = {
@@ -255,7 +255,7 @@ class MessageBuilder:
         self._is_open = False
 
     def start(self, model: str, stats: Stats) -> Iterator[Event]:
-        """Begin the message."""
+        """Begin the message, and yield its first event."""
         self.response.update(model=model, usage=_usage(stats))
         yield {"type": "message_start", "message": self.response}
 
@@ -276,7 +276,7 @@ class MessageBuilder:
             yield self._delta({"type": f"{kind}_delta", kind: chunk.text})
 
     def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
-        """End the message."""
+        """End the message, and yield its last events."""
         yield from self._close()
         # If the reply ended in the middle of a tool call, omit the call, because its arguments are
         # incomplete.
@@ -338,7 +338,7 @@ class AnthropicCount(TypedDict):
 
 
 async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
-    """Reply to the messages of a request."""
+    """Handle a message request."""
     return await respond(call, _request(call.body), MessageBuilder(), error_event)
 
 
@@ -412,8 +412,8 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if results and not (parts or reasoning or calls):
         return results
-    # The text blocks of a reply are the parts of one text, split by tool calls. Other blocks are separate
-    # texts.
+    # The text blocks of a reply are parts of one text, split by tool calls. In other messages, each block is
+    # a separate text.
     is_reply = message.role == "assistant"
     whole: dict[str, Any] = (
         {"content": "".join(part_text(*part) for part in parts)} if is_reply else content_of(parts)
@@ -423,7 +423,7 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _check(place: str, block: ContentBlock) -> None:
-    """Raise ApiError if the type of a block is not supported, or if a required field is missing."""
+    """Raise ApiError if a block's type is not supported or a required field is missing."""
     if block.type not in _NEEDED:
         raise unsupported_content(block.type, param=place)
     require_fields(place, block, _NEEDED[block.type])
@@ -433,8 +433,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error response."""
     message = error.message
     if error.code == "context_length_exceeded":
-        # Agents such as Claude Code recognise this wording, and shorten the conversation according to the
-        # numbers.
+        # Agents such as Claude Code recognise this wording, and use the numbers to shorten the conversation.
         tokens, context_tokens = error.details.get("n_prompt_tokens", 0), error.details.get("n_ctx", 0)
         sizes = f"{tokens} tokens > {context_tokens} maximum; " if tokens > context_tokens else ""
         message = f"prompt is too long: {sizes}{message}"
@@ -443,5 +442,5 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return the event that reports an error to a client that is already receiving a stream."""
+    """Return the event that reports an error after the stream has started."""
     return server_sent_event(error_body(error), "error")

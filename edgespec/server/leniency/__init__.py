@@ -5,10 +5,11 @@ A request goes through these steps before it reaches a handler. Each module hold
 1. `paths`: the path of the request.
 2. `origins`: the web page that the request comes from.
 3. `body`: the bytes of the body, which become JSON.
-4. `values`: field values that other languages and servers serialise differently.
+4. `values`: field values that other languages and servers serialise differently, and unknown fields that must
+   not be ignored.
 
-The other modules hold the rules for single fields: `names` for the unknown fields that must not be ignored,
-`content` for content parts, `tools` for tools and tool choices, and `constraints` for answer formats.
+The other modules hold the rules for single fields: `content` for content parts, `tools` for tools and tool
+choices, and `constraints` for answer formats.
 
 Where the meaning is unambiguous, the server does what the client means. Otherwise, the error names the field
 and its value and says what to do. `tests/server/test_leniency.py` has a row for each rule.

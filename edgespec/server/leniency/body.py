@@ -21,8 +21,8 @@ _Body = TypeVar("_Body")
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:+-]+)", re.IGNORECASE)
-# Python's names of the encodings that a client may specify in Content-Type. Python's other codecs are slow or
-# not text encodings.
+# Python's names for the encodings that clients may specify in Content-Type. Python's other codecs are slow or
+# are not text encodings.
 _ENCODINGS = frozenset(
     {"ascii", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"}
     | {"iso8859-1", "iso8859-2", "iso8859-9", "iso8859-15", "cp1250", "cp1251", "cp1252", "koi8-r"}

@@ -261,7 +261,7 @@ def constraints_in(
 def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the reply option for the constraints in a request, or an empty dictionary if there are none.
 
-    Programs that do not know which server they talk to send the same constraint in several fields.
+    Programs that do not know which server they are talking to send the same constraint in several fields.
 
     Args:
         found: The constraints, from `constraints_in`.
@@ -277,8 +277,8 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 param=second,
                 code="option_conflict",
             )
-    # Prefer a mapping: the same schema as text in the field `schema` also allows properties that it does not
-    # name.
+    # Prefer a mapping, because a schema given as text in the field `schema` also allows properties that it
+    # does not name.
     return min(found.values(), key=lambda option: isinstance(option.get("schema"), str), default={})
 
 

@@ -54,7 +54,7 @@ _IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "sourc
 _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "gpt": "assistant"}
 
 SystemPrompt: TypeAlias = str | list[Any] | None
-"""The type of the field `system`: a text, or a list of parts."""
+"""The type of the `system` field: text or a list of parts."""
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def system_messages(system: SystemPrompt) -> list[dict[str, Any]]:
-    """Return the system message for the field `system`, or an empty list if it has no text."""
+    """Return a list with the system message for the field `system`, or an empty list if it has no text."""
     text = text_of("system", system)
     return [{"role": "system", "content": text}] if text else []
 
@@ -96,9 +96,9 @@ def text_of(place: str, content: Any) -> str:
 
 
 def content_of(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the text and the images of parts with their locations, as fields of a message.
+    """Combine content parts, given with their locations, into the text and images of a message.
 
-    Texts are joined with newlines, but not next to images, as in llama.cpp's server.
+    Texts are joined with newlines, except next to images, as in llama.cpp's server.
 
     Raises:
         ApiError: A part is neither text nor an image, or cannot be read.
@@ -115,10 +115,10 @@ def content_of(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def image_of(place: str, part: Any) -> Image | None:
-    """Return the image of a part in any of the supported APIs' formats, or None for other parts.
+    """Return the image in a content part of any supported API, or None if the part is not an image.
 
     Raises:
-        ApiError: The image is not in the request, or cannot be read.
+        ApiError: The image is not contained in the request, or cannot be read.
     """
     kind = _kind(part)
     if kind not in _IMAGES or isinstance(part, str):
@@ -141,7 +141,7 @@ def image_of(place: str, part: Any) -> Image | None:
 
 
 def read_image(place: str, data: str) -> Image:
-    """Return an image in base64. Raises ApiError if it cannot be read."""
+    """Decode a base64 image. Raises ApiError if it cannot be read."""
     try:
         return Image.from_base64(data, place)
     except AttachmentError as error:

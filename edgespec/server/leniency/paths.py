@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["base_url_advice", "canonical_path", "unknown_path_advice", "with_canonical_paths"]
 
-# Parts of base URLs of other servers, such as https://api.groq.com/openai/v1 and https://openrouter.ai/api/v1.
+# Path segments in base URLs of other servers, such as https://api.groq.com/openai/v1 and
+# https://openrouter.ai/api/v1.
 _BASES = frozenset({"v1", "api", "openai"})
 _MODELS = "/v1/models/"
 # Clients that use a proxy, for example because http_proxy is set, request the whole URL.
@@ -98,7 +99,7 @@ def unknown_path_advice(scope: Scope) -> str:
 
 
 def base_url_advice(scope: Scope) -> str:
-    """Return which base URL to set in the program that sent a request."""
+    """Return advice on which base URL to set in the program that sent a request."""
     host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
     server = f"{scope['scheme']}://{host[:100]}"
     return (

@@ -23,8 +23,8 @@ CONSTRAINT_HINT = "use response_format for a JSON schema, or regex, grammar or c
 
 # Words in the names of fields that constrain the answer, such as `guided_decoding` and `responseSchema`.
 _WORDS = re.compile("constrain|ebnf|grammar|guided|schema|structur|^response_?format$", re.IGNORECASE)
-# Maximum nesting depth of objects to search, as in `{"extra_body": {"nvext": {"guided_json": ...}}}`.
-# Chosen, not measured.
+# Maximum nesting depth of objects to search, as in `{"extra_body": {"nvext": {"guided_json": ...}}}`. The
+# limit was chosen, not measured.
 _MAX_LEVELS = 3
 
 

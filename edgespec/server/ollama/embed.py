@@ -29,7 +29,7 @@ _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 
 
 class _EmbedFields(RequestFields):
-    """The fields of both endpoints. Those that control how a model is loaded are ignored."""
+    """The fields of both endpoints. Fields that control how a model is loaded are ignored."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     options: Ignored
@@ -50,13 +50,13 @@ class OllamaEmbedRequest(_EmbedFields):
 
 
 class OllamaEmbeddingRequest(_EmbedFields):
-    """The body of a request for the embedding of a single text."""
+    """The body of a request to embed a single text."""
 
     prompt: str = Field(description="The text.")
 
 
 class OllamaEmbeddings(TypedDict):
-    """The embeddings of all texts. The time is in nanoseconds."""
+    """The embeddings of all texts. `total_duration` is in nanoseconds."""
 
     model: str
     embeddings: list[list[float]]
@@ -72,7 +72,7 @@ class OllamaEmbedding(TypedDict):
 
 
 async def embed(call: Call[OllamaEmbedRequest]) -> Response:
-    """Embed the texts of a request."""
+    """Embed the texts in a request."""
     started = time.perf_counter_ns()
     body = call.body
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -91,7 +91,7 @@ async def embed(call: Call[OllamaEmbedRequest]) -> Response:
             result["edgespec"] = {"ignored_fields": ignored}
         return json_response(result)
 
-    # Use a thread, because writing millions of numbers takes seconds and would block other requests.
+    # Use a thread, because encoding millions of numbers takes seconds and would block other requests.
     return await asyncio.to_thread(response)
 
 

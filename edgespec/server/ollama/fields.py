@@ -20,7 +20,7 @@ RENAMED = {
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "penalty_window",
 }
-"""Ollama's option names with edgespec's, where they differ."""
+"""Maps Ollama's option names to edgespec's where they differ."""
 
 # Ollama parses durations as Go does, such as `1h30m`. Clients also send numbers of seconds as text.
 _DURATION = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|[µμ]s|ms|s|m|h))+)")

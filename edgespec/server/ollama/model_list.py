@@ -96,7 +96,7 @@ class PulledModel(TypedDict):
 class ShownModel(TypedDict):
     """A description of a model. `modelfile` and `template` are always empty, but clients require them.
 
-    `parameters` are the sampling settings that the model's makers recommend, a line each, as in Ollama.
+    `parameters` are the sampling settings that the model's makers recommend, one per line, as in Ollama.
     """
 
     modelfile: str
@@ -130,12 +130,12 @@ async def list_loaded(call: Call[None]) -> Response:
 
 
 async def show_model(call: Call[ShowRequest]) -> Response:
-    """Describe one of the models."""
+    """Describe a model."""
     return json_response(_shown(await call.service.models.describe(call.body.model or call.body.name)))
 
 
 async def pull_model(call: Call[PullRequest]) -> Response:
-    """Confirm that a model is on this machine. Programs pull their model on startup.
+    """Confirm that a model is on this machine, for programs that pull their model on startup.
 
     Raises:
         ApiError: There is no such model. The server does not download models.

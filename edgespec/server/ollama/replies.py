@@ -88,7 +88,7 @@ class OllamaPart:
 
 
 Formatter = Callable[[OllamaPart], Mapping[str, Any]]
-"""Returns the fields that contain a part of a reply."""
+"""A function that returns the response fields for a part of a reply."""
 
 
 async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) -> Response:
@@ -146,7 +146,7 @@ async def _stream(
 
 
 async def load_model(call: Call[Any], formatted: Formatter) -> Response:
-    """Load the model of a request without a prompt, as Ollama does, so that the next reply starts sooner.
+    """Load the model for a request without a prompt, as Ollama does, so that the next reply starts sooner.
 
     With `keep_alive: 0`, the model is unloaded instead.
     """
@@ -216,7 +216,7 @@ def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: in
 
 
 class OllamaMessage(ItemFields):
-    """A message of the conversation. Fields of other servers are ignored."""
+    """A message in the conversation. Fields that only other servers use are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Any] | None = None
@@ -237,7 +237,7 @@ _Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()
 
 
 class OllamaChatRequest(OllamaFields):
-    """The body of a chat request. Without messages, it loads the model."""
+    """The body of a chat request. A request without messages only loads the model."""
 
     advice = MappingProxyType({"prompt": "use messages, or POST /api/generate"})
 
@@ -261,7 +261,7 @@ class OllamaChatRequest(OllamaFields):
 
 
 class OllamaReplyMessage(TypedDict):
-    """The message of a reply, or a part of it."""
+    """A reply message, or a part of it."""
 
     role: str
     content: str
@@ -276,7 +276,7 @@ class OllamaChat(OllamaReply):
 
 
 async def chat(call: Call[OllamaChatRequest]) -> Response:
-    """Reply to the messages of a request."""
+    """Handle a chat request."""
     body = call.body
     if not body.messages:
         return await load_model(call, _formatted_message)
@@ -326,7 +326,7 @@ def _call(index: int, call: ToolCall) -> dict[str, Any] | None:
 
 
 class OllamaGenerateRequest(OllamaFields):
-    """The body of a generate request. Without a prompt, it loads the model."""
+    """The body of a generate request. A request without a prompt only loads the model."""
 
     advice = MappingProxyType(
         {

@@ -46,7 +46,7 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["ChatCompletion", "ChatRequest", "chat_prompt", "create_chat_completion"]
 
 
-# The content part types of tool calls and tool results in Anthropic's API.
+# Content part types for tool calls and tool results in Anthropic's API.
 _BLOCKS = ("tool_use", "tool_result")
 # The fields to read from content parts in other APIs' formats, keyed by part type.
 _READ_FIELDS = {
@@ -61,7 +61,7 @@ _READ_FIELDS = {
 
 
 class ContentPart(ItemFields):
-    """A content part of a message: text, or, in a user message, an image."""
+    """A content part of a message: text or, in user messages, an image."""
 
     type: str
     text: str | None = None
@@ -77,7 +77,7 @@ _ChatParts = TypeAliasType("_ChatParts", Annotated[list[ContentPart], FailFast()
 
 
 class ChatMessage(ItemFields):
-    """A message of the conversation. Fields that other servers add to replies are ignored."""
+    """A message in the conversation. Fields that other servers add to replies are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _ChatParts | None = None
@@ -147,7 +147,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
 
 
 class ChatReplyMessage(TypedDict):
-    """The message of a reply.
+    """The reply message.
 
     `reasoning_content` is present if the model reasoned, and `tool_calls` if it called tools. If the request
     has `functions`, the first call is in `function_call` instead.
@@ -183,7 +183,7 @@ class ChatCompletion(TypedDict):
 
 
 async def create_chat_completion(call: Call[ChatRequest]) -> Response:
-    """Reply to the messages of a request."""
+    """Handle a chat completion request."""
     if call.body.stream:
         return await open_stream(_stream(call), error_event)
     async with call.service.generate(call.body.model, _requests(call.body)) as generation:
@@ -278,8 +278,8 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is part of the last choice's last event. If the client requested it, it is sent in a separate
-    event without choices instead, which other clients often cannot handle.
+    The usage is normally part of the last choice's last event. If the client requested it, it is sent in a
+    separate event without choices instead, which other clients often cannot handle.
     """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None

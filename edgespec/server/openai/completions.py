@@ -90,7 +90,7 @@ class Completion(TypedDict):
 
 
 async def create_completion(call: Call[CompletionRequest]) -> Response:
-    """Continue the texts of a request."""
+    """Handle a completion request."""
     body, requests = call.body, _requests(call.body)
     if body.stream:
         return await open_stream(_stream(call, requests), error_event)

@@ -70,10 +70,10 @@ class EmbeddingList(TypedDict):
 
 
 async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
-    """Embed the texts of a request."""
+    """Embed the texts in a request."""
     texts = _texts(call.body)
     model, embeddings = await call.service.embed(call.body.model, texts, dimensions=call.body.dimensions)
-    # Use a thread, because writing millions of numbers takes seconds and would block other requests.
+    # Use a thread, because encoding millions of numbers takes seconds and would block other requests.
     return await asyncio.to_thread(_response, call.body, model, embeddings)
 
 

@@ -34,12 +34,12 @@ _TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
 
 
 Texts: TypeAlias = str | _Texts | _Tokens | _TokenLists
-"""A text, or several texts. Each can also be a list of token ids."""
+"""One or more texts, each as a string or as a list of token ids."""
 _STATES = {"enabled": "on", "disabled": "off", True: "on", False: "off"}
 
 
 def texts_in(given: Texts) -> list[str | list[int]]:
-    """Return the texts of a request."""
+    """Return the texts in a request as a list."""
     items: Any = given
     return [items] if isinstance(items, str) or isinstance(next(iter(items), None), int) else items
 
@@ -103,7 +103,7 @@ def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
 class ReasoningFields(RequestFields):
     """The reasoning fields of OpenAI, OpenRouter, vLLM, DeepSeek and Qwen.
 
-    Other settings in these fields, such as a low effort, are ignored.
+    These fields only turn reasoning on or off. Other settings in them, such as a low effort, are ignored.
     """
 
     reasoning_effort: str | None = None
@@ -154,5 +154,5 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return the event that reports an error to a client that is already receiving a stream."""
+    """Return the event that reports an error after the stream has started."""
     return server_sent_event(error_body(error))

@@ -70,7 +70,7 @@ async def list_models(call: Call[None]) -> Response:
 
 
 async def retrieve_model(call: Call[None]) -> Response:
-    """Return one of the models."""
+    """Describe a model."""
     return json_response(_model(await call.service.models.describe(call.path_values["model"])))
 
 

@@ -47,7 +47,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """Total counts and times of the replies to a request, with llama-server's names."""
+    """Total counts and times of the replies to a request, named as in llama-server."""
 
     cache_n: int
     prompt_n: int

@@ -39,16 +39,16 @@ __all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response
 # Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# The fields that may contain the input of a call, most preferred first. A function's arguments are an object.
+# The fields that may contain a call's input, in order of preference. A function's arguments are an object.
 _CALL_INPUTS = ("arguments", "action", "operation", "input")
-# The types of content parts that programs send as items of their own, without a message around them.
+# Types of content parts that programs send as separate items, outside of a message.
 _PARTS = ("text", "input_text", "output_text", "input_image", "input_file", "input_audio", "image_url")
 # The value of `include` that requests log-probabilities.
 LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(ItemFields):
-    """A content part of a message. Only text is supported."""
+    """A content part of a message: text or, in user messages, an image."""
 
     unlisted = frozenset({"annotations", "logprobs"})
 
@@ -62,7 +62,7 @@ _ResponseParts = TypeAliasType("_ResponseParts", Annotated[list[InputPart], Fail
 
 
 class InputItem(ItemFields):
-    """An item of the conversation. Its `type` determines which fields it needs.
+    """An item in the conversation. Its `type` determines which fields are required.
 
     Agents add items of many types, depending on the provider's tools. Items shaped like a tool call or a tool
     result are treated as such. Others, such as web searches, are skipped and reported, because the agent
@@ -228,7 +228,7 @@ class ResponseObject(TypedDict):
 
 
 class ResponseBuilder:
-    """Builds the response of one reply. See `ReplyBuilder`.
+    """Builds the response for one reply. See `ReplyBuilder`.
 
     Args:
         body: The request.
@@ -265,7 +265,7 @@ class ResponseBuilder:
         self._waiting_logprobs: list[TokenLogprobs] = []
 
     def start(self, model: str, stats: Stats) -> Iterator[Event]:  # noqa: ARG002
-        """Begin the response."""
+        """Begin the response, and yield its first events."""
         self.response["model"] = model
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
@@ -289,7 +289,7 @@ class ResponseBuilder:
             self._waiting_logprobs += chunk.logprobs
 
     def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
-        """End the response."""
+        """End the response, and yield its last events."""
         is_cut = reply.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         yield from self._close(status)
@@ -386,7 +386,7 @@ def _new_id(kind: str) -> str:
 
 
 async def create_response(call: Call[ResponsesRequest]) -> Response:
-    """Reply to the input of a request."""
+    """Handle a request to create a response."""
     body, stored_items = call.body, call.service.stored_items
     offered = offered_tools(body.tools or (), body.added_tools)
     builder = ResponseBuilder(body, offered, stored_items if body.store is not False else None)
@@ -414,7 +414,7 @@ def _request(body: ResponsesRequest, offered: OfferedTools, stored_items: Stored
 
 
 def chat_prompt(body: ResponsesRequest, offered: OfferedTools, stored_items: StoredItems) -> ChatPrompt:
-    """Convert the conversation of a request.
+    """Convert a request's conversation to a chat prompt.
 
     Args:
         body: The request.
@@ -487,7 +487,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem, offered: O
 
 
 def _add_part(messages: list[dict[str, Any]], place: str, item: InputItem, *, goes_on: bool) -> None:
-    """Add a part that is outside of a message. Consecutive parts form one message."""
+    """Add a content part that is not in a message. Consecutive parts form one message."""
     role = "assistant" if item.type == "output_text" else "user"
     if role == "assistant":
         _reply(messages)["content"] += part_text(place, item)

@@ -1,7 +1,8 @@
 """Build prepared models, and copy models to another quantisation. Only one process builds a model at a time.
 
-Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete, so a
-folder without the suffix is always complete. A journal of finished files makes it possible to resume an
+Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
+folder
+without the suffix is therefore always complete. A journal of finished files makes it possible to resume an
 interrupted build.
 """
 
@@ -69,16 +70,16 @@ _WAIT_SECONDS = 0.2
 _USE_NEW_FOLDER = "choose a folder that does not exist"
 # Prefix of the names of temporary folders for conversions.
 _UNFINISHED = ".edgespec-"
-# Age in seconds from which a temporary folder counts as abandoned. No conversion takes this long.
+# Age in seconds above which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
 _COPY = "copy.gguf"
-# Free disk space in bytes that a copy needs in addition to the size of the model. A type with about as many
-# bits per weight can produce a slightly larger file.
+# Free disk space in bytes that a copy needs beyond the size of the model. Even a type with about as many bits
+# per weight can produce a slightly larger file.
 _EXTRA_BYTES = 16 << 20
 
 
 class BuildFolder:
-    """The folder of a prepared model during its build.
+    """The folder of a prepared model while it is being built.
 
     Attributes:
         folder: The folder with the suffix `.partial`.
@@ -126,7 +127,7 @@ class BuildFolder:
 
         The folder gets its final name once all files are complete.
         """
-        # A build that was interrupted at the very end has a manifest instead of a journal.
+        # A build interrupted at the very end leaves a manifest instead of a journal.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
         is_resumed = bool(journals) and self._resume(journals[0])
         if not is_resumed:
@@ -248,7 +249,7 @@ def build(
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Fail here if the folder is not writable, because `_exclusive` would wait forever.
+        # Fail early if the folder is not writable, because `_exclusive` would wait forever.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)
@@ -280,7 +281,7 @@ def _register(entry: Path, folder: Path) -> None:
 
 
 def interrupted_settings(kind: str, source: Path) -> BuildSettings | None:
-    """Return the settings of an interrupted preparation of `source`, or None if there is none."""
+    """Return the settings of an interrupted preparation of `source`, or None."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(read_regular_file(journal).decode("utf-8"))
@@ -364,7 +365,7 @@ def _file_states(parts: list[Path]) -> list[list[int]]:
 def _is_unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
-    """Return whether the source model is unchanged. Reads its files only if their timestamps differ."""
+    """Return whether the source model is unchanged. Its files are read only if their timestamps differ."""
     if len(parts) != len(records) or not all(map(matches_record, parts, records)):
         return False
     if _file_states(parts) == states:
@@ -411,7 +412,7 @@ def write_conversion(
         output: The file to write. An existing file is replaced once the new one is complete.
         what: Description of the model, for error messages.
         convert: Writes the file to the given path.
-        setting: The option or environment variable that chose the output's folder, for error messages.
+        setting: The option or environment variable that determines the output folder, for error messages.
 
     Raises:
         EdgespecError: The file cannot be written.
@@ -441,7 +442,7 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def find_quantised(path: Path, type_name: str) -> Path | None:
-    """Return the file of a copy made by `prepare_quantised`, or None if it is missing or damaged."""
+    """Return the copy made by `prepare_quantised`, or None if it is missing or damaged."""
     prepared = find_prepared("quantised", path, {"type": type_name})
     try:
         if prepared is not None:
@@ -452,7 +453,7 @@ def find_quantised(path: Path, type_name: str) -> Path | None:
 
 
 def prepare_quantised(path: Path, type_name: str, progress: Progress | None = None) -> Path:
-    """Make a copy of a GGUF model in another quantisation type, or return the existing intact copy.
+    """Copy a GGUF model to another quantisation type, or return the existing intact copy.
 
     Args:
         path: The GGUF file.

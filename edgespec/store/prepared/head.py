@@ -1,4 +1,4 @@
-"""Convert published heads to GGUF, for targets whose backend runs them from such files."""
+"""Convert published heads to GGUF, for targets whose backend requires that format."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
 
 def converted_path(folder: Path, target: Path) -> Path:
-    """Return the cache path of a head's GGUF version, whether or not the file exists.
+    """Return the cache path for a head's GGUF version, whether or not the file exists.
 
     The path depends on the size and modification time of the head's files, so that a changed head is
-    reconverted. Raises ModelFileError if the folder cannot be read.
+    converted
+    again. Raises ModelFileError if the folder cannot be read.
     """
     try:
         stamps = [
@@ -61,7 +62,7 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
         folder: Folder of the head, as published on Hugging Face.
         target: The GGUF model that the head was trained for.
         output: The file to write. An existing file is replaced once the new one is complete.
-        setting: The option or environment variable that chose the output's folder, for error messages.
+        setting: The option or environment variable that determines the output folder, for error messages.
 
     Returns:
         The size of the new file in bytes.

@@ -1,6 +1,6 @@
 """The store of prepared models, with one folder for each combination of model and settings.
 
-It records the size and hash of each file, to check quickly whether a file has changed.
+The size and hash of each file are recorded, so that changes can be detected quickly.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PreparedModel:
         return sum(file.size_bytes for file in self.files)
 
     def path(self, name: str) -> Path:
-        """Return the path of the file `name` in the prepared model's folder."""
+        """Return the path of a file in the prepared model's folder."""
         return self.folder / name
 
 
@@ -86,7 +86,7 @@ def store_folder() -> Path:
 def find_prepared(kind: str, source: Path, settings: BuildSettings | None = None) -> PreparedModel | None:
     """Find the newest model that was prepared from `source`.
 
-    The files are not checked. Use `check_prepared` for that. Folders with an unreadable manifest are ignored.
+    The files are not checked (see `check_prepared`). Folders with an unreadable manifest are ignored.
 
     Args:
         kind: Kind of the prepared model.
@@ -119,7 +119,7 @@ def _prepared(kind: str) -> Iterator[tuple[PreparedModel, int]]:
 
 
 def read_prepared(folder: Path) -> PreparedModel:
-    """Read the manifest of a prepared folder.
+    """Read a prepared folder's manifest.
 
     Raises:
         ModelFileError: The folder has no valid manifest.
@@ -157,7 +157,7 @@ def _rebuild_hint(folder: Path) -> str:
 
 
 def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full: bool = False) -> None:
-    """Check the files of a prepared model, and that its source has not changed.
+    """Check that the files of a prepared model are intact and that its source has not changed.
 
     Args:
         prepared: The prepared model.
@@ -235,12 +235,12 @@ class FileRecord:
 
 
 def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
-    """Read files completely and return a record of each file's size and SHA-256 hash.
+    """Read files completely and return a record of each.
 
     Args:
         paths: The files.
         what: Description of the task to show with `progress`.
-        progress: Reports the fraction of bytes read so far.
+        progress: Called with the fraction of bytes read so far.
 
     Raises:
         ModelFileError: A file cannot be read.
@@ -262,7 +262,7 @@ def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = Non
 
 
 def matches_record(path: Path, record: FileRecord) -> bool:
-    """Return whether the size and a few blocks of a file match its record.
+    """Return whether a file's size and a few of its blocks match its record.
 
     Raises:
         ModelFileError: The file cannot be read.

@@ -1,1 +1,1 @@
-"""The slash commands of the chat: what each one does, for the full-screen and the plain chat alike."""
+"""The slash commands of the chat, shared by the full-screen and the plain chat."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["KEEPING", "MAX_TITLE", "OPENING", "imported_text", "renamed"]
 
 MAX_TITLE = 80
-"""Maximum length of a title that the user gives to a chat, in characters."""
+"""Maximum number of characters in a chat title given by the user."""
 
 # Maximum number of chats that /load and /search list in the plain chat.
 _LISTED_CHATS = 20
@@ -68,7 +68,7 @@ def _search(context: Context) -> Result:
 
 
 def _listed(archive: Archive, query: str, nothing: str) -> Result:
-    """Return the lines about the chats that match a query. `nothing` is the hint if there are none."""
+    """List the chats that match a query, or show the hint `nothing` if there are none."""
     found = search(archive.list_now(), query)
     hints = []
     if len(found) > _LISTED_CHATS:
@@ -146,7 +146,7 @@ def _rename(context: Context) -> Result:
 
 
 def renamed(chat: OpenChat, title: str) -> Change:
-    """Return the change that saves a chat. It renames the chat if `title` is not empty."""
+    """Return the change that saves a chat, and renames it if `title` is not empty."""
     title = " ".join(title.split())[:MAX_TITLE] or chat.title
     shown = title or chat.shown_title
 

@@ -1,4 +1,4 @@
-"""Commands that say what the chat uses and how fast it is.
+"""Commands that show what the chat uses and how fast it is.
 
 `/why` explains the speed of the last reply. Three sentences say how the reply was sped up, what limited the
 speed-up, and what to try next. If identical replies limit the speed, or if replies can differ from plain
@@ -38,7 +38,7 @@ __all__ = ["SHOW", "SPEED", "show", "why", "why_text"]
 
 # Below this acceptance rate, guesses are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
-# Gain from which `/why` suggests no changes. 0.3 means 1.3 times as fast.
+# Gain above which `/why` suggests no changes. 0.3 means 1.3 times as fast.
 _GOOD_GAIN = 0.3
 # Suggest a draft model only if its expected speed-up is at least this.
 _MIN_SPEEDUP = 1.05
@@ -82,7 +82,7 @@ def why_text(
 
 
 def _available_draft(runtime: ChatModel) -> str:
-    """Return the best draft model for the target from the catalogue or this machine, or an empty string."""
+    """Return the best draft model for the target in the catalogue or on this machine, or an empty string."""
     from edgespec.store.drafts import draft_options
     from edgespec.store.installed import find_installed
     from edgespec.store.reference import resolve
@@ -228,7 +228,7 @@ SPEED = (
         ("stats",),
         instead="Type /why to see the speed of the last reply, or /memory to see the memory use",
     ),
-    # Looking for draft models reads the folders of other programs.
+    # Looking for draft models is slow, because it reads the folders of other programs.
     Command("why", "", "explain why the last reply was fast or slow", _why, slow="reads"),
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show how much memory is used, and for what", _memory),

@@ -1,6 +1,6 @@
-"""What a slash command gets, and what it returns.
+"""The inputs and results of slash commands.
 
-A command is a function that takes a `Context` and returns a `Result`. It prints nothing and draws nothing:
+A command is a function that takes a `Context` and returns a `Result`. It neither prints nor draws anything:
 `screen_commands.py` shows results in the full-screen chat, and `plain_commands.py` prints them.
 """
 
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The chat in which a command was typed.
+    """The state of the chat in which a command was typed.
 
     Attributes:
         argument: The words after the command.
@@ -58,7 +58,7 @@ class Context:
         writing: Whether a reply is being generated.
         archive: The saved chats.
         tools: The tools that the model can call.
-        preferences: The look of the full-screen chat.
+        preferences: The appearance of the full-screen chat.
         list_hint: How to open the list of chats, as a sentence without its full stop.
     """
 
@@ -84,7 +84,7 @@ class Text:
     Attributes:
         text: The text. If it is empty, nothing is shown.
         title: A heading. The full-screen chat shows text with a heading in a box.
-        in_plain: The text in the plain chat, if it differs there.
+        in_plain: The text for the plain chat, if it differs.
         is_hint: Whether the text comments on the answer. The plain chat prints hints to stderr.
     """
 
@@ -104,11 +104,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """The command is valid, but there is nothing that it could do.
+    """The result of a valid command that has nothing to do.
 
     Attributes:
         reason: Why, as a sentence without its full stop.
-        next_step: What the user can do. The full-screen chat shows only the reason, and only for a moment.
+        next_step: What the user can do. The full-screen chat shows only the reason, and only briefly.
     """
 
     reason: str
@@ -124,13 +124,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the open chat, to be saved.
+    """A change to the open chat, which is saved afterwards.
 
     Attributes:
         apply: Changes the chat.
         text: Confirms the change. Empty if the full-screen chat shows the change elsewhere.
-        in_plain: The confirmation in the plain chat, if it differs there.
-        is_brief: Whether the full-screen chat shows the confirmation only for a moment, after saving.
+        in_plain: The confirmation for the plain chat, if it differs.
+        is_brief: Whether the full-screen chat shows the confirmation only briefly, after saving.
     """
 
     apply: Callable[[OpenChat], None]
@@ -160,7 +160,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Text to copy to the clipboard, or to print in the plain chat. `name` is what the text is called."""
+    """Text to copy to the clipboard, or to print in the plain chat. Confirmations call it `name`."""
 
     text: str
     name: str
@@ -168,13 +168,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question to answer with yes or no.
+    """A yes-or-no question.
 
     Attributes:
         question: The question.
         confirm: The label of the button that means yes.
-        then: Returns the result after yes. Called outside the event loop, so it may write files.
-        declined: What the plain chat prints after no.
+        then: Returns the result if the user agrees. Called outside the event loop, so it may write files.
+        declined: What the plain chat prints if the user declines.
     """
 
     question: str
@@ -198,7 +198,7 @@ class Action:
     Attributes:
         name: The action. Each chat has a table of its actions.
         value: The argument of the action, such as the reference to a model.
-        otherwise: Returns the result for a chat that does not have this action.
+        otherwise: Returns the result for a chat that does not support this action.
     """
 
     name: str
@@ -210,7 +210,7 @@ _Part: TypeAlias = (
     Text | Table | Nothing | Problem | Change | Open | Generate | Copy | Question | RunningRace | Action
 )
 Result: TypeAlias = _Part | tuple[_Part, ...]
-"""What a command returns: one or more values, which the chat shows or does one after the other."""
+"""What a command returns: one or more values, which the chat shows or carries out in order."""
 
 
 def all_of(result: Result) -> tuple[_Part, ...]:
@@ -229,9 +229,9 @@ class Command:
         run: The function. Raises OptionError if the argument is invalid.
         aliases: Other names for the command.
         slow: What makes the command slow enough to run in a thread of the full-screen chat. The program can
-            end while a command reads, but waits for one that writes.
+            exit while a command reads, but waits for one that writes.
         in_plain: What the command does in the plain chat, if that differs.
-        instead: What to do in the plain chat, which does not have this command. Empty if it has.
+        instead: What to use in the plain chat if it does not have this command. Empty if it does.
     """
 
     name: str

@@ -151,7 +151,7 @@ def _model_line(model: AvailableModel, *, is_used: bool) -> str:
 
 
 def _reload(context: Context, name: str, text: str) -> Result:
-    """Load the model again with another value of a load option. Without a value, describe the option."""
+    """Reload the model with another value for a load option. Without a value, describe the option."""
     if not text:
         value = f"{name}: {loaded_value(name, context.runtime)}"
         advice = f"To change it, which loads the model again, type /set {name} and a value"
@@ -204,7 +204,7 @@ def _head_line(head: HeadOption) -> str:
 
 
 def check_load_setting(name: str, text: str) -> None:
-    """Raise OptionError if a text is not a value of this load option, or names an unknown draft model."""
+    """Raise OptionError if `text` is invalid for this load option, or names an unknown draft model."""
     with_load_setting({}, name, text)
     if name == "draft" and text not in ("auto", "default", "none"):
         _check_known(text)
@@ -288,7 +288,7 @@ def _check_thinking_switch(runtime: ChatModel) -> None:
 
 
 def _changed(runtime: ChatModel, settings: Mapping[str, Setting], note: str) -> Change:
-    """Return the change to these settings. Raises OptionError if the models do not support them."""
+    """Return a change that applies these settings. Raises OptionError if the models do not support them."""
     check_settings(settings, runtime)
 
     def apply(chat: OpenChat) -> None:
@@ -308,7 +308,7 @@ def _system_prompt(chat: OpenChat, argument: str) -> Result:
 
 
 def system_change(chat: OpenChat, system: str | None) -> Change:
-    """Return the change of the system prompt, which begins with the next message."""
+    """Return a change to the system prompt, which takes effect with the next message."""
 
     def apply(chat: OpenChat) -> None:
         chat.system = system
@@ -346,7 +346,7 @@ def _servers(tools: ToolAccess) -> Result:
 
 
 def _preset(context: Context) -> Result:
-    """Apply the preset with a name, or let the user choose one. `save NAME` saves a preset."""
+    """Apply the named preset, or let the user choose one. `save NAME` saves a preset."""
     word, _, name = context.argument.partition(" ")
     if word == "save":
         return _save(context, name.strip())
@@ -360,7 +360,7 @@ def _preset(context: Context) -> Result:
 
 
 def _apply_preset(context: Context) -> Result:
-    """Use the preset that the argument names, from the next message on.
+    """Apply the preset that the argument names, starting with the next message.
 
     Raises:
         OptionError: There is no such preset, its file is invalid, or the models do not support its settings.
@@ -427,7 +427,7 @@ def _as_chat_value(value: object) -> Setting:
 
 
 def _save(context: Context, name: str) -> Result:
-    """Save the current system prompt, model and settings, after a question if the preset exists."""
+    """Save the system prompt, model and settings as a preset. Ask before replacing an existing one."""
     if not name:
         raise OptionError("The preset needs a name", "Type /preset save NAME")
     chat = context.chat
@@ -480,7 +480,7 @@ COMMANDS = (
     Command("set", "[name value]", "show the settings, or change one", _set, ("settings",)),
     Command("draft", "[name|auto|none]", "change the draft model; loads the model again", _draft),
     Command("context", "[tokens]", "change the context length; loads the model again", _context),
-    # Starting the process of the chat template takes a while.
+    # This command is slow, because it starts the process that renders the chat template.
     Command(
         "think",
         "[on|off|auto]",

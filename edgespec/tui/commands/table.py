@@ -1,7 +1,7 @@
-"""The table of slash commands, and how a typed command is parsed and completed.
+"""The table of slash commands, and functions that parse and complete typed commands.
 
-To add a command, write its function and its `Command` in the module of its subject. Both chats, the help, the
-completion and the documentation read this table.
+To add a command, write its function and its `Command` in the module for its topic. Both chats, the help, the
+completion and the documentation use this table.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def unknown(typed: Typed) -> OptionError:
 
 
 def nearest(name: str) -> str:
-    """Return the command name most similar to `name`. Empty if none is similar."""
+    """Return the command name most similar to `name`, or an empty string if none is similar."""
     names = _by_name()
     close = spelling.nearest(name, names)
     return names[close[0]].name if close else ""
@@ -121,7 +121,7 @@ def completion(text: str) -> str:
 
 
 def typed_path(text: str) -> tuple[str, int] | None:
-    """Return the path that is being typed as the argument of a command, and the column where it starts."""
+    """Return the path being typed as a command's argument, and the column where it starts."""
     match = _PATH.fullmatch(text)
     return (match[1], match.start(1)) if match else None
 

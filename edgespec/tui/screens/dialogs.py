@@ -74,7 +74,7 @@ class FormScreen(ModalScreen[T | None]):
 
 
 class SystemScreen(FormScreen[str]):
-    """Editor of the system prompt. The result is the new text, which may be empty, or None after Cancel."""
+    """Editor for the system prompt. The result is the new text, which may be empty, or None after Cancel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding(UNDO_KEYS, "undo", show=False)]
     heading = "System prompt"

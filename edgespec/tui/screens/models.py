@@ -41,9 +41,10 @@ __all__ = ["ModelsScreen", "default_for_chats"]
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
 _TICK_SECONDS = 0.5
-# A row is planned after it has been highlighted for this time, so that moving through the list stays quick.
+# Seconds for which a row must be highlighted before it is planned, so that moving through the list stays
+# fast.
 _PLAN_DELAY_SECONDS = 0.3
-# Minimum width of a terminal in which the frame names more than two keys.
+# Minimum terminal width, in columns, at which the frame names more than two keys.
 _WIDE_COLUMNS = 64
 # Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
@@ -131,7 +132,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             self._message = sentences(error.what, error.next_step)
             self._models = ()
         if is_first:
-            # Before, only downloads could be highlighted.
+            # Until now, the list contained only downloads, so clear any highlight on one of them.
             self._list.highlighted = None
         self._plans.clear()
         self._show()
@@ -166,7 +167,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._show()
 
     def _show(self) -> None:
-        """Show the models that match the filter. The same model stays highlighted if it is still listed."""
+        """Show the models that match the filter. Keep the same model highlighted if it is still listed."""
         highlighted = self._highlighted
         query = self._query
 
@@ -302,7 +303,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     async def action_use_as_default(self) -> None:
-        """Open new chats with the highlighted model, or again with the one that was used last."""
+        """Make the highlighted model the default for new chats. If it already is, remove the default."""
         model = self._highlighted
         if model is None:
             return
@@ -378,7 +379,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
 
 def _unknown_model(reference: str) -> AvailableModel:
-    """Return a row for a model that is downloaded without having been in the list."""
+    """Return a row for a model that is being downloaded but was never in the list."""
     return edgespec.AvailableModel(
         reference=reference,
         place="search",
@@ -393,17 +394,17 @@ def _unknown_model(reference: str) -> AvailableModel:
 
 
 def default_for_chats() -> str:
-    """Return the reference in the settings. Empty if there is none, so that the model used last opens."""
+    """Return the default model for new chats in the settings, or an empty string if there is none."""
     try:
         chat = tomllib.loads(read_text(settings_path()) or "").get(_SETTING[0])
     except ConfigurationError:
-        # The next start of the chat reports the damaged file.
+        # The chat reports the damaged file the next time it starts.
         return ""
     return str(chat.get(_SETTING[1], "")) if isinstance(chat, dict) else ""
 
 
 def _set_default_for_chats(reference: str) -> None:
-    """Change the reference in the settings, or remove it if it is empty.
+    """Set the default model for new chats in the settings, or remove it if `reference` is empty.
 
     Raises:
         ConfigurationError: The settings file cannot be changed.

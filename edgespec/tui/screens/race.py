@@ -25,8 +25,8 @@ __all__ = ["RaceScreen"]
 
 _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
-# Minimum width of a column, in cells, for the long heading. In a narrower column, it would take up lines that
-# the reply needs.
+# Minimum column width, in cells, for the long heading. In a narrower column, the heading would take up lines
+# that the reply needs.
 _MIN_LONG_HEADING = 34
 _REMEMBERED = "edgespec also guesses from earlier replies, so a second race with the same message is faster."
 
@@ -82,7 +82,7 @@ class RaceScreen(ModalScreen[None]):
 
     def _tick(self) -> None:
         if not self.is_active:
-            # The screen has been dismissed, and this tick was due before its removal.
+            # The screen has been dismissed, but a timer tick can still arrive before the screen is removed.
             return
         if self._race is not None:
             self._show(self._race, monotonic() - self._began)

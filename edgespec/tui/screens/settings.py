@@ -1,7 +1,6 @@
 """The settings form, and the list of presets to choose from.
 
-The form has the settings of replies, and how the model is loaded. Errors appear below a field while the user
-types.
+The form contains the reply settings and the load options. Errors appear below a field while the user types.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class EditedSettings(NamedTuple):
     """The result of the settings form.
 
     Attributes:
-        replies: All settings of replies that differ from their defaults.
+        replies: All reply settings that differ from their defaults.
         loading: The load options whose fields the user has changed, as text for `with_load_setting`.
     """
 
@@ -58,7 +57,7 @@ class SettingsScreen(FormScreen[EditedSettings]):
     """Chat settings form. Its result is None after Cancel.
 
     Args:
-        settings: The chat's settings of replies.
+        settings: The chat's reply settings.
         changed: The load options that were changed in the chat.
         runtime: The loaded models.
     """
@@ -115,14 +114,14 @@ class SettingsScreen(FormScreen[EditedSettings]):
 def _field(
     name: str, description: tuple[str, str], value: str, default: str, check: Callable[[str, str], object]
 ) -> ComposeResult:
-    """Create the widgets of one setting.
+    """Create the widgets for one setting.
 
     Args:
         name: The name of the setting.
         description: Its label and its hint.
         value: Its value. Empty for the default.
         default: The text that the field shows while it is empty.
-        check: Raises OptionError if a text is not a value of the setting with this name.
+        check: Called with the name and the text. Raises OptionError if the text is not a valid value.
     """
     label, hint = description
     with Vertical(classes="setting"):

@@ -1,4 +1,4 @@
-"""The list of MCP servers and their tools, and the dialog that asks whether the model may call a tool."""
+"""The list of MCP servers and their tools, and the dialog that asks the user to approve a tool call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgespec.tui.tool_access import CallDecision, ToolAccess, readable_argument
 __all__ = ["ApprovalScreen", "ToolsScreen"]
 
 _MAX_DESCRIPTION = 100
-# Seconds between checks whether a server has started or ended.
+# Seconds between checks for servers that have started or ended.
 _TICK_SECONDS = 0.5
 # Seconds without typing after which the dialog accepts keys. The dialog can open while the user is typing, so
 # it ignores all keys until then.
@@ -47,7 +47,7 @@ class ToolsScreen(ModalScreen[None]):
         super().__init__()
         self._access = access
         self._toolbox = access.toolbox
-        # The servers that the user is turning on or off, and the text that says so.
+        # Names of servers that are being turned on or off, with the state to show for each.
         self._busy: dict[str, str] = {}
         self._shown_states: list[tuple[bool, bool]] = []
 
@@ -134,8 +134,8 @@ class ToolsScreen(ModalScreen[None]):
 class ApprovalScreen(ModalScreen[CallDecision]):
     """Dialog that shows a tool call and its arguments. Its result is the user's decision.
 
-    The model and the server wrote the texts about the call, so the dialog does not interpret markup in them
-    and shows control characters as escapes.
+    Text about the call comes from the model and the server, so the dialog does not interpret markup in it and
+    shows control characters as escapes.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -104,7 +104,7 @@ class StatusLine(Widget):
     facts: reactive[StatusFacts] = reactive(StatusFacts, layout=False)
 
     def watch_facts(self, before: StatusFacts, now: StatusFacts) -> None:
-        """Update the layout only if the number of lines changes. An update for every token would flicker."""
+        """Update the layout only if the number of lines changes. Doing so per token would flicker."""
         width = self.content_size.width
         if width and _line_count(before, width) != _line_count(now, width):
             self.refresh(layout=True)

@@ -42,9 +42,9 @@ __all__ = ["FileChips", "PathList", "PathSearch", "file_chips"]
 _PAUSE_SECONDS = 0.15
 # Maximum time in seconds to check whether pasted text is a path. Network drives can be slow.
 _MAX_DROP_SECONDS = 1.0
-# Maximum time in seconds to count the tokens of a pasted text. Keys typed meanwhile wait.
+# Maximum time in seconds to count the tokens in pasted text. Keys pressed meanwhile have to wait.
 _MAX_COUNT_SECONDS = 0.5
-# Maximum time in seconds for reading the files of a message before it is sent.
+# Maximum time in seconds to read the files of a message before it is sent.
 _MAX_READ_SECONDS = 120.0
 # Maximum number of file chips below a message. One further chip summarises the remaining files.
 _MAX_CHIPS = 8
@@ -174,9 +174,9 @@ def _ranked(paths: Iterable[str], typed: str) -> list[str]:
 
 
 def _rank(path: str, sought: str) -> tuple[object, ...]:
-    """Return a value that is smaller the better the path matches. Empty if the path does not match."""
+    """Return a sort key that is smaller for better matches, or an empty tuple if the path does not match."""
     folded = path.casefold()
-    # The letters are sought one by one. A regular expression could take exponential time.
+    # Search for the letters one by one, because a regular expression could take exponential time.
     first = place = -1
     for letter in sought:
         place = folded.find(letter, place + 1)
@@ -212,7 +212,7 @@ class FileChips(Static):
         self._shown: Sequence[str] = ()
 
     def use_runtime(self, runtime: ChatModel) -> None:
-        """Count tokens with another model from now on, and check whether the files fit its context."""
+        """From now on, count tokens with another model, and check whether the files fit its context."""
         self._reader = AttachmentReader(runtime)
         self._references = ()
 
@@ -242,7 +242,7 @@ class FileChips(Static):
         return await self._thread.run(partial(self._reader.read, references))
 
     async def count_tokens(self, text: str) -> int | None:
-        """Return the number of tokens of a pasted text, or None if counting takes too long."""
+        """Return the number of tokens in pasted text, or None if counting takes too long."""
         with suppress(TimeoutError):
             counting = self._thread.run(partial(self._reader.count_tokens, text))
             return await asyncio.wait_for(counting, _MAX_COUNT_SECONDS)

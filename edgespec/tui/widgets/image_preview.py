@@ -36,7 +36,7 @@ _UPPER_HALF = "▀"
 
 # Decodes one image at a time, so that a chat with many photos needs little memory.
 _decoder = CallThread()
-# Images in the size of their largest preview.
+# Images at the size of their largest preview.
 _reduced: WeakKeyDictionary[Image, NDArray[np.uint8]] = WeakKeyDictionary()
 
 
@@ -68,7 +68,7 @@ class ImagePreview(Widget, can_focus=False):
     def __init__(self, images: Sequence[Image]) -> None:
         super().__init__()
         self._images = images[:_MAX_IMAGES]
-        # The rows of each image in its size on the screen, with the background behind transparent parts.
+        # The drawn rows of each image, keyed by its place and the background behind transparent parts.
         self._drawn: dict[tuple[_Place, Color], list[list[Segment]]] = {}
 
     def on_mount(self) -> None:
@@ -130,7 +130,7 @@ def _fitted(image: Image, max_columns: int) -> tuple[int, int]:
 
 
 def _largest(image: Image) -> NDArray[np.uint8]:
-    """Return an image in the size of its largest preview. A damaged image is transparent."""
+    """Return an image at the size of its largest preview. A damaged image becomes transparent."""
     import numpy as np
 
     size = _fitted(image, _MAX_COLUMNS)
@@ -141,7 +141,7 @@ def _largest(image: Image) -> NDArray[np.uint8]:
 
 
 def _resized(pixels: NDArray[np.uint8], columns: int, height: int) -> NDArray[np.uint8]:
-    """Return a reduced image in the size that fits a narrower terminal."""
+    """Scale a reduced image down further to fit a narrower terminal."""
     import numpy as np
     import PIL.Image
 
@@ -151,14 +151,14 @@ def _resized(pixels: NDArray[np.uint8], columns: int, height: int) -> NDArray[np
 
 
 def _half_blocks(pixels: NDArray[np.uint8], background: Color) -> list[list[Segment]]:
-    """Return the rows of cells that show the pixels [height, width, 4] in front of a background."""
+    """Return the rows of cells that show the pixels [height, width, 4] on a background."""
     import numpy as np
 
     behind = np.array(background.get_truecolor(), np.float32)
     opacity = pixels[..., 3:] / np.float32(255)
     colours = np.rint(pixels[..., :3] * opacity + behind * (1 - opacity))
     if len(colours) % 2:
-        # The last row of cells shows only one row of pixels.
+        # The height is odd, so fill the lower half of the last row of cells with the background.
         colours = np.concatenate([colours, np.broadcast_to(behind, colours[:1].shape)])
     triples = colours.astype(int).tolist()
     return [
@@ -168,6 +168,6 @@ def _half_blocks(pixels: NDArray[np.uint8], background: Color) -> list[list[Segm
 
 
 def _cells(count: int, upper: Sequence[int], lower: Sequence[int]) -> Segment:
-    # Quicker than Rich's other ways to create a style.
+    # This is faster than Rich's other ways to create a style.
     style = Style.from_color(Color.from_rgb(*upper), Color.from_rgb(*lower))
     return Segment(_UPPER_HALF * count, style)

@@ -1,6 +1,6 @@
 """Limit how much of a very long text the chat shows, because drawing all of it would freeze the chat.
 
-The input shows a long pasted text as one line.
+Long text pasted into the input is folded into a one-line label.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = [
     "too_long_text",
 ]
 
-# Maximum number of characters in text that is pasted into the input. Wrapping longer text would block the
-# screen for seconds.
+# Maximum number of characters that can be pasted into the input. Wrapping longer text would block the UI for
+# seconds.
 MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
-# A pasted text with more lines or characters than this is folded. The input shows eight lines.
+# Pasted text with more lines or characters than this is folded. The input shows eight lines.
 _MAX_PASTED_LINES, _MAX_PASTED_CHARACTERS = 8, 1000
-# Seconds for reading and wrapping one character of Markdown, and additional seconds for each non-blank line
-# and each table cell. Measured with short list items and bold words.
+# Seconds for parsing and wrapping one character of Markdown, and additional seconds for each non-blank line
+# and each table cell. Both were measured with short list items and bold words.
 _CHARACTER_SECONDS, _ITEM_SECONDS = 3e-6, 6e-5
 # Maximum estimated time in seconds for showing a reply. The rest of a longer reply is hidden.
 _MAX_SECONDS = 1.0
@@ -41,7 +41,7 @@ _LINE_BREAK = re.compile(r"\r\n?")
 
 
 def too_long_text(characters: int) -> str:
-    """Say that pasted text is too long for the input, and how to send it nevertheless."""
+    """Return a note that pasted text is too long for the input, and how to send it anyway."""
     return (
         f"The pasted text has {count(characters)} characters, but the input takes at most"
         f" {count(MAX_INPUT_CHARACTERS)}. Save it to a file, and attach that with @ and its path."
@@ -49,7 +49,7 @@ def too_long_text(characters: int) -> str:
 
 
 def limited_text(text: str, advice: str = "") -> str:
-    """Return the start of plain text. If the rest is cut, append a note with advice on how to read it."""
+    """Return the start of plain text. If the rest is cut off, append a note with advice on reading it."""
     if (hidden := len(text) - _MAX_CHARACTERS) <= 0:
         return text
     return f"{text[:_MAX_CHARACTERS]}…\n{hidden_note(hidden, advice)}"
@@ -95,7 +95,7 @@ def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
 
 
 class PastedTexts:
-    """The long texts that were pasted into the input, by the label that stands for each of them.
+    """Long texts that were pasted into the input, keyed by the labels that stand for them.
 
     They are kept until the chat ends, because undo can bring back a label.
     """
@@ -105,11 +105,11 @@ class PastedTexts:
 
     @staticmethod
     def is_long(text: str) -> bool:
-        """Return whether a pasted text is folded."""
+        """Return whether pasted text is long enough to be folded."""
         return len(text) > _MAX_PASTED_CHARACTERS or len(text.splitlines()) > _MAX_PASTED_LINES
 
     def fold(self, text: str, token_count: int | None) -> str:
-        """Keep a text, and return the label that stands for it in the input.
+        """Store a text, and return the label that stands for it in the input.
 
         Args:
             text: The text.
@@ -123,22 +123,22 @@ class PastedTexts:
         return label
 
     def whole(self, text: str) -> str:
-        """Return the text of the input with the pasted texts in place of their labels."""
+        """Replace the labels in `text` with the pasted texts that they stand for."""
         if not self._texts:
             return text
         labels = re.compile("|".join(map(re.escape, self._texts)))
         return labels.sub(lambda match: self._texts[match[0]], text)
 
     def folded(self, text: str) -> str:
-        """Return a text with labels in place of the pasted texts that it contains."""
+        """Replace the pasted texts in `text` with their labels."""
         for label, pasted in self._texts.items():
             text = text.replace(pasted, label)
         return text
 
     def label_at(self, line: str, column: int) -> tuple[int, int] | None:
-        """Return the first column of the label around a column of a line, and the column after the label.
+        """Return the first column of the label that encloses `column`, and the column after the label.
 
-        Return None if there is no label, or the column is at its start or end.
+        Returns None if there is no label, or if `column` is at its start or end.
         """
         return next(((first, end) for first, end in self._labels(line) if first < column < end), None)
 

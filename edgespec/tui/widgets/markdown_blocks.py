@@ -1,4 +1,4 @@
-"""Read Markdown and return its blocks, such as paragraphs and code blocks, drawn at a given width."""
+"""Parse Markdown into blocks, such as paragraphs and code blocks, which are drawn at a given width."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 _GetStyle: TypeAlias = Callable[[str | Style], Style]
 _TAB_CELLS = 8
 _LINE_STYLE = "$foreground 20%"
-# Cells beside the text of each table cell: a space on both sides, and a line.
+# Cells that a table cell needs besides its text: a space on each side, and a line.
 _CELL_FRAME = 3
 _BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")
 _INLINE_STYLES = {"strong": "bold", "em": "italic", "s": "strike"}
@@ -56,7 +56,7 @@ class Markdown(NamedTuple):
 
 
 def read_markdown(text: str) -> Markdown:
-    """Return the blocks of a Markdown text."""
+    """Parse a Markdown text into blocks."""
     parts = SyntaxTreeNode(_parser().parse(text)).children
     blocks = [list(_blocks(part, (), 0, gap=True)) for part in parts]
     for above, below in pairwise(chain.from_iterable(blocks)):
@@ -69,7 +69,7 @@ def read_markdown(text: str) -> Markdown:
 
 
 def load_parsers() -> None:
-    """Load the parsers of Markdown and Python code, which takes about 80 ms, before a reply needs them."""
+    """Load the parsers for Markdown and Python before a reply needs them, because this takes about 80 ms."""
     read_markdown("https://example.com")
     highlight("pass", language="python")
 
@@ -157,7 +157,7 @@ def _inline(node: SyntaxTreeNode) -> Content:
 
 
 def _link(address: object) -> Style:
-    """Return a style with which a click opens the link."""
+    """Return a style that makes a click open the link."""
     return Style(underline=True) + Style.from_meta({"@click": f"link({address!r})"})
 
 
@@ -223,7 +223,7 @@ class Block:
         """Add colours before the block is drawn.
 
         Args:
-            spans: Returns the colours of a text. Called once for each text of the block, in their order.
+            spans: Returns the colours of a text. Called once for each text of the block, in order.
         """
         self._content = self._content.add_spans(spans(self._content.plain))
 
@@ -250,7 +250,7 @@ class Block:
 
     @property
     def drawn_rows(self) -> list[Row]:
-        """The rows that were drawn last. Empty if the block was not visible since its creation."""
+        """The rows drawn most recently. Empty if the block has not been visible since it was created."""
         return self._rows[1]
 
     def forget_rows(self) -> None:
@@ -276,7 +276,7 @@ class Block:
         old = len(indents) - self._begins
         firsts = [*indents[:old], *(margin.first for margin in self.margins[old:])]
         indent = sum(map(len, indents)) + self.padding
-        # Bullets are copied.
+        # If the first row has a bullet, start copying there, because bullets are part of copied text.
         bullet = next((n for n, text in enumerate(firsts) if text != indents[n]), None)
         first_copied = indent if bullet is None else sum(map(len, indents[:bullet]))
         pad = " " * self.padding
@@ -340,7 +340,7 @@ class _Rule(Block):
 
 
 class Table(Block):
-    """A table. Texts that do not fit into their column are wrapped.
+    """A table. Text that does not fit into its column is wrapped.
 
     Args:
         rows: The cells of each row. The first row is the header.
@@ -413,7 +413,7 @@ def _strip(pieces: Iterable[tuple[str, RichStyle]], y: int) -> Strip:
 
 
 def _wrapped(text: str, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each row of a text that is wrapped at a width in cells."""
+    """Yield the start and end of each row of `text`, wrapped at a width in cells."""
     place = 0
     for line in text.split("\n"):
         end = place + len(line)

@@ -61,7 +61,7 @@ _ENDINGS = {
     "length": "stopped: the reply reached its maximum length. Type /continue to extend it.",
     "context_full": "stopped: the context is full",
 }
-# Maximum numbers of characters of the arguments and of an error message in the folded line.
+# Maximum length, in characters, of the arguments and of an error message in the folded line.
 _MAX_ARGUMENTS = 60
 _MAX_PROBLEM = 100
 # Labels for calls that the user refused or stopped.
@@ -175,7 +175,7 @@ class UserMessage(Static, MessageWidget, can_focus=True):
         parts = (Content(limited_text(text, _COPY_CHAT)), file_chips(files), line)
         super().__init__(Content("\n").join([part for part in parts if part]), classes="user")
         images = [file.image for file in files if file.image]
-        # Most messages have no images, so the text needs no widget of its own.
+        # Most messages have no images, so the text is drawn by this widget and not by a child.
         self._preview = ImagePreview(images) if images else None
 
     def compose(self) -> ComposeResult:
@@ -232,7 +232,7 @@ class ReplyMessage(MessageWidget):
         self._drawn = limited_markdown(text)
         self._markdown = ReplyMarkdown(self._drawn)
 
-    # Create the next two widgets on first use. Most replies need none of them, and creating them would make
+    # Create the next two widgets on first use. Most replies need neither, and creating them would make
     # scrolling slow.
     @cached_property
     def thoughts(self) -> Thoughts:
@@ -262,7 +262,7 @@ class ReplyMessage(MessageWidget):
 
     @property
     def coloured(self) -> bool:
-        """True if draft tokens and the target's own tokens have different colours."""
+        """True if draft tokens and the target's own tokens are shown in different colours."""
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
@@ -414,7 +414,7 @@ class ReplyMessage(MessageWidget):
 
 
 def _coloured_thoughts(chunks: Sequence[TextChunk]) -> Content:
-    """Return reasoning with accepted draft tokens and the target's own tokens in different colours."""
+    """Colour accepted draft tokens and the target's own tokens in reasoning differently."""
     shown = limited_chunks(chunks)
     runs = groupby(shown, key=lambda chunk: GUESSED_STYLE if chunk.accepted else OWN_STYLE)
     hidden = sum(len(chunk.text) for chunk in chunks[len(shown) :])
@@ -447,7 +447,7 @@ class Thoughts(Collapsible):
         self._update(text, f"{thought} · {length}")
 
     def show_growing(self, text: Content, length: str) -> None:
-        """Show the reasoning generated so far, while the model is still thinking."""
+        """Show the reasoning so far while the model is still thinking."""
         # Do not time reasoning that began in an earlier run of edgespec.
         if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)

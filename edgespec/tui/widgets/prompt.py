@@ -41,8 +41,9 @@ from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS, PastedTexts, t
 __all__ = ["UNDO_KEYS", "History", "PromptInput", "WaitingMessages"]
 
 UNDO_KEYS = "ctrl+underscore,ctrl+slash"
-"""The keys that undo, as in a shell, because Ctrl+Z suspends the program. Most terminals send the same
-character for both."""
+"""The undo keys. They are the same as in a shell, because Ctrl+Z suspends the program. Most terminals send
+the same character for both.
+"""
 # Maximum time in seconds to read the clipboard. Encoding an image of 40 megapixels takes several seconds.
 _MAX_CLIPBOARD_SECONDS = 20.0
 # Maximum number of sent messages in the history.
@@ -106,7 +107,7 @@ class PromptInput(TextArea):
         return super().edit(edit)
 
     def _label_at(self, location: Location) -> tuple[int, int] | None:
-        """Return the columns of the label around a location, or None."""
+        """Return the first and end columns of the label that encloses a location, or None."""
         row, column = location
         # Textual deletes to the end of the text by deleting to a line that does not exist.
         if row >= self.document.line_count:
@@ -120,7 +121,7 @@ class PromptInput(TextArea):
         return super().render_line(y)
 
     def replace_text(self, text: str) -> None:
-        """Replace the text and move the cursor to its end. Texts that were pasted before are folded again."""
+        """Replace the text and move the cursor to its end. Previously pasted texts are folded again."""
         self.text = self._pasted.folded(text)
         self.move_cursor(self.document.end)
 
@@ -183,7 +184,7 @@ class PromptInput(TextArea):
             self.clear()
             self.post_message(self.Sent(self._pasted.whole(text)))
         elif event.key == "tab" and self.text.startswith("/"):
-            # Without a suggestion, keep the focus, which Tab would otherwise move while a command is typed.
+            # Tab completes a command. Without a suggestion, do nothing, so that Tab does not move the focus.
             if self.suggestion:
                 self.insert(self.suggestion + " ")
         elif event.key == "question_mark" and not self.text:
@@ -207,7 +208,7 @@ class PromptInput(TextArea):
             event.stop()
             event.prevent_default()
         elif not event.text:
-            # Terminals paste an empty text if the clipboard contains an image.
+            # Terminals paste empty text if the clipboard contains an image.
             self.action_paste_image()
         elif paths := await self._paths.dropped(event.text):
             self._insert_references(paths)
@@ -226,7 +227,7 @@ class PromptInput(TextArea):
 
     @work(exclusive=True)
     async def action_paste_image(self) -> None:
-        """Attach the image in the clipboard. If there is none, paste the text that was copied last here."""
+        """Attach the image in the clipboard. If there is none, paste the text last copied in the chat."""
         problem = "The clipboard contains no image."
         paths: list[str] = []
         try:
@@ -249,7 +250,8 @@ class PromptInput(TextArea):
     def action_cursor_up(self, select: bool = False) -> None:
         """Move the cursor up. On the first line, replace the text with the previous message.
 
-        If the input is empty and messages wait for the end of the reply, take back the newest of them.
+        If the input is empty and messages wait for the end of the reply, put the newest one back into the
+        input.
         """
         if select or not self.navigator.is_first_wrapped_line(self.cursor_location):
             super().action_cursor_up(select)
@@ -259,7 +261,7 @@ class PromptInput(TextArea):
             self.replace_text(older)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Move the cursor down. If it is on the last line, replace the text with the next message."""
+        """Move the cursor down. On the last line, replace the text with the next message."""
         if select or not self.navigator.is_last_wrapped_line(self.cursor_location):
             super().action_cursor_down(select)
         elif (newer := self._sent.newer()) is not None:
@@ -270,8 +272,8 @@ class History:
     """The messages that the user has sent, and the unsent text in the input.
 
     Args:
-        saved: The file of prompts from earlier runs, which also receives new prompts. If None, no prompts are
-            read or saved.
+        saved: The file of prompts from earlier runs, to which new prompts are added. If None, no prompts are
+            loaded or saved.
     """
 
     def __init__(self, saved: PromptHistory | None = None) -> None:
@@ -328,7 +330,7 @@ class WaitingMessages(Static):
         self.texts: list[str] = []
 
     def add(self, text: str) -> None:
-        """Add a message, which is sent after those that wait already."""
+        """Add a message, to be sent after those that are already waiting."""
         self.texts.append(text)
         self._show()
 

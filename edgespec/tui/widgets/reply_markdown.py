@@ -1,6 +1,6 @@
-"""The Markdown of a reply. A single widget draws it, because a widget per block would make scrolling slow.
+"""Draw a reply's Markdown in a single widget, because a widget per block would make scrolling slow.
 
-It can colour words by their origin: accepted guesses, or the model itself.
+Words can be coloured by their origin: accepted guesses, or the model itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReplyMarkdown(Widget):
     }
     """
 
-    # As in `MessageWidget`.
+    # See `MessageWidget.virtual_size`.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     class CopyCode(Event):
@@ -85,7 +85,7 @@ class ReplyMarkdown(Widget):
         self.append(text)
 
     def append(self, text: str) -> None:
-        """Append to the text. Only its last part, such as a paragraph or a list, is read again."""
+        """Append to the text. Only its last part, such as a paragraph or a list, is parsed again."""
         width = self.size.width
         blocks, bottoms = self._blocks, self._bottoms_at(width)
         self._read(text)
@@ -97,7 +97,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def _same_rows(self, before: Sequence[Block], width: int) -> int:
-        """Return how many rows at the top look the same as those of the blocks `before` the last change."""
+        """Return how many rows at the top look the same as in the previous blocks, `before`."""
         pairs = zip(before, self._blocks, strict=False)
         number = next((number for number, (old, new) in enumerate(pairs) if old is not new), len(before))
         top = self._bottoms_at(width)[number - 1] if number else 0
@@ -127,7 +127,8 @@ class ReplyMarkdown(Widget):
         super().notify_style_update()
 
     def on_unmount(self) -> None:
-        # Only the garbage collector frees a removed widget. It takes longer the more objects there are.
+        # Free the rows now, because a removed widget is freed only by the garbage collector, which is slower
+        # the more objects there are.
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -236,17 +237,17 @@ class ReplyMarkdown(Widget):
 class OriginColours:
     """The origin of each character of a reply's Markdown text.
 
-    The parser does not report where in the text a word comes from. The words are therefore searched in the
-    text, each one after the word before it. Since the search finds the first place that is possible, it never
-    skips the right place of a later word. A word that occurs in the markup before it can get the colour of
-    the markup.
+    The parser does not report where in the text a word comes from. Each word is therefore searched for in the
+    text, starting after the preceding word. Since the search takes the first possible match, it never skips
+    the right place for a later word. A word that also occurs in the markup before it can get the markup's
+    colour.
 
     Args:
         uncoloured: Number of characters at the start whose origin is unknown.
     """
 
     def __init__(self, uncoloured: int = 0) -> None:
-        # The ends of the parts of the text with one style, and their styles.
+        # The end and the style of each run of text in one style.
         self._ends, self._styles = [uncoloured], [""]
 
     def add(self, text: str, *, accepted: bool) -> None:
@@ -262,7 +263,7 @@ class OriginColours:
 
         Args:
             blocks: The blocks.
-            markdown: The part of the text from which they were read.
+            markdown: The part of the text from which the blocks were parsed.
             first: The index of the first character of this part.
         """
         place = 0
@@ -276,7 +277,7 @@ class OriginColours:
                     place = at + len(word[0])
                     self._add_spans(found, word.start(), first + at, len(word[0]))
                     continue
-                # There is markup within the word.
+                # The word was not found as a whole, so it contains markup.
                 for index, letter in enumerate(word[0], word.start()):
                     at = markdown.find(letter, place, place + _MAX_INNER_MARKUP)
                     if at >= 0:
@@ -288,13 +289,13 @@ class OriginColours:
             block.colour(spans)
 
     def _add_spans(self, spans: list[Span], start: int, at: int, length: int) -> None:
-        """Add the spans of `length` characters from `start`, which are in the text from index `at` on."""
+        """Add spans for `length` characters: from `start` in the block, and from index `at` in the text."""
         end = at + length
         while at < end and (part := bisect_right(self._ends, at)) < len(self._ends):
             following = min(end, self._ends[part])
             style, stop = self._styles[part], start + following - at
             if style and spans and spans[-1].style == style:
-                # Words with one origin share a span, with the spaces between them.
+                # Words with the same origin share a span, including the spaces between them.
                 spans[-1] = Span(spans[-1].start, stop, style)
             elif style:
                 spans.append(Span(start, stop, style))

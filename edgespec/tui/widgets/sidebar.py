@@ -98,7 +98,7 @@ class Sidebar(ScrollView, can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        # Leave space for the scrollbar even if there is none, so that the text does not move when it appears.
+        # Always leave space for the scrollbar, so that the text does not move when it appears.
         width = self.size.width - self.styles.scrollbar_size_vertical
         number, row = divmod(y + self.scroll_offset.y, _CHAT_ROWS)
         if not self.found:
@@ -118,7 +118,7 @@ class Sidebar(ScrollView, can_focus=True):
 
     def _title(self, found: FoundChat, width: int) -> Content:
         title = found.chat.title
-        # The suffix is never cut off, because it distinguishes a fork from the chat that it was made from.
+        # Never cut off the suffix, because it distinguishes a fork from the chat that it was made from.
         suffix = FORK_SUFFIX if title.endswith(FORK_SUFFIX) else ""
         mark = "• " if found.chat.id == self._open else "  "
         shown = Content.assemble((mark, "$primary"), title.removesuffix(suffix))

@@ -41,25 +41,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Transcript"]
 
-# Height in rows of the line that tells how many older messages there are. The user scrolls past this line.
+# Height in rows of the line that shows how many older messages there are. The user scrolls past this line.
 _MORE_ROWS = 2
-# Maximum number of notes and panels. Older ones leave the transcript, and all leave with the next message.
+# Maximum number of notes and panels. Older ones are removed, and the next message removes them all.
 _MAX_NOTES = 5
 # Number of messages to add when the selection moves past the messages on screen.
 _SELECTED_MESSAGES = 2
-# Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
-# longer each change of the layout takes.
+# Number of pages shown as widgets: one in view, and one above and below it. With more widgets, each layout
+# change takes longer.
 _MAX_PAGES = 3
 # Maximum number of messages that are added at once. Each message takes several milliseconds.
 _PAGE_MESSAGES = 40
 # Maximum time in seconds to spend on drawing the messages that are added at once.
 _PAGE_SECONDS = 1.0
-# Rows of a message besides those of its text: the space above it and its padding. Chosen low, because a page
-# with too many messages is better than one that does not fill the view.
+# Rows of a message besides those of its text: the space above it and its padding. A low value was chosen,
+# because a page with too many messages is better than one that does not fill the view.
 _OTHER_ROWS = 1
-# Time in seconds until garbage is collected after messages were removed from the screen. Widgets refer to
-# each other, so only the garbage collector frees them. It waits, because collecting while the user scrolls
-# would delay a key press.
+# Seconds between the removal of messages from the screen and a garbage collection. Widgets refer to each
+# other, so only the garbage collector frees them. Collecting at once, while the user scrolls, would delay key
+# presses.
 _COLLECTION_SECONDS = 2.0
 
 
@@ -82,8 +82,8 @@ class Transcript(VerticalScroll):
 
     # Draw only the background. Without this, Textual draws borders and padding row by row below the messages.
     BLANK = True
-    # Textual would lay out and draw all messages a second time after each new line. Its first layout has
-    # already moved the scrollbar and the messages.
+    # Without this, Textual would lay out and draw all messages a second time after each new line, although
+    # the first layout has already moved the scrollbar and the messages.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     # Active only after the user has deleted all messages, see `ChatScreen.check_action`.
@@ -98,7 +98,7 @@ class Transcript(VerticalScroll):
         self._first = self._end = 0
         self._dropped = 0
         self._extending = Lock()
-        # A message, and the row of the screen where it stays until the added messages are laid out.
+        # A message, and the screen row at which it stays until the added messages are laid out.
         self._held: tuple[MessageWidget, int] | None = None
         self.origin = False
         # The width in the last layout, and the text at the top.
@@ -147,7 +147,7 @@ class Transcript(VerticalScroll):
             self.scroll_to_widget(each, animate=False, immediate=True)
 
     async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
-        """Show `most` older messages, but at most a page. Remove newer widgets if there are too many."""
+        """Show up to `most` older messages, at most a page. Remove newer widgets if there are too many."""
         start = self._page(self._first, -1, most)
         if start == self._first:
             return
@@ -269,8 +269,8 @@ class Transcript(VerticalScroll):
     async def neighbour(self, message: MessageWidget | None, step: int) -> MessageWidget | None:
         """Return the message `step` positions after `message`, or before it if `step` is negative.
 
-        Return None past the last message, and the first message before the first one. If `message` is None,
-        return the last message.
+        Returns None past the last message. Before the first message, returns the first one. If `message` is
+        None, returns the last message.
         """
         messages = self._messages
         if message is None:
@@ -511,8 +511,8 @@ class _TextPosition:
     def remember(self, row: int) -> None:
         """Remember the text in `row` of the last layout.
 
-        If `found` has returned the same row, the user has not scrolled since then. The text stays the same,
-        because rounding would otherwise move it a little with each of many changes of the width.
+        If `found` has returned the same row, the user has not scrolled since then, so the remembered text is
+        kept. Otherwise, rounding would move it a little with each change of the width.
         """
         if row == self._row:
             return
@@ -525,7 +525,7 @@ class _TextPosition:
     def found(self, rows: int) -> int | None:
         """Return the row of the remembered text in the last layout, at most `rows`.
 
-        Return None if its widget is not in the layout.
+        Returns None if its widget is not in the layout.
         """
         if self._text is None or self._text[0] not in self.places:
             return None

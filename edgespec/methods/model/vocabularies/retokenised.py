@@ -16,8 +16,8 @@ __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 
 # Number of preceding tokens to retokenize together with the drafted text, because tokens can merge with it.
 _CONTEXT_TOKENS = 8
-# Maximum number of tokens missing from the draft model's KV cache that are run as part of drafting. If more
-# are missing, they are prefilled separately.
+# Maximum number of missing tokens in the draft model's KV cache to process as part of drafting. If more are
+# missing, they are prefilled separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
 # When text is appended, the last 64 to about 256 bytes before it are retokenized, because their tokens can
 # change.
@@ -31,7 +31,7 @@ class RetokenisedDrafter(Drafter):
     sequence is tokenized for the draft model, which continues it greedily. The generated text is then
     tokenized for the target. Drafts have no draft probabilities.
 
-    If there is no time to prefill the whole sequence, the draft model is given only its end.
+    If there is no time to prefill the whole sequence, the draft model sees only its end.
 
     Args:
         model: The draft model.
@@ -140,7 +140,7 @@ class RetokenisedDrafter(Drafter):
         return TokenTree.chain(last, self._target_tokens(text, ended)[:draft_length])
 
     def _generate(self, max_tokens: int) -> tuple[bytes, bool]:
-        """Generate up to `max_tokens` draft model tokens. Return the text and whether it ends the reply."""
+        """Generate up to `max_tokens` draft model tokens. Return their text and whether it ends the reply."""
         text, ended = b"", False
         chain = [self._input.tokens[-1]]
         count = min(max_tokens, self._model.free_tokens, self._model.facts.capabilities.max_width)

@@ -24,7 +24,7 @@ _EXTRA_TOKENS = 16
 
 
 class TranslatedModel(WrappedModel):
-    """Wraps a draft model with a different vocabulary to make it use the target's.
+    """Wraps a draft model so that it uses the target's vocabulary instead of its own.
 
     Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). Tokens in both
     vocabularies are translated one to one. Other target tokens are spelled out with several draft model
@@ -42,7 +42,7 @@ class TranslatedModel(WrappedModel):
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
         # Number of tokens to keep free in the draft model's context, because one target token can become
-        # several tokens there.
+        # several draft model tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts = replace(
             model.facts,

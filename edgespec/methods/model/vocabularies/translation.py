@@ -120,7 +120,7 @@ class TokenTranslation:
         control = target_table.control.items()
         pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
         pairs |= self._text_pairs(target_table, draft_table)
-        # Draft model tokens that stand in for control tokens that only the target has, such as start tokens.
+        # Draft model tokens that replace control tokens found only in the target, such as start tokens.
         self._substitutes: dict[int, int] = {}
         self._match_ends(pairs, target_table, draft_table)
         self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))

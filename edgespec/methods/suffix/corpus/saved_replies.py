@@ -166,8 +166,8 @@ class SavedReplies:
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
         """Save a reply and the parts of its prompt that have not been saved yet.
 
-        If another process has locked the file, the reply is written with the next one. If the user has
-        deleted saved replies since the last call, nothing is saved.
+        If another process has locked the file, the reply is written together with the next one. If the user
+        has deleted saved replies since the last call, nothing is saved.
 
         Returns:
             The new parts of the prompt and the reply. The last sequence ends with the reply.
@@ -180,7 +180,7 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Truncate long prompts, so that they do not displace all other saved texts.
+        # Truncate long prompts so that they do not displace all other saved texts.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)
@@ -271,9 +271,12 @@ class SavedReplies:
 
 
 def delete_saved_replies(folder: Path | None = None) -> int:
-    """Delete the saved replies for all vocabularies. Returns the number of bytes freed. Raises OSError.
+    """Delete the saved replies for all vocabularies, and return the number of bytes freed.
 
     The current turn of a running chat will not be saved.
+
+    Raises:
+        OSError: A file cannot be deleted, or the deletion cannot be recorded.
     """
     folder = folder or _default_folder()
     touch_private(folder / _DELETION_MARKER)
