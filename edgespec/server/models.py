@@ -56,12 +56,12 @@ _NAMES_SECONDS = 5.0
 _MAX_SHOWN_NAMES = 10
 _WRITTEN_AS_PATH = re.compile(r"[/\\]|^~|\.gguf$", re.IGNORECASE)
 # Parts that clients add to a model's name. Many Ollama clients add the tag, and gateways such as LiteLLM put
-# the name of the server's API before the model. `_MISSPELT_SIMILARITY` is the minimum similarity (`difflib`)
-# at which an unknown name is probably misspelt.
+# the name of the server's API before the model.
 _ADDED = re.compile(
     r"^(?:openai|ollama|ollama_chat|anthropic|hosted_vllm|lm_studio|litellm_proxy|custom_openai)/|:latest$",
     re.IGNORECASE,
 )
+# Minimum similarity (`difflib`) at which an unknown name is probably misspelt. This value was chosen.
 _MISSPELT_SIMILARITY = 0.7
 
 

@@ -39,10 +39,10 @@ from edgespec.model.hidden_states import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.model.memory_estimate import MemoryEstimate
 from edgespec.model.model_facts import Capabilities, ModelFacts
 
-__all__ = ["EagleHead", "HeadNetwork", "estimate_head", "load_head"]
+__all__ = ["EagleHead", "HiddenStateNetwork", "estimate_head", "load_head"]
 
 
-class HeadNetwork(Protocol):
+class HiddenStateNetwork(Protocol):
     """The network of a head that processes pairs of a token and the preceding hidden state."""
 
     @property
@@ -101,7 +101,7 @@ class EagleHead(HeadView[HeadTarget]):
         self,
         target: HeadTarget,
         states: Sequence[int],
-        networks: Sequence[HeadNetwork],
+        networks: Sequence[HiddenStateNetwork],
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
         target_ids: NDArray[np.int64] | None,

@@ -92,7 +92,7 @@ class EagleNetwork(Module):
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
         """Return the layer's hidden states [tokens, size].
 
-        Takes each token's embedding and the preceding hidden state. See `HeadNetwork.__call__`.
+        Takes each token's embedding and the preceding hidden state. See `HiddenStateNetwork.__call__`.
         """
         attend = _CachedAttention(caches[0])
         if self._config.version == 1:

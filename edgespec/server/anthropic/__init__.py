@@ -22,7 +22,7 @@ ANTHROPIC = Protocol(
         Endpoint(
             "POST",
             "/v1/messages",
-            "Reply to the messages of a conversation.",
+            "Reply to a conversation.",
             create_message,
             AnthropicMessageRequest,
             AnthropicReply,

@@ -82,7 +82,7 @@ OLLAMA = Protocol(
         Endpoint(
             "POST",
             "/api/chat",
-            "Reply to the messages of a conversation.",
+            "Reply to a conversation.",
             chat,
             OllamaChatRequest,
             OllamaChat,

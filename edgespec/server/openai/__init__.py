@@ -19,7 +19,7 @@ OPENAI = Protocol(
         Endpoint(
             "POST",
             "/v1/chat/completions",
-            "Reply to the messages of a conversation.",
+            "Reply to a conversation.",
             create_chat_completion,
             ChatRequest,
             ChatCompletion,
