@@ -92,7 +92,7 @@ def read_files(path: str) -> ReadFiles:
         except AttachmentError as error:
             problem = error
             continue
-        total_bytes += len(files[-1].text.encode())
+        total_bytes += len(files[-1].text.encode(errors="replace"))
         if total_bytes > _MAX_TOTAL_BYTES:
             raise AttachmentError(
                 f"the files in {path} contain more than {format_bytes(_MAX_TOTAL_BYTES)} of text",
