@@ -178,8 +178,8 @@ class Chat(Generic[_StreamT]):
 def _reply_message(written_before: str, reply: Reply) -> Message:
     """Return the message for a reply that continues the text in `written_before`.
 
-    If the reply ended early, its tool calls may be incomplete. They are kept as text so that the model can
-    continue them.
+    If the reply ended early, its tool calls may be incomplete, so they are kept as text that the model can
+    continue.
     """
     message = reply_message(written_before + reply.text)
     if not reply.tool_calls or reply.finish_reason != "stop":

@@ -156,7 +156,7 @@ def _mlx() -> MlxInfo:
 
 
 def gpu_vendors(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the vendors of the GPUs. `root` is the folder that contains /proc and /sys."""
+    """Return the GPU vendors. `root` is the folder that contains /proc and /sys."""
     found = set()
     for file in root.glob("sys/class/drm/renderD*/device/vendor"):
         with suppress(OSError, ValueError):

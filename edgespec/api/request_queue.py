@@ -316,7 +316,7 @@ class QueuedEmbeddings:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return an error that cannot stop a queue's thread. For example, callbacks can raise SystemExit."""
+    """Convert an error to one that cannot stop a queue thread, because callbacks can raise SystemExit."""
     if isinstance(error, Exception):
         return error
     failure = EdgespecError(f"the request was ended by {type(error).__name__}", "submit it again")

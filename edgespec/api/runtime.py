@@ -484,7 +484,8 @@ class Runtime(Replies[ReplyStream]):
                 text_may_precede=calls_tool,
             )
             processors = (constraint, *processors)
-        # With a constraint, which applies only to the answer, stop strings apply only to the answer, too.
+        # A constraint applies only to the answer, so if there is one, stop strings apply only to the answer,
+        # too.
         splits = constraint is not None or not whole_text
         searches = stop_searches(
             settings.stop,

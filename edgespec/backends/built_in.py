@@ -229,7 +229,7 @@ def _llama_cpp_build() -> str:
 def _llama_cpp_repacks(path: Path, options: LoadOptions) -> bool:
     from edgespec.backends.llamacpp.loading import repacks_weights
 
-    # A folder holds a model that was split for early exit.
+    # If `path` is a folder, it contains a model that was split for early exit.
     if path.is_dir() or options.streamed_layers:
         return False
     return repacks_weights([str(file) for file in gguf_files(path)], options.gpu_layers, options.experts)
@@ -253,7 +253,7 @@ _BITS_PER_WEIGHT = {
     "Q2_K": 2.625,
 }  # fmt: skip
 
-# Formats of head files: GGUF, and folders in the Hugging Face layout.
+# Head file formats: GGUF, and folders in the Hugging Face layout.
 _GGUF_FILES, _PUBLISHED = frozenset({"gguf"}), frozenset({"mlx"})
 
 _GGUF = FileFormat(

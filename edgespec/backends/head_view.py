@@ -39,11 +39,12 @@ _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
 )
-# Heads are considered equally accurate if their numbers of correct predictions differ by at most this. Heads
-# with random weights differ by 1 or 2, whereas reading the wrong inputs makes most predictions wrong.
+# Heads count as equally accurate if their numbers of correct predictions differ by at most this much. Heads
+# with random weights differ by 1 or 2, whereas a head that reads the wrong inputs gets most predictions
+# wrong.
 _TIE_TOKENS = 2
-# Maximum number of trial tokens, and number of tokens between comparisons. Both are small, because products
-# with the output matrices of several heads take most of the time on a CPU.
+# Maximum number of trial tokens, and number of tokens between comparisons. Both are small because multiplying
+# by the output matrices of several heads takes most of the time on a CPU.
 _TRIAL_TOKENS, _STEP_TOKENS = 64, 8
 
 
@@ -94,7 +95,7 @@ class HeadCells(ABC):
 
 
 class _TargetCells(HeadCells):
-    """Stands in for the KV cache of a head without one. Its tokens are the target's."""
+    """A stand-in for the cache of a head that has none. It contains the same tokens as the target's."""
 
     def __init__(self, target: BaseModel, log: HiddenStateLog) -> None:
         self._target, self._log = target, log
@@ -278,7 +279,7 @@ class HeadView(SelfDraftView[M]):
         self._keep(min(length, self.length))
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the cache at positions [start, end), or from its first position if that is later."""
+        """Copy the cache at positions [start, end), or from the cache's first position if that is later."""
         self._check()
         self._keep(self.length)
         end = self.length if end is None else min(end, self.length)
@@ -321,7 +322,7 @@ def check_finite(head: LanguageModel, path: Path) -> None:
 
 
 def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
-    """Raise ModelFileError if a head's logits are not finite. `path` is the head's path."""
+    """Raise ModelFileError, naming the head at `path`, if the head's logits are not finite."""
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
@@ -333,10 +334,10 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
 def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: Path) -> H:
     """Return the head that most often predicts the target's top token. On a tie, return the first.
 
-    A head's configuration is ambiguous about which hidden states it reads and about the order of its inputs.
-    A wrong choice raises no error, but lowers the acceptance rate. We therefore load every possible
-    variant of the head and compare them on a short text. The comparison stops as soon as one is clearly
-    better than the others.
+    A head's configuration does not say unambiguously which hidden states it reads or in which order it takes
+    its inputs. A wrong choice raises no error, but lowers the acceptance rate. We therefore load every
+    possible variant of the head and compare them on a short text. The comparison stops as soon as one variant
+    is clearly better than the others.
 
     Args:
         target: The target. Its cache must be empty.
@@ -392,7 +393,7 @@ def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[i
     """Count how many of the target's top tokens the head predicts.
 
     Args:
-        head: The head. It must have processed only the tokens of the preceding calls.
+        head: The head, which must not have processed any tokens except in earlier calls.
         tokens: The tokens that the target has processed.
         best: The target's top token after each of the last `len(best)` tokens.
     """

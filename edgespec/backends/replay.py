@@ -81,7 +81,7 @@ class ReplayModel(BaseModel):
     Args:
         inner: The recurrent model.
         reason: Why the model does not support draft trees with branches, for `Capabilities.reason`.
-        undo_tokens: How many of a pass's last tokens `inner.commit` can remove exactly.
+        undo_tokens: How many trailing tokens of a pass `inner.commit` can remove exactly.
     """
 
     def __init__(self, inner: Rewindable, reason: str, undo_tokens: int = 0) -> None:

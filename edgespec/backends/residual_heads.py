@@ -48,7 +48,7 @@ __all__ = [
     "load_residual_heads",
 ]
 
-# Returns the memory needed for the weights of heads, in bytes.
+# Returns the memory that the heads' weights need, in bytes.
 WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
 _FLOAT32_BYTES = 4
 # Number of logit rows to reserve memory for, which is enough for one level of a large draft tree.
@@ -103,7 +103,7 @@ class PrefixLayer:
         )
 
     def with_own_cache(self) -> PrefixLayer:
-        """Return a copy that shares the weights and has its own, empty KV cache."""
+        """Return a copy that shares the weights but has its own, empty KV cache."""
         other = copy(self)
         other.attention = self.attention.with_own_cache()
         return other
@@ -202,7 +202,7 @@ class ResidualHeadTarget:
 
 
 def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidualHeads:
-    """Load the Medusa or Hydra heads at a path for a target.
+    """Load the Medusa or Hydra heads at `path` for a target.
 
     Raises:
         CapabilityError: The heads were made for a different target, or the target's hidden states cannot be
@@ -240,7 +240,7 @@ class LoadedResidualHeads:
     Args:
         target: The target.
         heads: The heads' layout.
-        path: The heads' path.
+        path: Path of the heads, for error messages.
         state: The hidden state that the heads read, numbered as in `HiddenStateSource`.
         facts: Properties of the heads.
 
@@ -264,10 +264,10 @@ class LoadedResidualHeads:
             self._prefix = PrefixLayer(heads.prefix, target.attention, loader)
 
     def view(self, target: BaseModel, release: Callable[[], None] = lambda: None) -> ResidualHeadView:
-        """Return a view of the heads, with a KV cache of its own if they have one.
+        """Return a view of the heads. If the heads use a KV cache, each view has its own.
 
         Args:
-            target: The target, or the view of it that one of several concurrent replies uses.
+            target: The target, or a concurrent reply's view of it.
             release: Called when the view is closed.
         """
         log = target.log_hidden_states([self._state])
@@ -333,7 +333,7 @@ def estimate_residual_heads(
         weight_bytes: Returns the memory of the heads' weights in bytes.
 
     Raises:
-        CapabilityError: The heads are of a kind that edgespec cannot run.
+        CapabilityError: edgespec does not support this kind of heads.
         ModelFileError: The files are missing or damaged.
     """
     heads = read_residual_heads(path)
@@ -368,10 +368,12 @@ class ResidualHeadView(HeadView[BaseModel]):
     The first head predicts the children of a draft tree's root, and each further head predicts one level
     deeper. Hydra heads also read the embeddings of the tokens on the path from the root to the node. Hydra++
     heads read an attention layer's output instead of the target's hidden states. Only this layer has a KV
-    cache. Drafted tokens have no entries in it, because their hidden states are not known yet.
+    cache, which has no entries for drafted tokens because their hidden states are not known yet.
 
     Args:
-        target: See `HeadView`, also for `log` and `release`.
+        target: The target.
+        log: The log of the target's hidden states. See `HeadView`.
+        release: Called when the view is closed.
         facts: Properties of the heads.
         network: The heads.
         embed: Returns the embeddings of token ids. None if the heads do not read tokens.

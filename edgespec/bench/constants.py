@@ -17,17 +17,18 @@ __all__ = [
     "WARM_UP_TOKENS",
 ]
 
-# Number of tokens that each method generates to warm up. Chosen because a backend's first passes are slow.
+# Number of tokens that each method generates to warm up. The number was chosen to get a backend's slow first
+# passes out of the way.
 WARM_UP_TOKENS = 8
 
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
 # has changed. The number was chosen to keep the check short.
 CHECK_TOKENS = 32
-# Maximum `Race.drift` of a fair race, as a fraction. A larger change makes the result unreliable. The value
-# was chosen rather than measured.
+# Maximum `Race.drift` of a fair race, as a fraction. A larger change makes the result unreliable. The limit
+# was chosen by judgement.
 MAX_DRIFT = 0.2
-# Speeds that differ by less than this fraction count as equal. It was chosen because a single race cannot
-# distinguish them.
+# Speeds that differ by less than this fraction count as equal. The threshold was chosen because a single race
+# cannot resolve smaller differences.
 EQUAL_SPEEDS = 0.03
 # A speed-up that exceeds the tokens per target pass by more than this factor cannot come from drafting. The
 # factor was chosen to allow for noise.
@@ -36,13 +37,13 @@ MAX_PASS_RATIO = 1.15
 # Minimum speed-up for `tune` to recommend a method. It was chosen because a smaller one could be measurement
 # noise.
 MIN_SPEED_UP = 1.05
-# Warn if other programs used the CPU during more than this fraction of a method's passes. It was chosen so
-# that short disturbances cause no warning.
+# Warn if other programs used the CPU during more than this fraction of a method's passes. The threshold was
+# chosen so that brief disturbances do not trigger the warning.
 MAX_BUSY_SHARE = 0.2
-# Draft length in tokens for trying each drafter, chosen to match the default for drafters with a fixed
-# length.
+# Draft length in tokens at which `tune` tries each drafter, chosen to match the default for drafters with a
+# fixed length.
 TRIED_DRAFT_LENGTH = FIXED_DRAFT_LENGTH
 
-# Number of resampled sets of prompts, and level of the confidence intervals. Both were chosen because they
-# are common for bootstrap intervals.
+# Number of bootstrap resamples, and level of the confidence intervals. Both were chosen because they are
+# commonly used.
 BOOTSTRAP_DRAWS, CONFIDENCE_LEVEL = 2000, 0.95

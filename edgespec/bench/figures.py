@@ -77,7 +77,7 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 
 
 def oracle(fixed: Sequence[Ratios]) -> float:
-    """Return the geometric mean speed-up if each prompt used the best fixed method for it.
+    """Return the geometric mean speed-up of using the best fixed method for each prompt.
 
     This is an upper bound, because the best method is chosen in hindsight.
 
@@ -88,7 +88,7 @@ def oracle(fixed: Sequence[Ratios]) -> float:
     return float(np.exp(np.mean(np.log(best))))
 
 
-# Phases of a reply whose duration is reported.
+# Phases of a reply whose durations are reported.
 PHASES = ("draft", "verify", "sampling", "rollback", "overhead", "prefill")
 
 

@@ -48,7 +48,7 @@ class RaceChunk:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One of the two replies of a race, with the time at which each piece was generated."""
+    """One reply of a race, with the time at which each piece was generated."""
 
     method: str
     chunks: tuple[RaceChunk, ...]
@@ -125,7 +125,8 @@ class Race:
 
     @property
     def is_faster(self) -> bool:
-        # Without accepted tokens, only other programs or the order of the runs can make a method faster.
+        # Without accepted tokens, a method can be faster only because of other programs or the order of the
+        # runs.
         return self.is_fair and self.has_accepted and self.speed_up > 1 + EQUAL_SPEEDS
 
     @property
@@ -193,7 +194,7 @@ class Race:
         return text
 
     def remarks(self) -> list[str]:
-        """Return sentences on whether the texts are the same and how the race was run."""
+        """Return sentences that say whether the replies are identical and how the race was run."""
         how = (
             f"The replies were generated one after the other, with the same seed ({self.plain.reply.seed}),"
             " and"
@@ -255,9 +256,8 @@ def run_race(
     """Generate a reply with plain decoding and then one with `method`, and measure both.
 
     The replies are generated one after the other, so that they do not slow each other down. Before the
-    race, each method generates a few tokens, which warms it up and puts the prompt into the cache.
-    After the race, plain decoding generates its first tokens again, to detect a change in the machine's
-    speed.
+    race, each method generates a few tokens to warm up and to put the prompt into the cache. After the
+    race, plain decoding generates its first tokens again, to detect a change in the machine's speed.
 
     Args:
         start: Starts a reply to the prompt with the given options, such as `Chat.regenerate`.
@@ -268,7 +268,7 @@ def run_race(
 
     Raises:
         CancelledError: `progress` returned False.
-        OptionError: A race is impossible with the method or an option.
+        OptionError: A race is impossible with this method or one of the options.
     """
     check_race(method, options)
     runner = _Runner(start, dict(options), progress)
@@ -303,7 +303,7 @@ class _Runner:
         self._max_tokens = int(options.get("max_tokens") or DEFAULT_RACE_TOKENS)
 
     def run(self, description: str, method: str, done: float, *, max_tokens: int | None = None) -> Lane:
-        """Generate one reply, and report progress from the fraction `done` of the race onwards."""
+        """Generate one reply, reporting progress that starts at the fraction `done` of the race."""
         limit = min(max_tokens or self._max_tokens, self._max_tokens)
         self._report(description, done)
         options = self.options | {"method": method, "max_tokens": limit}

@@ -35,7 +35,7 @@ class RaceEvent(NamedTuple):
         seconds: Time at which the text appears, in seconds since the start.
         row: Row, counted from 0.
         column: Column, counted from 0.
-        style: Number of the terminal colour or style.
+        style: Terminal escape code number of the colour or style, or an empty string.
     """
 
     seconds: float
@@ -98,7 +98,7 @@ class Picture:
         self.events = sorted(events, key=lambda event: event.seconds)
 
     def _pieces(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
-        """Yield the text of a reply, with rows counted from its first line."""
+        """Yield the text of a reply, numbering rows from its first line."""
         text = _cleaned(lane.text)
         lines = list(_broken(text, self._width))
         place = number = 0
@@ -116,7 +116,7 @@ class Picture:
                 place = until
 
     def _speeds(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
-        """Yield updates of the line below the heading, which shows the token count and the speed so far."""
+        """Yield updates to the line below the heading, which shows the token count and the speed so far."""
         seconds = 0.0
         while True:
             seconds = min(seconds + _SPEED_SECONDS, lane.seconds)
@@ -162,12 +162,12 @@ _SVG_STYLES = {
 
 
 def styled(event: RaceEvent) -> str:
-    """Return the text of an event, including the escape codes for its colour in a terminal."""
+    """Return the text of an event, wrapped in the terminal escape codes for its style."""
     return f"\x1b[{event.style}m{event.text}\x1b[0m" if event.style else event.text
 
 
 def check_picture_path(path: Path) -> None:
-    """Raise OptionError if a race cannot be saved to this path."""
+    """Raise OptionError if a picture of a race cannot be saved to this path."""
     if path.suffix.lower() != ".svg":
         raise OptionError(
             f"{str(path)!r} is not a valid file name for a picture of a race", "use a name that ends in .svg"
@@ -207,7 +207,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _broken(text: str, width: int) -> Iterator[_Line]:
     """Wrap text into lines of at most `width` cells, between words if possible.
 
-    The line break or space between two lines belongs to neither of them.
+    The spaces and line breaks at which the text is split are dropped.
     """
     start = cells = 0
     space = -1

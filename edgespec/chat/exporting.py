@@ -20,8 +20,8 @@ from edgespec.system.files import error_reason
 __all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown", "write_export"]
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-# Blocks remote images in replies, because loading them would reveal to other servers that the page was
-# opened.
+# Content security policy that blocks remote images in replies, because loading them would reveal to other
+# servers that the page was opened.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
@@ -63,7 +63,7 @@ def as_html(chat: SavedChat) -> str:
 
     The model's reasoning is collapsed.
     """
-    # With `html` off, tags in a reply are shown as text, so the page cannot run scripts from a model.
+    # With `html` off, tags in a reply are shown as text, so the page cannot run scripts written by a model.
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
     sections = "".join(
         f"<section><h2>{_NAMES[message.role]}</h2>{_message_as_html(message, markdown)}</section>\n"

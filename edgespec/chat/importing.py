@@ -115,14 +115,14 @@ _MAX_FILE_BYTES = 1 << 30
 # Maximum length of one chat in a file, in characters. Limits memory use to about 1 GiB, even if the file is
 # malicious.
 _MAX_CHAT_CHARACTERS = 1 << 25
-# The file in ChatGPT's and Claude's ZIP exports that contains the chats.
+# Name of the file that contains the chats in the ZIP exports of ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A message from another program. `message` is None if it cannot be imported, but later ones may be."""
+    """A message from another program. `message` is None if it cannot be imported, even if its replies can."""
 
     parent: object
     message: Message | None
@@ -258,7 +258,7 @@ def _tree(nodes: Mapping[object, _Node], tip: object) -> MessageTree[Message]:
     parents: list[int | None] = []
     places: dict[object, int | None] = {}
     for key in nodes:
-        # Add the ancestors of this message first. Stop at a message that is its own ancestor.
+        # Add the ancestors of this message first, stopping if they form a cycle.
         waiting: dict[object, None] = {}
         while key in nodes and key not in places and key not in waiting:
             waiting[key] = None
@@ -345,7 +345,7 @@ def _open_webui_message(message: dict[str, Any], left_out: Counter[str]) -> Mess
 
 
 def _joined(parts: Sequence[Any], left_out: Counter[str]) -> str:
-    """Join the text parts of a message, and count the others, such as images, audio and video."""
+    """Join the text parts of a message, and count the skipped ones, such as images, audio and video."""
     left_out["images, audio and video"] += sum(isinstance(part, dict) for part in parts)
     return "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
 

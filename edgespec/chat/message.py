@@ -108,7 +108,7 @@ class Message:
         return replace(self, content=content, files=(), images=images)
 
     def with_marked_images(self, mark: Callable[[Image], str]) -> Message:
-        """Return the message with each image replaced by a mark."""
+        """Return the message with each image replaced by the text that `mark` returns for it."""
         if not self.images:
             return self
         content, begin = "", 0

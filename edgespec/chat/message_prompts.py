@@ -1,4 +1,4 @@
-"""Build prompts from messages and tools, with the grammar that makes the reply's tool calls valid."""
+"""Build prompts from messages and tools, along with grammars that keep the reply's tool calls valid."""
 
 from __future__ import annotations
 

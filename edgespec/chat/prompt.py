@@ -408,7 +408,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _image_marks(self, text: str, escaping: ControlTokenEscaping) -> dict[int, tuple[bytes, list[int]]]:
-        """Return the mark and the tokens of each image in `text`, keyed by its byte offset."""
+        """Return the marker and the tokens of each image in `text`, keyed by the marker's byte offset."""
         marks: dict[int, tuple[bytes, list[int]]] = {}
         if not self._images:
             return marks
@@ -499,8 +499,8 @@ def _build_shorter(
 ) -> RenderedPrompt:
     """Drop the oldest turns until the prompt has at most `limit_tokens`, if possible.
 
-    Drops about `step_tokens` tokens at a time, so that most prompts start the same way as the previous one
-    and its KV cache can be reused.
+    Drops about `step_tokens` tokens at a time, so that most prompts extend the previous one and can reuse its
+    KV cache.
     """
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]

@@ -1,4 +1,4 @@
-"""The history file of sent prompts, from which later chats can recall them."""
+"""The history of sent prompts, stored in a file so that later chats can recall them."""
 
 from __future__ import annotations
 

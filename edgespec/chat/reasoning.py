@@ -25,20 +25,20 @@ __all__ = [
 # The markers before and after the reasoning, from published chat templates.
 REASONING_MARKERS: Mapping[str, str] = MappingProxyType(
     {
-        # The markers of Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2 and Kimi K2
+        # Markers used by Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2 and Kimi K2
         # Thinking.
         "<think>": "</think>",
-        # The markers of Magistral and Ministral 3 Reasoning.
+        # Markers used by Magistral and Ministral 3 Reasoning.
         "[THINK]": "[/THINK]",
-        # The markers of Seed-OSS.
+        # Markers used by Seed-OSS.
         "<seed:think>": "</seed:think>",
-        # The markers of MiniMax M3.
+        # Markers used by MiniMax M3.
         "<mm:think>": "</mm:think>",
-        # The markers of Command R7B and Command A Reasoning.
+        # Markers used by Command R7B and Command A Reasoning.
         "<|START_THINKING|>": "<|END_THINKING|>",
-        # The markers of Gemma 4.
+        # Markers used by Gemma 4.
         "<|channel>thought": "<channel|>",
-        # The markers of gpt-oss, whose final channel contains the answer.
+        # Markers used by gpt-oss, whose final channel contains the answer.
         "<|channel|>analysis<|message|>": "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>": "",
     }
@@ -89,7 +89,7 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split text at potential reasoning markers. Return each part with whether it is a marker."""
+    """Split text at potential reasoning markers, and return pairs of a part and whether it is a marker."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 

@@ -13,7 +13,7 @@ __all__ = ["fitted_to_prompt", "text_to_continue", "whole_characters"]
 
 # A reply that was truncated in the middle of a character ends with U+FFFD or a lone surrogate.
 _PART_OF_CHARACTER = re.compile("[\ufffd\ud800-\udfff]+\\Z")
-# The markers that models write on separate lines. The others have no whitespace around them.
+# The markers that models write on lines of their own. The others have no whitespace around them.
 _ON_OWN_LINE = ("<think>", "<|channel>thought")
 
 
@@ -74,7 +74,7 @@ def _with_own_reasoning(text: str, leading: str, opening: str, template: str) ->
     Args:
         text: The start of a reply.
         leading: The opening marker of `text`, with whitespace.
-        opening: The opening marker at the end of the prompt, with whitespace. It is not written again.
+        opening: The opening marker at the end of the prompt, with whitespace. It is not repeated.
         template: The source of the chat template.
     """
     given = leading.strip()

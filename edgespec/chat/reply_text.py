@@ -68,7 +68,7 @@ class ReplyText:
         self._released: list[str] = []
         self._released_length = 0
         self._fresh: list[ReleasedText] = []
-        # The start and end positions of the tokens that may not belong to the text.
+        # The start and end positions of the tokens that may turn out not to belong to the text.
         self._undecided: deque[tuple[int, int]] = deque()
 
     @property
@@ -327,7 +327,7 @@ class ReplySplitter:
 
     @property
     def after_single_call(self) -> int | None:
-        """Number of characters after the single call that a reply may contain. None until it is complete."""
+        """Number of characters after the reply's only allowed call, or None until that call is complete."""
         if not self._single or self._calls is None:
             return None
         if self._has_second_call:

@@ -33,8 +33,7 @@ __all__ = [
 Setting = str | int | float | bool | list[str]
 """Type of a setting's value in a chat file."""
 
-# The version of the file format. Files of version 1, which held only one version of each message, can still
-# be read.
+# Version of the file format. Version 1, which stored only one version of each message, can still be read.
 VERSION = 2
 # Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
@@ -240,7 +239,7 @@ def chat_from_json(data: Mapping[str, object]) -> SavedChat:
 def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     items = _typed(data.get("messages"), list, "`messages`")
-    # A damaged image must not hide the rest of the chat.
+    # Tolerate damaged images, so that the rest of the chat can still be read.
     tree = MessageTree.linear(
         as_message(number, item, allows_damage=True) for number, item in enumerate(items, 1)
     )
@@ -390,7 +389,7 @@ class MessageTree(Generic[T]):
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
-        """Return a tree whose current branch passes through a message and then the newest versions."""
+        """Return a tree whose current branch runs through a message and then the newest versions after it."""
         while children := self._children(place):
             place = children[-1]
         return replace(self, tip=place)

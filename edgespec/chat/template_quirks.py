@@ -220,8 +220,8 @@ def _with_neighbours_merged(messages: Sequence[Message], _tool_support: ToolSupp
     return changed
 
 
-# In order of application. Merging comes last, because the other changes can leave messages of the same role
-# next to each other.
+# The changes, in the order in which they are applied. Merging comes last, because the other changes can leave
+# messages of the same role next to each other.
 CHANGES: tuple[Change, ...] = (
     _with_valid_arguments,
     _with_tools_as_text,

@@ -30,9 +30,10 @@ __all__ = [
     "tokenize_whole",
 ]
 
-# Texts up to this length are tokenized in the calling thread. This took at most 0.1 seconds in all tests.
+# Maximum length of texts that are tokenized in the calling thread, which took at most 0.1 seconds in all
+# tests.
 _SHORT_CHARACTERS = 30_000
-# Maximum number of texts whose token counts are cached, which takes about 5 MB.
+# Maximum number of texts whose token counts are cached. A full cache takes about 5 MB.
 _MAX_CACHED_SCANS = 16_384
 
 

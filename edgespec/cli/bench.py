@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _PIPE_COLUMNS = 100
-# Minimum speed-up to report. It was chosen because smaller ones could be measurement noise.
+# Minimum speed-up that counts as clearly faster. This value was chosen because smaller speed-ups could be
+# measurement noise.
 _MIN_SPEED_UP = 1.03
 _LEGEND = """\
 SPEED-UP      how many times as fast as without the speed-up, not counting the time to read the prompt
@@ -370,7 +371,7 @@ def _verdict(report: BenchReport) -> str:
     ]
     if not of_all:
         return "Only replies without the speed-up were measured."
-    # A method that drafted nothing is plain decoding, so any difference in speed is noise.
+    # A method that drafted nothing amounts to plain decoding, so any difference in speed is noise.
     drafting = [each for each in of_all if each.drafted_tokens]
     if not drafting:
         return "No method drafted any tokens, so that none could be faster than plain decoding."

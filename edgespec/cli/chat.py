@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# The reply options that the chat can show and change. A schema is kept too, because `/schema` changes it.
+# The reply options that the chat can show and change. `schema` is included, because `/schema` changes it.
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat or name == "schema")
 
 

@@ -33,7 +33,7 @@ _REPLY_TOKENS = 16
 # faster than this, and SmolLM2 is twice as fast.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
-# What to install to compile llama.cpp for a GPU.
+# What to install before compiling llama.cpp for each kind of GPU.
 _GPU_PACKAGES = {
     "cuda": "the CUDA toolkit (Debian, Ubuntu: apt install nvidia-cuda-toolkit)",
     "vulkan": "Vulkan's headers and compiler (Debian, Ubuntu: apt install libvulkan-dev spirv-headers glslc)",
@@ -127,7 +127,7 @@ def _libraries(machine: MachineInfo) -> list[Check]:
 
 
 def _gpu(machine: MachineInfo) -> Check:
-    """Report the GPUs that llama.cpp uses, or what to install for those that it does not use."""
+    """Report the GPUs that llama.cpp uses, or how to make it use this machine's GPU."""
     gpus, built = machine.llama_cpp.gpus, machine.llama_cpp.gpu_library
     if gpus:
         return Check("gpu", True, "; ".join(map(_describe_gpu, gpus)))

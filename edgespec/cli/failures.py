@@ -37,7 +37,7 @@ def describe(error: Exception) -> str:
 
 
 def error_json(error: BaseException) -> dict[str, Any]:
-    """Return what `--json` prints for an error."""
+    """Return the JSON object that `--json` prints for an error."""
     if isinstance(error, click.UsageError) and isinstance(error.__cause__, EdgespecError):
         error = error.__cause__
     if isinstance(error, EdgespecError):

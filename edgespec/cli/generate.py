@@ -1,6 +1,6 @@
 """`edgespec generate`: answer one prompt and exit.
 
-Reading stdin does not hang on a pipe to which nothing is ever written.
+Reading stdin does not hang if a pipe stays silent.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def command(
 
 
 def _prompt_text(words: tuple[str, ...]) -> str:
-    """Return the prompt: the text from stdin, the prompt argument, or both with a blank line between."""
+    """Return the prompt: text from stdin, the prompt argument, or both, separated by a blank line."""
     must_read = "-" in words or not words
     if not words and (sys.stdin is None or is_terminal(sys.stdin)):
         raise click.UsageError(

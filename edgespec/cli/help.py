@@ -65,7 +65,7 @@ OLLAMA_COMMANDS = {
     "cp": "models alias",
     "help": "--help",
 }
-# Ollama's commands that edgespec does not have, and what to tell the user instead.
+# Ollama commands without an edgespec equivalent, and the hint to show for them.
 MISSING_COMMANDS = dict.fromkeys(
     ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
 )
@@ -80,7 +80,7 @@ def load_command(name: str) -> click.Command | None:
 
 
 BEFORE_RUN = "edgespec.cli.before_run"
-"""The key in `ctx.meta` of a function that is called with the context before the command runs."""
+"""Key in `ctx.meta` for a function to call with the context before the command runs."""
 
 
 class SectionOption(click.Option):
@@ -142,7 +142,7 @@ class HelpfulCommand(_Helpful):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the function that an option has stored in `ctx.meta`, if any, and then the command."""
+        """Call the function stored under `BEFORE_RUN`, if any, and then run the command."""
         if before_run := ctx.meta.get(BEFORE_RUN):
             before_run(ctx)
         return super().invoke(ctx)
@@ -152,9 +152,10 @@ class HelpfulGroup(_Helpful, click.Group):
     """A group of commands. Its help shows examples, and lists commands before options."""
 
     command_class = HelpfulCommand
-    # Other programs' commands, and what to suggest instead. MODEL is replaced by the next argument.
+    # Other programs' commands, and the edgespec commands to suggest instead. MODEL is replaced by the next
+    # argument.
     foreign_commands: Mapping[str, str] = {}
-    # Other programs' commands that edgespec does not have, and what to tell the user instead.
+    # Other programs' commands without an edgespec equivalent, and the hint to show for them.
     missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:

@@ -55,11 +55,10 @@ class _Client:
     Attributes:
         about: A short description for the list of programs.
         configuration: Returns the text of the configuration.
-        use: What to do once the configuration is in place. `{path}` stands for the configuration file.
+        use: How to use the program once it is configured. `{path}` stands for the configuration file.
         path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
             edit it without risking the user's other settings.
-        shared: Whether the file is a list that can also contain the user's own entries, to which edgespec
-            adds one.
+        shared: Whether the file is a list to which edgespec adds one entry. Entries of the user are kept.
     """
 
     about: str
@@ -97,7 +96,7 @@ def _json(value: object) -> str:
 
 
 def _yaml(values: Mapping[str, object]) -> str:
-    """Format a mapping as YAML. The values are written as JSON, which is valid YAML."""
+    """Format a mapping as YAML. Each value is written as JSON, which is also valid YAML."""
     return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
 
 
@@ -117,8 +116,8 @@ def _aider(server: _Server) -> str:
 
 
 def _claude_code(server: _Server) -> str:
-    # Claude Code delegates some tasks to a smaller model. Use the same one for them, because loading a second
-    # model would take more time than it saves.
+    # Claude Code delegates some tasks to smaller models. Use the same model for all of them, because loading
+    # a second one would take more time than it saves.
     sizes = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     environment = {
         "ANTHROPIC_BASE_URL": server.url,
@@ -372,7 +371,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> _Server:
 
 
 class _Written(NamedTuple):
-    """A written configuration file, whether it changed, and the backup of its old contents, if any."""
+    """The result of writing a configuration: the file, whether it changed, and the backup, if any."""
 
     path: Path
     changed: bool

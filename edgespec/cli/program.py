@@ -49,7 +49,7 @@ class Program(HelpfulGroup):
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. It is not an error if the reader of the output, such as `head`, exits early."""
+        """Run the command. A reader that closes the output pipe early, such as `head`, is not an error."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

@@ -42,7 +42,7 @@ __all__ = [
 
 _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
-# Minimum remaining time to print if stderr is not a terminal.
+# Minimum remaining time in seconds that is printed if stderr is not a terminal.
 _MIN_REPORTED_SECONDS = 10.0
 
 

@@ -273,7 +273,7 @@ def _ignore_unread_settings(ctx: click.Context) -> None:
 
 
 def ignore_setting(ctx: click.Context, name: str) -> None:
-    """Keep errors from naming the source of a setting, because another value replaces it."""
+    """Stop errors from naming the source of a setting, because another value replaces the setting."""
     ctx.meta.get(_USED_KEY, {}).pop(name, None)
 
 

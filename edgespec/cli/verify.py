@@ -1,4 +1,4 @@
-"""`edgespec verify`: check on the user's models that drafting does not change replies."""
+"""`edgespec verify`: check that drafting does not change the replies of the user's models."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _verify(
 
 
 def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, Any]) -> str:
-    """Describe how many replies `verify` will generate, and why."""
+    """Describe how many replies `verify` will generate, and how that number is made up."""
     factors = [
         counted(prompts, "prompt"),
         counted(len(compared["temperatures"]), "temperature"),

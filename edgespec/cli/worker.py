@@ -134,7 +134,7 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 def _close_with_stdin(close: Callable[[], None]) -> None:
     """Call `close` when stdin is closed, if it is a pipe from the program that started the worker.
 
-    Once bytes have arrived, `close` is also called after `STDIN_SILENCE_SECONDS` without any.
+    Once data has arrived, `close` is also called if nothing arrives for `STDIN_SILENCE_SECONDS`.
     """
     if sys.stdin is None:
         return

@@ -24,11 +24,10 @@ _Result = TypeVar("_Result")
 # When llama.cpp loses a connection, the worker's link usually breaks too. Wait this many seconds for the
 # link's error, which names the worker.
 _REASON_SECONDS = 2.0
-# Seconds that the current pass has to finish after an interrupt before the caller abandons it. Lets a pass
-# that is about to end do so, because the next reply would have to wait for an abandoned pass.
+# Seconds to let the current pass finish after an interrupt before the caller abandons it. The next reply
+# would have to wait for an abandoned pass.
 _INTERRUPT_SECONDS = 0.2
-# Seconds that the current pass has to finish after an interrupt before the caller abandons it. Waiting for a
-# pass that is about to end is worthwhile, because the next reply would have to wait for an abandoned one.
+# Seconds that `close` waits for an abandoned pass to finish, so that its final call can still run.
 _CLOSE_SECONDS = 2.0
 
 

@@ -1,4 +1,4 @@
-"""Compute with NumPy the 64-bit FNV-1a hash that names the files in llama.cpp's weight cache."""
+"""Compute the 64-bit FNV-1a hash, which names the files in llama.cpp's weight cache, with NumPy."""
 
 from __future__ import annotations
 

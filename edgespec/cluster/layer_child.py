@@ -117,7 +117,7 @@ class MessageConnection:
             max_data_bytes: Maximum size of the data.
 
         Raises:
-            OSError: The connection broke or timed out.
+            OSError: The connection was lost or timed out.
             ValueError: The message is invalid, or its data exceeds `max_data_bytes`.
         """
         header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))

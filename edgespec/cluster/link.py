@@ -43,11 +43,11 @@ _STATUS_SECONDS = 20.0
 # closed.
 _BUSY_SECONDS = 5.0
 _ASK_AGAIN_SECONDS = 0.25
-# A worker sends a heartbeat byte every second, and counts as lost after this many seconds of silence.
+# Seconds of silence after which a worker counts as lost. A worker sends a heartbeat byte every second.
 SILENCE_SECONDS = 8.0
 _SIZE = struct.Struct("<Q")
 _ROUND_TRIPS = 9
-# The speed test sends increasingly large messages until one takes this many seconds. Starting small keeps the
+# Duration in seconds at which the speed test stops sending ever larger messages. Starting small keeps the
 # test short on a slow network.
 _ENOUGH_SECONDS = 0.1
 _FIRST_BYTES, _MAX_BYTES, _GROWTH = 1 << 16, 1 << 26, 4
@@ -90,7 +90,7 @@ def open_layers(address: WorkerAddress) -> socket.socket:
     """
     connection = _connect(address)
     with suppress(OSError):
-        # Ignore a broken connection here: the next call reports it.
+        # Ignore a lost connection here, because the next call reports it.
         connection.sendall(LAYERS)
     return connection
 
@@ -274,7 +274,7 @@ def measure_link(address: WorkerAddress) -> LinkSpeed:
     Takes less than a second on most networks.
 
     Raises:
-        WorkerError: The worker is unreachable, or the connection broke.
+        WorkerError: The worker is unreachable, or the connection was lost.
     """
     with worker_connection(address, MEASURE) as (connection, _):
         try:
@@ -306,7 +306,7 @@ def answer_messages(connection: socket.socket) -> None:
     """Answer the messages of `measure_link`, until the other side closes the connection.
 
     Raises:
-        OSError: The connection broke.
+        OSError: The connection was lost.
     """
     buffer = memoryview(bytearray(len(_CHUNK)))
     while header := connection.recv(_SIZE.size, socket.MSG_WAITALL):

@@ -38,7 +38,7 @@ _OPTIONS = (
 )  # fmt: skip
 # A login shell sets PATH as in a terminal. We add ~/.local/bin, because some systems leave it out.
 _COMMAND = """exec $SHELL -lc 'exec env PATH="$PATH:$HOME/.local/bin" edgespec worker --listen {address}'"""
-# Linux and macOS do not assign these ports to programs that ask for any free port.
+# Ports that Linux and macOS do not assign to programs that request any free port.
 _WORKER_PORTS = range(20000, 32768)
 # Number of attempts to start a worker, because another program can take one of the two ports before it is
 # used.
@@ -48,7 +48,7 @@ _ATTEMPTS = 4
 _START_SECONDS = 60.0
 # Seconds between checks for cancellation while waiting.
 _POLL_SECONDS = 0.1
-# Seconds that the workers and `ssh` processes have to exit before `ssh` is killed.
+# Time in seconds for workers and `ssh` processes to exit before `ssh` is killed.
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20

@@ -51,7 +51,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker reports about itself.
+    """The information that a worker reports about itself.
 
     Attributes:
         edgespec: The version of edgespec.

@@ -36,8 +36,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 # llama.cpp names its files after the FNV-1a hash of their contents.
 _LLAMA_CPP_NAME = re.compile(r"[0-9a-f]{16}")
 _UNVERIFIED, _STATES = "unverified", ".verified.json"
-# Warn the user if the disk has less free space than this, because some weights may then not be saved. Hardly
-# any weight tensor is larger.
+# Warn the user if the disk has less free space than this, because some weights may then not be saved. Very
+# few weight tensors are larger.
 _LOW_DISK_BYTES = 1 << 30
 # Two threads must not verify the same file, or write `_STATES` at the same time.
 _verifying = threading.Lock()
@@ -127,7 +127,7 @@ class WeightCache:
         return (self.folder / name).exists()
 
     def _states(self) -> Mapping[str, object]:
-        """Return the state that each verified file had when it was verified, by file name."""
+        """Return the state of each verified file at the time of verification, keyed by file name."""
         with suppress(OSError, ValueError, RecursionError):
             states = json.loads(read_regular_file(self.folder / _STATES))
             if isinstance(states, dict):
@@ -161,7 +161,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
     with suppress(OSError):
         data = path.read_bytes()
         if weight_digest(data) == digest:
-            # Mark the file as used: `WeightCache.prepare` evicts the least recently used files.
+            # Mark the file as used, because `WeightCache.prepare` evicts the least recently used files.
             path.touch()
             return data
     return None

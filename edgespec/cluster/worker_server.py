@@ -23,7 +23,7 @@ from edgespec.errors import EdgespecError, WorkerError
 
 __all__ = ["WorkerServer"]
 
-# Seconds that a client has to send its greeting.
+# Time limit in seconds for a client to send its greeting.
 _GREETING_SECONDS = 5.0
 # Maximum number of simultaneous connections whose clients have sent a greeting. A target needs two.
 _MAX_CONNECTIONS = 16
@@ -36,7 +36,7 @@ _RELAYED_BYTES = 1 << 20
 _RELEASE_SECONDS = 5.0
 # Number of attempts to start the RPC server, which a system short of memory may kill while it starts.
 _START_ATTEMPTS = 3
-# A target counts as lost if its machine acknowledges no TCP data for this many seconds, for example after a
+# Seconds without TCP acknowledgements after which a target's machine counts as lost, for example after a
 # power failure.
 _UNREACHABLE_SECONDS = 60
 # A socket option from macOS's <netinet/tcp.h>, in seconds.
@@ -65,7 +65,8 @@ class _SilentConnections:
             self._connections.append(connection)
             if len(self._connections) > _MAX_SILENT:
                 with suppress(OSError):
-                    # Only shut the connection down here: the thread that waits for the greeting closes it.
+                    # Only shut the connection down here, because the thread that waits for the greeting
+                    # closes it.
                     self._connections.pop(0).shutdown(socket.SHUT_RDWR)
 
     def remove(self, connection: socket.socket) -> None:
@@ -153,7 +154,7 @@ class WorkerServer:
         return self._leader is None and not self._is_closed
 
     def status(self) -> WorkerStatus:
-        """Return the worker's status, with the currently free memory."""
+        """Return the worker's status, including its free memory."""
         child = self._child
         free = [free for free, _ in child.server.devices]
         if child.on_cpu:

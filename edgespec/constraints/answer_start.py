@@ -15,7 +15,7 @@ from edgespec.model.base import Vocabulary
 
 __all__ = ["Answer", "AnswerPhase", "AnswerStart", "Gap", "Opening", "Reasoning", "Unconstrained"]
 
-# Number of tokens at the end of a prompt in which to look for a marker that closes the reasoning.
+# Number of tokens at the end of a prompt to search for a marker that closes the reasoning.
 _PROMPT_END_TOKENS = 40
 
 
@@ -28,7 +28,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The reasoning phase, which the marker `close` ends. `tail` holds the last bytes of the reasoning."""
+    """The reasoning phase, which ends with the marker `close`. `tail` holds the last bytes so far."""
 
     close: bytes
     tail: bytes = b""
@@ -36,7 +36,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The phase between the reasoning and the answer. Its first token can be whitespace."""
+    """The phase between the reasoning and the answer. `allows_space` is whether whitespace may come next."""
 
     allows_space: bool = True
 
@@ -58,8 +58,8 @@ class AnswerStart:
     """Tracks whether a reply is in its reasoning or its answer.
 
     Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model may use
-    any marker from its chat template, unless the prompt already contains the end of the reasoning, or
-    an answer could start with the same token.
+    any marker from its chat template, unless the prompt already ends with a closing marker, or an answer
+    could start with the opening marker's first token.
 
     Args:
         tokenizer: The vocabulary, with the tables that constraints need.
@@ -69,7 +69,7 @@ class AnswerStart:
         answer_tokens: Mask of the tokens that an answer can start with.
 
     Attributes:
-        phase: The phase of the first token.
+        phase: The phase before the first generated token.
         text: The part of the answer that `reply_start` contains.
     """
 
@@ -93,7 +93,7 @@ class AnswerStart:
                 self.phase = Answer()
 
     def after(self, phase: AnswerPhase, token: int) -> AnswerPhase:
-        """Return the phase after a token, which is `Answer` if the token itself is part of the answer."""
+        """Return the phase after a token. If the token itself is part of the answer, this is `Answer`."""
         if isinstance(phase, Unconstrained) or self._tokenizer.end_mask[token]:
             return Unconstrained()
         if isinstance(phase, Opening):
@@ -120,7 +120,7 @@ class AnswerStart:
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
     def allowed(self, phase: AnswerPhase) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that a phase allows beyond those that the constraint allows.
+        """Return a mask of the tokens that a phase allows in addition to those that the constraint allows.
 
         A reply must not end during its reasoning, because it would have no answer.
         """

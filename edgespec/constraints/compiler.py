@@ -91,7 +91,7 @@ class ConstraintCompiler:
 
     Args:
         vocabulary: The target's vocabulary.
-        vocab_size: Number of logits of the target.
+        vocab_size: Number of logits that the target returns per token.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
@@ -300,7 +300,7 @@ def _refused(option: str, text: str, message: str) -> OptionError:
 
 
 def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
-    """Return the path of the first matching part of a schema, for messages, or an empty string."""
+    """Return the path of the first matching subschema, formatted for a message, or an empty string."""
     places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
     found = next(places, None)
     return f" (in {_shortened(found)})" if found else ""
@@ -311,7 +311,7 @@ def _shortened(text: str) -> str:
 
 
 class ConstraintTrial:
-    """A child process that tries to compile constraints. It starts with the first constraint.
+    """A child process that tries to compile constraints. The process starts when it is first needed.
 
     Not thread-safe. The child process exits when this object is deleted or the parent process exits.
     """
@@ -322,8 +322,7 @@ class ConstraintTrial:
     def run(self, option: str, text: str) -> int | str:
         """Compile a constraint in the child process.
 
-        The result does not say whether the constraint is valid, which can be checked without a child
-        process.
+        This does not check whether the constraint is valid, which can be done without a child process.
 
         Args:
             option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.

@@ -81,14 +81,14 @@ def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def readable(message: str) -> str:
-    """Strip the parts of an llguidance error message that are of no use to users."""
+    """Strip the parts of an llguidance error message that do not help users."""
     return _NOISE.sub("", message).strip()
 
 
 def _choices(texts: Sequence[str]) -> str:
     """Return a regular expression that matches the texts.
 
-    A grammar would be limited to 2,000 alternatives.
+    A regular expression is used because a grammar would be limited to 2,000 alternatives.
     """
     return "|".join(re.escape(text) for text in texts)
 
@@ -101,7 +101,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint that a reply's options set, or None.
+    """Return the constraint that a reply's options set, or None if they set none.
 
     Raises:
         OptionError: Several options set a constraint.

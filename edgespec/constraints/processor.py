@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConstraintProcessor"]
 
-# Number of states whose masks are cached. They are cached because rounds visit the states of a draft tree
+# Maximum number of cached masks. Masks are cached because each round visits the states of a draft tree
 # several times.
 _MAX_MASKS = 128
 
@@ -74,8 +74,8 @@ class ConstraintProcessor(LogitsProcessor):
         """Return whether the reply could end after `answer`, because it satisfies the constraint.
 
         Args:
-            answer: The new text of the answer, excluding the part at the end of the prompt. It usually
-                extends the answer of the previous call.
+            answer: The generated text of the answer, excluding any part that the prompt already contains. It
+                usually extends the answer of the previous call.
         """
         if not answer.startswith(self._checked):
             self._checker, self._checked = self._initial.deep_copy(), ""

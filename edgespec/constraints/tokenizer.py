@@ -39,7 +39,7 @@ class ConstraintTokenizer:
 
         Args:
             vocabulary: The target's vocabulary.
-            size: Number of logits of the target, which can be larger than the vocabulary.
+            size: Number of logits that the target returns per token, which can exceed the vocabulary size.
 
         Raises:
             CapabilityError: The vocabulary has no token that ends a reply.
@@ -98,13 +98,13 @@ class ConstraintTokenizer:
         return mask
 
     def unpacked(self, bits: bytes) -> NDArray[np.bool_]:
-        """Unpack llguidance's mask, which has one bit per token, to a boolean array [size]."""
+        """Unpack llguidance's mask, which has one bit per token, into a boolean array [size]."""
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.pieces), bitorder="little")
         return np.pad(allowed, (0, self.size - len(allowed))).astype(np.bool_)
 
 
 class _Tokenizer:
-    """Adapter that provides the interface that llguidance's `TokenizerWrapper` expects."""
+    """Adapts a vocabulary to the tokenizer interface that llguidance's `TokenizerWrapper` expects."""
 
     def __init__(self, tokenizer: ConstraintTokenizer, vocabulary: Vocabulary) -> None:
         ends = set(tokenizer.end_tokens)
@@ -122,7 +122,7 @@ class _Tokenizer:
         self._start = self._tokenize(_TEXT_START)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokenize text the way the model usually writes it.
+        """Tokenize text the way the model would usually generate it.
 
         If the vocabulary's tokenizer would change the text, greedily choose the longest matching token at
         each position.

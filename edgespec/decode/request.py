@@ -34,7 +34,7 @@ _DEFAULT_MAX_TOKENS = 8192
 
 
 class StreamArguments(ReplyArguments, total=False):
-    """The options for a reply, and arguments that are available only in Python.
+    """The options for a reply, and arguments that are available only in the Python API.
 
     Attributes:
         progress: Called while the prompt is prepared and during prefill. Returning False cancels the reply.
@@ -178,7 +178,7 @@ def checked_prompt(
 
     Raises:
         ContextFullError: The prompt is longer than the context.
-        OptionError: The prompt is empty, or is not a list of tokens of the model.
+        OptionError: The prompt is empty, or contains values that are not token ids of the model.
     """
     try:
         tokens = tuple(tokens)

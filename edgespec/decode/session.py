@@ -1,4 +1,4 @@
-"""Generate replies: a pool of sessions, one for each concurrent reply, and the decoder that each one uses."""
+"""Generate replies: a pool of sessions, one per concurrent reply, and the decoder that each session uses."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ class SessionPool:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.sessions, self.first = sessions, sessions[0]
-        # Reentrant, because starting a reply can end an abandoned reply, whose callback may start another
-        # one.
+        # Reentrant, because starting a reply can end an abandoned one, whose callback may start yet another.
         self._starting = threading.RLock()
         self._closed = False
 
@@ -582,7 +581,7 @@ class ReplyDecoder:
         drafter, _ = self._drafters.choose(settings.method, request.kind)
         if isinstance(drafter, AutoController):
             drafter.limit_loss(settings.max_loss)
-        # The target cache keeps a reference to this list, so append the reply's tokens to it.
+        # The target cache keeps a reference to this list, so the reply's tokens are appended to it in place.
         tokens = list(request.tokens)
         self.idle_drafters = ()
         first_logits: Logits | None = None
@@ -685,7 +684,10 @@ class ReplyDecoder:
         )
 
     def _record(self, drafter: Drafter | None, stats: Stats, *, ended: bool) -> None:
-        """Update the statistics after a step, and the drafter's every few passes and at the end."""
+        """Update the reply's statistics after a step.
+
+        Drafting statistics are updated every few passes and at the end of the reply.
+        """
         if stats.worst_case_loss is None:
             stats.target_step_seconds = self.target_step_seconds
         stats.busy_passes += self._target.threads < self._target.max_threads

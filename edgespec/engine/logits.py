@@ -52,7 +52,7 @@ class Logits(Protocol):
         """Number of tokens in the pass that belong to other replies."""
 
     def __len__(self) -> int:
-        """Return the number of rows, which is the number of the reply's own tokens in the pass."""
+        """Return the number of rows, which equals the number of this reply's tokens in the pass."""
 
     def best(
         self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None

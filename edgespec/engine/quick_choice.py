@@ -34,11 +34,12 @@ __all__ = ["Filters", "choose_from_row", "choose_token", "split_filters"]
 _MAX_CANDIDATES = 4096
 # In smaller vocabularies, the filters are as fast as searching the row.
 _MIN_VOCABULARY = 1 << 14
-# Search this many of the most likely tokens for the nucleus and for the token with the highest score.
+# Numbers of most likely tokens to search for the nucleus and the highest-scoring token. The second number is
+# used only if the first is too small.
 _NUCLEUS_SIZES = (64, 1024)
 # Log-probabilities that differ by less than this may belong to equal probabilities.
 _SAME_LOG_PROB = 1e-12
-# Maximum relative rounding error when adding up to a million probabilities in double precision.
+# Maximum relative rounding error when summing up to a million probabilities in double precision.
 _SUM_TOLERANCE = 1e-9
 # Maximum relative rounding error of such a sum in single precision, including the error of the exponential
 # function for arguments down to -104, below which its result is 0.
@@ -57,8 +58,8 @@ class Filters(NamedTuple):
     min_p: float = 0.0
 
 
-# The filters in the order of the chain, each with the names of its field in `Filters` and of its own
-# attribute.
+# The filters in chain order. Each one maps to its field in `Filters` and to the filter's own attribute that
+# holds the value.
 _SETTINGS: dict[type[LogitsProcessor], tuple[str, str]] = {
     Temperature: ("temperature", "temperature"),
     TopK: ("top_k", "k"),
@@ -164,7 +165,8 @@ def _choose(found: Candidates, filters: Filters, noise: Noise, total: float | No
             return None  # The first token that top-p discards is not among those found.
         count = size
     if filters.min_p > 0:
-        # The filter compares exactly these numbers. They are in descending order.
+        # The filter compares exactly these log-probabilities. Binary search works because they are in
+        # descending order.
         floor = math.log(filters.min_p)
         count = bisect_left(log_probs, True, 0, count, key=lambda log_prob: log_prob < floor)
     ids = tokens[order[:count]]

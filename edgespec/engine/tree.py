@@ -1,6 +1,6 @@
 """Token trees: drafts that are verified in a single pass.
 
-`common_prefix_length` compares token sequences, because a common prefix can share KV cells.
+Also provides `common_prefix_length`, because sequences with a common prefix can share KV cells.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TokenTree:
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:
-        """Return this tree without the nodes that exceed the limits and their descendants.
+        """Return this tree without any nodes that exceed the limits, or descendants of such nodes.
 
         Removing valid tokens because of their id or probability would bias rejection sampling.
 
@@ -220,7 +220,7 @@ class TreeBuilder:
             self.add(tree.parents[node], tree.tokens[node], tree.draft_probs[node])
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Return the nodes on the path from the root to `node`, without the root."""
+        """Return the nodes on the path from the root to `node`, excluding the root."""
         path = []
         while node > 0:
             path.append(node)

@@ -4,7 +4,7 @@ A kernel for several tokens can sum numbers in a different order than the single
 then differ, and because weights and activations are quantised, the difference grows from layer to layer until
 the logits differ by 0.5 or more, which changes the text. Pass widths therefore fall into classes whose logits
 and KV cells agree bit for bit. Which widths agree depends on the model, the library build, the device and the
-options, so only a trial can tell.
+options, and can be determined only by trial.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def find_width_classes(model: LanguageModel, progress: Progress | None = None) -
 
     Args:
         model: The loaded model. Its passes must not be restricted or padded.
-        progress: Called between the passes. Returning False cancels the trial.
+        progress: Called between passes. Returning False cancels the trial.
 
     Returns:
         The class of width 1, followed by the class of width 2, or of the widest pass, if it is different. A
@@ -217,8 +217,8 @@ class _Trial:
             alone &= set(SLOW_PASS_WIDTHS)
         if self.has_slow_passes:
             wide, other = {max(alone)}, max(alone)
-        # Let the number of threads follow the machine's load unless results depend on it, because a pass with
-        # too many threads takes ten times as long.
+        # Unless results depend on the number of threads, let it follow the machine's load, because a pass
+        # with too many threads takes ten times as long.
         any_threads = not self.is_reduced and self._threads_agree(contexts[0], min(5, limit))
         if not any_threads:
             model.fix_threads(True)
@@ -378,7 +378,7 @@ class _Trial:
         return self.references[base, length]
 
     def _agrees(self, reference: _Reference, length: int, at: int, digests: Sequence[bytes]) -> bool:
-        """Return whether all KV cells and the logits of the last pass, which began at `at`, agree."""
+        """Return whether all KV cells agree, and the logits of the last pass, which began at `at`."""
         end = at + len(digests)
         return (
             list(digests) == reference.logits[at:end]
@@ -403,7 +403,7 @@ class _Trial:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether passes are so slow that only a few widths are tested."""
+        """Whether passes are so slow that only a few widths should be tested."""
         return self.has_slow_passes and not self.is_partial
 
     @property
@@ -449,7 +449,10 @@ class _Trial:
         return single < FAST_STEP_SECONDS or fastest <= MAX_SHARE_OF_SINGLE_PASSES * single
 
     def _trees_agree(self, base: int, widths: Sequence[int], length: int) -> bool:
-        """Return whether tree passes agree with passes of width `base` after one branch has been kept."""
+        """Return whether tree passes agree with passes of width `base`.
+
+        Also checks a normal pass after one branch of the last tree has been kept.
+        """
         reference = self._reference(base, length)
         narrowest = min((width for width in widths if width >= 3), default=0)
         for width in (narrowest,) if self.is_short else (narrowest, widths[-1]):
@@ -508,7 +511,7 @@ class _Trial:
                     self._pass(base, min(base, len(tokens) - start))
 
         # If single-token passes agree with no wider pass, they do not agree with prefill either, even if the
-        # logits after it happen to be equal.
+        # logits after a prefill happen to be equal.
         if (
             len(widths) > 1
             and self._split_digest(count, ANY_SPLIT, decode) == expected

@@ -66,40 +66,41 @@ __all__ = [
 # `auto` accepts bit-exact passes if their expected speed is at least this fraction of the speed of
 # unrestricted passes. The value was chosen as an acceptable price for identical replies (docs/exactness.md).
 MIN_EXACT_SPEED = 0.97
-# `auto` pads plain decoding to wider passes only if they take at most this fraction longer. The value was
-# chosen for the same reason as `MIN_EXACT_SPEED`.
+# `auto` pads plain decoding to wider passes only if they take at most this fraction longer. Like
+# `MIN_EXACT_SPEED`, this value was chosen as an acceptable price for identical replies.
 MAX_PADDING_LOSS = 0.03
-# Pass widths to measure and compare, up to the width of a pass over the longest draft. They were chosen to
-# omit some of the wide ones.
+# Pass widths to measure and compare, up to the pass over the longest draft. They were chosen so that wide
+# passes are sampled more sparsely.
 COMPARED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, MAX_DRAFT_LENGTH, MAX_DRAFT_LENGTH + 1)
 # Time budget in seconds for measuring these widths, and number of additional passes per width. Both were
 # chosen to keep the first load of a model short.
 COMPARED_SECONDS, COMPARED_REPEATS = 1.5, 7
 # Assumed acceptance rates of drafts from earlier text: the average over all kinds of text, and the rate in
-# repetitive text. They were chosen because no acceptance rate has been measured yet when passes are selected.
+# repetitive text. They were chosen rather than measured, because passes are selected before any acceptance
+# rate is known.
 TEXT_RATE, REPEATING_RATE = 0.5, 0.9
-# Assumed cost of a head per drafted token, in single-token passes. The value was chosen because a head has
-# only one or a few layers, while the target has dozens.
+# Assumed cost of a head per drafted token, in single-token passes. The value was chosen to reflect that a
+# head has only one or a few layers, while the target has dozens.
 HEAD_COST = 0.05
 # Configurations whose expected speeds differ by less than this fraction count as equally fast. The one that
 # is fastest in repetitive text is then used. The value was chosen to be below the measurement noise.
 EQUALLY_FAST = 0.02
 
-# --- Trial of exactness (`bit_exactness.py`) ---
+# --- Bit-exactness trial (`bit_exactness.py`) ---
 
 # Width in tokens of the widest pass to test. Derived from the longest draft of `--method auto`.
 MAX_TESTED_WIDTH = MAX_DRAFT_LENGTH + 1
-# Passes wider than this are tested only if the next narrower pass agrees, and only if they could save time or
-# the trial is quick anyway, because a single-token pass takes less than `FAST_STEP_SECONDS`. Both values were
-# chosen to keep the trial short.
+# Passes wider than `SURELY_TESTED_WIDTH` are tested only if the next narrower pass agrees and they could save
+# time. The time criterion is waived if a single-token pass takes less than `FAST_STEP_SECONDS`, because the
+# trial is quick anyway. Both values were chosen to keep the trial short.
 SURELY_TESTED_WIDTH, FAST_STEP_SECONDS = 8, 0.002
-# A pass of m tokens saves no time if it takes longer than this many times m single-token passes. The value
-# was chosen because such a pass generates at most m tokens.
+# A pass of m tokens saves no time if it takes longer than this many times m single-token passes. Derived from
+# the fact that such a pass generates at most m tokens.
 MAX_SHARE_OF_SINGLE_PASSES = 1.0
 # Numbers of cached tokens before the tested passes. They were chosen to cover different kernels: llama.cpp
-# uses another attention kernel for passes of more than 63 tokens and splits contexts of more than 256 tokens
-# between threads, and MLX switches its attention kernel at 1024 tokens. The longest context is tested only if
-# the short one can be repeated, or if processing it takes less than `LONGEST_SECONDS`.
+# uses a different attention kernel for passes of more than 63 tokens and splits contexts of more than 256
+# tokens between threads, and MLX switches its attention kernel at 1024 tokens. The longest context is tested
+# only if the short one can be repeated, or if processing it takes less than `LONGEST_SECONDS`.
 SHORT_CONTEXT, LONG_CONTEXT, LONGEST_CONTEXT = 72, 264, 1100
 LONGEST_SECONDS = 0.2
 # Number of positions to compare (logits and KV cells) after each context: in most models, and in models whose
@@ -108,7 +109,7 @@ LONGEST_SECONDS = 0.2
 # pass.
 POSITIONS, FEWER_POSITIONS, SLOW_STEP_SECONDS = 36, 24, 0.015
 # Maximum number of positions to compare after contexts other than the first, where only the attention kernels
-# can differ. The number was chosen as half of `POSITIONS`.
+# can differ. The number was chosen to be half of `POSITIONS`.
 POSITIONS_AGAIN = 18
 # If a trial would take longer than both this time and this number of single-token passes, only passes up to
 # `SHORT_TRIAL_WIDTH` are tested, in the short context. This happens where each token in a pass takes almost
@@ -116,11 +117,11 @@ POSITIONS_AGAIN = 18
 # chosen as the longest acceptable wait at the first load.
 LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
 SHORT_TRIAL_WIDTH = 5
-# If a single-token pass takes longer than this, only a few widths are run over all layers in a trial. If the
-# first layers cannot run alone, the trial compares only these widths after the short context, in about 40
-# passes, at this number of positions. The values were chosen to limit the wait at the first load, and to
-# include a wide pass, which takes hardly longer than a single-token pass if most of the time is spent reading
-# from disk.
+# If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
+# over all layers in a trial. If the first layers cannot run alone, the trial compares only these widths, at
+# `SLOW_PASS_POSITIONS` positions after the short context, in about 40 passes. The values were chosen to limit
+# the wait at the first load, and to include a wide pass, which takes hardly longer than a single-token pass
+# if most of the time is spent reading from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
 # passes.
@@ -130,20 +131,21 @@ TRIAL_TOKENS = 700
 STEPS_AFTER = 2
 # Number of test passes per width: after the first context, after other contexts, and, for widths above
 # `SURELY_TESTED_WIDTH`, after any context. The numbers were chosen from measurements of Q4_K_M files of
-# SmolLM2 and Gemma (x86 CPU with AVX-512): where a kernel differed, passes of 4 to 7 tokens showed it in at
-# least 6 of 8 places, whatever the context, and passes of 8 to 12 tokens in 542 of 544. The hidden states
-# after the first 6 layers showed it in 576 of 576 passes, so trials of the first layers need only
+# SmolLM2 and Gemma (x86 CPU with AVX-512): where a kernel differed, passes of 4 to 7 tokens revealed it in at
+# least 6 of 8 places, regardless of the context, and passes of 8 to 12 tokens in 542 of 544. The hidden
+# states after the first 6 layers revealed it in 576 of 576 passes, so trials of the first layers need only
 # `FEWER_PASSES`.
 PASSES, FEWER_PASSES, WIDE_PASSES = 4, 2, 1
 # Number of passes that check whether even identical passes agree. The number was chosen to keep the trial
 # short.
 EQUAL_PASSES = 4
-# Number of prompt tokens whose KV cells are compared between different splits into passes, and the pass sizes
-# of each split. The values were chosen so that each split covers these tokens exactly once.
+# The KV cells of this many prompt tokens are compared after processing the prompt in passes of the sizes in
+# `ANY_SPLIT` and `BLOCK_SPLIT`. The sizes were chosen so that each split covers these tokens exactly once,
+# and those in `BLOCK_SPLIT` are multiples of `BLOCK_TOKENS`.
 SPLIT_TOKENS = 48
 ANY_SPLIT, BLOCK_SPLIT, BLOCK_TOKENS = (5, 17, 1, 3, 22), (16, 32), 16
-# If passes of `BLOCK_TOKENS` tokens differ from wider ones, prompts are processed in passes of exactly this
-# many tokens. The number was chosen to limit the number of passes over a prompt.
+# Number of tokens per pass over a prompt if passes of `BLOCK_TOKENS` tokens differ from wider ones, or were
+# not tested. The number was chosen to limit the number of passes over a prompt.
 UNTESTED_BLOCK_TOKENS = 256
 
 # --- Recommendations (`recommendation.py`, `speed_prediction.py`, `model_list.py`, `planning.py`) ---
@@ -152,26 +154,27 @@ UNTESTED_BLOCK_TOKENS = 256
 # slightly below the share of the feed-forward weights in common models, because those of the first layer stay
 # in memory.
 STREAMED_SHARE = 0.6
-# Comfortable and minimum acceptable speeds for reading along, in tokens per second. They were chosen to be
-# about twice and about equal to the usual reading speed.
+# Comfortable and minimum acceptable speeds for reading along, in tokens per second. They were chosen as about
+# twice the usual reading speed, and about the usual reading speed.
 COMFORTABLE_SPEED, ACCEPTABLE_SPEED = 8.0, 4.0
-# Recommend a draft model only if its expected speed-up is at least this. The threshold was chosen because
-# predicted and measured speeds differ by a similar amount in `scripts/bench_recommend.py`
+# Recommend a draft model only if its expected speed-up is at least this. The threshold was chosen to match
+# the typical difference between predicted and measured speeds in `scripts/bench_recommend.py`
 # (docs/benchmarks.md).
 MIN_DRAFT_SPEEDUP = 1.05
 # Suggest another quantisation only if it is faster by at least this factor. The value was chosen because a
 # smaller gain does not justify another download.
 MIN_QUANTISATION_GAIN = 1.15
-# Do not suggest quantisations with fewer bits per weight than this. The limit was chosen because replies
-# become worse with fewer bits.
+# Do not suggest quantisations with fewer bits per weight than this. The limit was chosen because fewer bits
+# make replies worse.
 MIN_BITS = 4.5
 # Prompt length in tokens for predicting the time to first token. The length was chosen to match a page or two
 # of text.
 PREDICTED_PROMPT_TOKENS = 1000
-# Approximate layer counts of models that are not on this machine, as (maximum number of parameters, layers)
-# pairs. The counts were chosen as typical of published models.
+# Approximate layer counts to assume for models that are not on this machine, as (maximum number of
+# parameters, layers) pairs. The counts were chosen as typical of published models.
 TYPICAL_LAYERS = ((7e8, 26), (2e9, 26), (5e9, 32), (1e10, 34), (2e10, 44), (4e10, 62), (float("inf"), 80))
-# Maximum memory in bytes for measuring the speed of this machine. This upper limit was chosen, not measured.
+# Memory in bytes that must be free to measure the speed of this machine. The value was chosen as an upper
+# limit on the memory that the measurement uses.
 MEASURING_BYTES = 1 << 30
 # Suggest a model for download only if its file takes at most this fraction of the memory. The value was
 # chosen to leave room for the KV cache and buffers.
@@ -189,9 +192,9 @@ OUTPUT_ROWS = FIXED_DRAFT_LENGTH + 1
 # --- Models larger than memory (`planning.py`) ---
 
 # `auto` drafts with low-bit copies of streamed blocks only if each pass then reads at most this many times as
-# much from disk as without the copies. The value was chosen between two measured cases. An F16 model that
-# read 1.5 times as much made its first reply with `auto` 1.24 times as fast. A Q8_0 model that read 2.7 times
-# as much made a reply with `lowbit` slower (0.75x).
+# much from disk as without the copies. The value was chosen to lie between two measured cases: an F16 model
+# that read 1.5 times as much made its first reply with `auto` 1.24 times as fast, and a Q8_0 model that read
+# 2.7 times as much made a reply with `lowbit` slower (0.75x).
 MAX_READS_WITH_COPIES = 1.6
 
 # --- Draft models (`pair_loading.py`, `pairing.py`) ---
@@ -199,8 +202,8 @@ MAX_READS_WITH_COPIES = 1.6
 # Minimum initial context size, in tokens, of a draft model whose vocabulary differs from the target's. The
 # size was chosen so that the context rarely needs to be resized.
 FOREIGN_CONTEXT_TOKENS = 8192
-# Maximum number of draft model tokens per target token if the vocabularies differ. The ratio was chosen to be
-# cautious.
+# Maximum number of draft model tokens per target token if the vocabularies differ. The ratio was chosen
+# conservatively.
 TOKEN_RATIO = 4
 # Maximum number of tokens per forward pass for which a draft model computes logits, unless the user has set
 # the shape of draft trees. The number was chosen to limit the memory for logits.

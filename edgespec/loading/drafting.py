@@ -164,7 +164,7 @@ class _DrafterFactory:
         )
 
     def _automatic_drafters(self) -> set[str]:
-        """Return the names of the drafters that `auto` needs besides those that are always loaded."""
+        """Return the names of the drafters that `auto` needs in addition to those that are always loaded."""
         if "auto" not in self._options.methods:
             return set()
         names = {each.name for each in methods() if each.auto == "always" and not each.runs_model}

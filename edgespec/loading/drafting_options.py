@@ -91,7 +91,7 @@ class DraftingOptions:
 
     @property
     def max_branches(self) -> int:
-        """Number of draft branches that the target must be able to verify at once."""
+        """Number of draft branches that the target must be able to verify in one pass."""
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or any(method(name).drafts_trees for name in self.named_drafters)

@@ -127,7 +127,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _TrialResult:
-    """The result of trying a configuration, which does not depend on the drafters.
+    """The result of a configuration's trial. Does not depend on the drafters.
 
     Attributes:
         classes: The width classes.
@@ -272,7 +272,7 @@ class _ExactLoading:
         typical, repeating, found, repack = _best(choices)
         speed = min(1.0, typical / free[0])
         if found.max_width == 1:
-            # Without drafting, repetitive texts would lose most of their speed-up.
+            # Without drafting, repetitive text would lose most of its speed-up.
             speed = min(speed, repeating / free[1])
         # Speeds distorted by other programs do not justify giving up identical replies.
         is_fast = speed >= MIN_EXACT_SPEED or (is_disturbed and found.is_contiguous and found.max_width > 1)
@@ -287,7 +287,7 @@ class _ExactLoading:
         return _Choice(found, repack, speed)
 
     def _trial(self, *, repack: bool) -> _TrialResult:
-        """Return the saved trial result of a configuration, or load the target and try it."""
+        """Return the saved trial result of a configuration, or load the target and run the trial."""
         key = self._key(repack)
         saved = _from_json(Facts().get("classes", key)) if self.file_states else None
         # On a machine that is always busy, remeasuring at every start would not give a better result.

@@ -145,7 +145,7 @@ def choose_heads(
 def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
     """Return a one-line message about the chosen heads, or about an unusable head next to the target.
 
-    Returns an empty string if there is neither.
+    Returns an empty string if there is nothing to report.
     """
     if not chosen:
         blocked = next((each for each in options if each.source == "beside" and each.problem), None)
@@ -160,7 +160,7 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:
-    """Return the head, marked as unusable if its memory cannot be estimated, such as when it is damaged."""
+    """Return the head, marked as unusable if estimating its memory fails, as for a damaged head."""
     if option.head is not None and option.is_usable:
         try:
             target.file_format.estimate_head(option.head, target.path, BLOCK_TOKENS)

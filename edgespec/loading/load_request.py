@@ -21,7 +21,7 @@ from edgespec.options.settings import MODEL_OPTIONS, as_bytes
 
 __all__ = ["LoadRequest"]
 
-# A number that exceeds the layer count of any model.
+# Exceeds the layer count of any model.
 _ALL_LAYERS = 1 << 16
 
 
@@ -85,7 +85,7 @@ class LoadRequest:
 
 
 def _layers_with_experts_in_memory(experts: str | int) -> int | None:
-    """Convert a value of `--experts` to a value of `LoadOptions.experts`."""
+    """Convert an `--experts` value to a value of `LoadOptions.experts`."""
     if isinstance(experts, int):
         return experts
     return {"auto": None, "gpu": 0}.get(experts, _ALL_LAYERS)

@@ -136,7 +136,7 @@ def list_models(memory: str | int | None = None, also: Sequence[str] = ()) -> li
 
 
 def _sorted(models: Iterable[AvailableModel]) -> list[AvailableModel]:
-    """Sort models by size. Those in formats that are made for other hardware come last."""
+    """Sort models by size, with those in formats made for other hardware last."""
     return sorted(models, key=lambda each: (not format_of(each.format).is_fast_here(), each.size_bytes))
 
 
@@ -226,7 +226,7 @@ def _budget_bytes(memory: str | int | None) -> int:
 def installed_models(
     form: FileFormat, installed: InstalledModels, machine: MachineSpeed | None, budget_bytes: int
 ) -> Iterator[AvailableModel]:
-    """Yield the installed models of one format, except those that can only serve as draft models."""
+    """Yield the installed models in one format, except those that can only serve as draft models."""
     embedded_drafts = {
         name for entry in load_catalogue().entries if entry.embedded_file for name in entry.drafts
     }
@@ -286,7 +286,7 @@ def _installed_model(
 
 
 def _read_seconds(form: FileFormat, file_bytes: int, excess_bytes: int, path: Path | None) -> float | None:
-    """Return how long each pass reads weights from disk, or 0 if the model fits in memory.
+    """Return the time each pass spends reading weights from disk, or 0 if the model fits in memory.
 
     Args:
         form: The format of the model's files.
@@ -338,11 +338,11 @@ def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> P
 def catalogue_models(
     form: FileFormat, installed: InstalledModels, machine: MachineSpeed | None, budget_bytes: int
 ) -> Iterator[AvailableModel]:
-    """Yield the models of one format in the catalogue that are not installed."""
+    """Yield the catalogue models in one format that are not installed."""
     here = [each for each in installed.models if each.format == form.name]
     names = {each.entry.name for each in here if each.entry}
-    # Assume that downloads go to the disk that holds the largest installed model. The speed of that disk is
-    # measured with this model, because a large file is the hardest to cache.
+    # Assume that downloads go to the disk that holds the largest installed model. The disk's speed is
+    # measured by reading this model, because a large file is the least likely to be cached.
     largest = max(here, key=lambda each: each.info.size_bytes, default=None)
     for entry in load_catalogue().entries:
         if entry.format == form.name and entry.repository and entry.name not in names:

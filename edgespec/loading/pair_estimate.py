@@ -182,8 +182,8 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # Set the memory limit accordingly, because MLX converts the weights to float32 only if the result
-        # fits in it.
+        # Use the memory limit to allow or prevent conversion to float32, because MLX converts the weights
+        # only if the result fits within the limit.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -237,7 +237,7 @@ class PairEstimator:
     def _substitute_items(
         self, choice: PlanChoice, copies: Substitutes, options: LoadOptions, target_tokens: int
     ) -> Sequence[Item]:
-        """Return the memory items for drafting with low-bit blocks and the target's other weights."""
+        """Return the memory items for drafting with low-bit blocks plus the target's other weights."""
         from edgespec.backends.llamacpp.lowbit import partial_copy_options
 
         tokens = self._copy_context_tokens(choice, target_tokens)
@@ -306,7 +306,7 @@ def _find_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
 def _copies(
     pair: ModelPair, drafting: DraftingOptions, finder: Callable[[Method], Callable[[Any, bool], Any]]
 ) -> Iterator[Any]:
-    """Yield what `finder` finds for each method that may draft with copies of the target."""
+    """Yield the result of `finder` for each method that may draft with copies of the target."""
     automatic = "auto" in drafting.methods and pair.draft is None and not pair.target.file_format.fixed_exit
     for each in methods():
         is_named = each.name in drafting.named_drafters

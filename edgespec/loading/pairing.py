@@ -253,7 +253,7 @@ def _check_is_model(found: Resolved) -> None:
 
 
 def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: DraftingOptions) -> None:
-    """Raise an error if the adapters cannot be applied to the target with the methods that it needs."""
+    """Raise an error if the target, or a method that the user named, does not support the adapters."""
     form = target.file_format
     if form.check_adapters is None:
         raise OptionError(

@@ -198,8 +198,8 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    If the user did not set a context length, the plan may choose one longer than the default. Images are
-    reduced before anything else has to shrink, and a projector that the user did not name is left out.
+    If the user did not set a context length, the plan may choose one longer than the default. Before
+    shrinking anything else, the plan reduces images, and then drops a projector that the user did not name.
 
     Raises:
         ModelFileError, BackendMissingError: A model cannot be opened.
@@ -417,7 +417,7 @@ def _extend_context(
 def check_fits(planned: LoadPlan) -> None:
     """Raise MemoryBudgetError if a load plan does not fit in memory.
 
-    The error names the largest items and includes the advice for the user.
+    The error names the largest items and includes the plan's advice.
     """
     plan = planned.plan
     if plan.fits:

@@ -50,7 +50,7 @@ class Preview:
         plan: The memory plan.
         advice: Advice for the user if the plan does not fit. Otherwise empty.
         trained_context_tokens: Context length that the target was trained for. 0 if unknown.
-        first_context_tokens: Initial context size, which grows on demand.
+        first_context_tokens: Initial size of the context, which grows on demand.
         draft_window: The draft model's attention window, or None if it attends to the whole context.
         prediction: The expected speed on this machine. None if `edgespec recommend` has not measured it, or
             if the target is on several machines.

@@ -176,7 +176,7 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
 
 
 def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
-    """Return the largest model of comfortable, or else of acceptable, speed, or else the fastest one."""
+    """Return the largest model with comfortable speed, else with acceptable speed, else the fastest model."""
     suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
     for least in (COMFORTABLE_SPEED, ACCEPTABLE_SPEED):
         fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]

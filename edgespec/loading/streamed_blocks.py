@@ -28,7 +28,7 @@ def prepare_substitutes(
 
     Args:
         path: A GGUF file.
-        memory_bytes: The value of `--memory` with which the model will be used.
+        memory_bytes: The `--memory` value that the model will be used with.
         type_name: Quantisation type for the copies, such as Q4_0.
         to: Folder to create. Defaults to a folder in the store.
         progress: Reports progress while reading and writing.

@@ -123,8 +123,8 @@ def connect_workers(
         )
     workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
-    # Keep the output layer here for heads, which read hidden states and the weights of the output layer on
-    # this machine.
+    # Heads read hidden states and the output layer's weights on this machine, so keep the output layer here
+    # for them.
     on_worker = not pair.heads and _output_is_faster_on_worker(pair.target, workers)
     return replace(options, workers=workers, output_on_worker=on_worker)
 
@@ -212,7 +212,7 @@ def predict_spread(
         fits_here: Whether the whole target fits on this machine.
 
     Raises:
-        WorkerError: The connection to a worker broke.
+        WorkerError: The connection to a worker was lost.
         ModelFileError: A file of the target is damaged.
     """
     form = target.file_format
@@ -245,7 +245,7 @@ def predict_spread(
     for machine, share in enumerate(machines[1:], 1):
         if share.layers:
             parts[share.name] = seconds(machine, fractions[machine], share.layers)
-        # A worker that has the output layer keeps it.
+        # A worker that has the output layer keeps it when it runs all layers.
         fraction = 1.0 if share.has_output else in_layers
         output, rest = seconds(0, 1.0 - fraction, 0), seconds(machine, fraction, layers)
         if share.can_hold_all and share.layers < layers and None not in (output, rest):
@@ -278,7 +278,7 @@ def _output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> 
     Measures the connection to the worker only if the result depends on it.
 
     Raises:
-        WorkerError: The connection to the worker broke.
+        WorkerError: The connection to the worker was lost.
         ModelFileError: A file of the target is damaged.
     """
     form, link = target.file_format, workers.links[-1]

@@ -23,7 +23,7 @@ _SIGNIFICANCE = 0.001
 # Counts of tokens sampled after the same prefix, and the distribution that they should follow.
 Sample = tuple[Counter[int], Distribution]
 
-# Numbers of simulated trials: in the first batch, at most in total, and in each further batch.
+# Number of simulated trials in the first batch, maximum number in total, and number in each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
 # Compute p-values below this with more simulated trials, so that they stay precise after Holm's correction.
 _SUSPICIOUS_P_VALUE = 0.02

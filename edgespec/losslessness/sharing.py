@@ -22,18 +22,19 @@ from edgespec.model.base import LanguageModel
 
 __all__ = ["SharingErrors", "measure_sharing"]
 
-# Maximum number of measurements. Many may be needed, because few placements of the KV cells change the logits
-# of a small model at all.
+# Maximum number of measurements. Many may be needed, because on a small model, few placements of the KV cells
+# change the logits at all.
 _MAX_MEASUREMENTS = 64
 # Stop after this many measurements with a rounding error.
 _ENOUGH_ERRORS = 4
-# Maximum number of positions in the reply's text at which other replies free KV cells, so that the reply's
-# cells move.
+# Maximum number of positions in the reply's text at which other replies free KV cells, which the reply's next
+# tokens then occupy.
 _MAX_MOVES = 3
 # Number of tokens that each other model keeps in its cache, to expose bugs that make a reply read another
 # reply's KV cells.
 _KEPT_TOKENS = 32
-# Every fourth measurement uses shared passes instead of moved KV cells.
+# Every fourth measurement runs the reply in passes shared with other replies (`_SharedPasses`). The rest vary
+# the placement of its KV cells (`_MovingPasses`).
 _SHARED_EVERY = 4
 
 
@@ -121,7 +122,7 @@ def _measure_leak(
 
 
 class _MovingPasses(Alone):
-    """Runs passes in KV cells that neighbours have freed, so that later tokens get earlier cells.
+    """Runs passes while neighbours free KV cells, so that later tokens of the text get earlier cells.
 
     A neighbour is another model that shares the context. At one or more random positions of the text, a
     neighbour frees a random number of its cells.

@@ -334,7 +334,7 @@ class _Verification:
         return {"method": case.method, "draft_length": case.draft_length, "acceptance": self.acceptance}
 
     def _compare(self, case: Case, other: _Generated, findings: MethodFindings) -> None:
-        """Count a reply, and judge it if it differs from plain decoding or if plain decoding is wrong."""
+        """Count a reply, and judge it if it differs from plain decoding or if the plain reply is wrong."""
         if not self.should_continue():
             raise CancelledError("verification was cancelled")
         findings.count(other.reply)

@@ -88,19 +88,18 @@ SCORED_TOKENS = 64
 # The default size limit of the prefix cache, as a fraction of the memory that the loaded models leave free,
 # and in bytes. Chosen so that other programs can use the rest.
 PREFIX_CACHE_SHARE, MAX_PREFIX_CACHE_BYTES = 0.25, 4 * 2**30
-# The default limit is also at most this many times the size of the target's KV cache. Otherwise, a server
-# with a small model would fill gigabytes with the prompts of thousands of requests. The value was chosen
-# rather than measured.
+# Upper limit on the prefix cache's default size, as a multiple of the size of the target's KV cache. Without
+# it, a server with a small model would fill gigabytes with the prompts of thousands of requests. The value
+# was chosen rather than measured.
 PREFIX_CACHE_KV_CACHES = 8
 # The default size limit of cached prefixes on disk, as a fraction of the free disk space, and in bytes.
 # Chosen so that the disk does not fill up.
 DISK_CACHE_SHARE, MAX_DISK_CACHE_BYTES = 0.1, 4 * 2**30
-# Maximum memory needed to copy a KV cache, as a multiple of the size of the copy. The value was chosen as an
-# upper limit.
+# Maximum memory needed to copy a KV cache, as a multiple of the size of the copy. The value was chosen to err
+# on the high side.
 COPIES_AT_ONCE = 3
-# Segments in memory, and files on disk, that were used within this many seconds count as about equally old
-# when choosing which ones to evict. Chosen so that for recently used ones, the prefill time that they save is
-# what counts.
+# Seconds to add to the age of segments in memory, and of files on disk, when choosing which ones to evict.
+# Chosen so that the age of recently used ones matters less than the prefill time that they save.
 FRESH_SEGMENT_SECONDS, FRESH_FILE_SECONDS = 60.0, 600.0
 # Do not split cached sequences into segments shorter than this many tokens. The limit was chosen because each
 # segment has a fixed cost.

@@ -34,7 +34,7 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` refers to `context_tokens`."""
 
-# Load options to restore while memory is left, in this order.
+# Load options to restore, in this order, as long as memory is left.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",

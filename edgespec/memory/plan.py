@@ -31,7 +31,7 @@ _NAMES: dict[ModelMemoryKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of a memory plan: the memory of one kind that a `role`, such as `target` or `draft`, uses."""
+    """One line of a memory plan: memory of one kind used by a `role`, such as `target` or `draft`."""
 
     role: str
     name: str
@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A load option that was reduced to save memory, the user-facing reason, and the bytes saved."""
+    """A load option that was reduced to save memory, with the user-facing reason and the bytes saved."""
 
     what: str
     why: str

@@ -75,13 +75,13 @@ class MemoryPressure:
         return now() - started
 
     def reclaim_idle(self) -> None:
-        """If memory is low between replies, evict cached prefixes, then shrink the context."""
+        """Evict cached prefixes, and then shrink the context, if memory is low between replies."""
         self.drop_prefixes()
         if self._context.can_shrink and self.is_low:
             self._report("of unused context", self._context.shrink())
 
     def check_during_reply(self) -> None:
-        """If memory is low during a reply, evict cached prefixes without writing them to disk.
+        """Evict cached prefixes without writing them to disk, if memory is low during a reply.
 
         Call this after each draft has been verified. It checks the free memory at most once per second.
         """

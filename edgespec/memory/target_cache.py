@@ -30,9 +30,8 @@ __all__ = ["TargetCache", "read_prompt", "score"]
 class TargetCache:
     """Tracks which tokens are in the target's KV cache. Use only on the thread that runs the model.
 
-    A reply can be interrupted at any step, so the recorded tokens and the KV cache can differ in length, but
-    one
-    is always a prefix of the other.
+    A reply can be interrupted at any step, so the recorded tokens and the KV cache can differ in length.
+    However, one is always a prefix of the other.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class TargetCache:
         """Set the adapter scales for the next reply, and return whether they changed.
 
         A KV cache is valid only for the scales that it was computed with. The prefix cache holds sequences
-        for the
-        scales that the target was loaded with, and is bypassed for any others.
+        for the scales that the target was loaded with, and is bypassed for any others.
 
         Raises:
             CapabilityError: The scales of the target's adapters are fixed.
@@ -118,8 +116,7 @@ class TargetCache:
         """Reprocess the last reply in the same passes in which the next prompt would process it.
 
         Decoding can compute slightly different KV cells than prefill. Without this call, the next prompt
-        could
-        reuse only the last prompt's tokens, and would have to wait for the reply to be reprocessed.
+        could reuse only the last prompt's tokens, and would have to reprocess the reply first.
 
         Args:
             should_continue: Called between passes. Returning False ends the call.
@@ -249,8 +246,8 @@ class TargetCache:
         Rerunning the token recomputes the hidden state, without which the head could not use its KV cache.
         """
         length, capabilities = self._target.length, self._target.facts.capabilities
-        # Exclude recurrent models, because truncating them loses all tokens since their last checkpoint. They
-        # are the models that cannot verify token trees.
+        # Exclude recurrent models, which can neither be truncated partially nor verify token trees, because
+        # truncating them loses all tokens since their last checkpoint.
         can_drop = self._reuse_is_exact and (capabilities.partial_truncate or capabilities.tree)
         if can_drop and any(head.needs_last_state(tokens[:length]) for head in self._heads):
             self._target.truncate(whole_images(tokens, length - 1))
@@ -277,8 +274,8 @@ class TargetCache:
 def _scoring_width(capabilities: Capabilities) -> int:
     """Return the pass width for scoring a prompt. Passes of this width need no padding.
 
-    Passes wider than one token are used only if they are bit-exact. On SmolLM2, passes that were not changed
-    log-probabilities by up to 0.5.
+    Passes wider than one token are used only if they are bit-exact. On SmolLM2, passes that were not
+    bit-exact changed log-probabilities by up to 0.5.
     """
     limit = min(capabilities.max_width, SCORED_TOKENS) if capabilities.exact and capabilities.rollback else 1
     return max((width for width in capabilities.pass_widths if width <= limit), default=limit)
@@ -309,7 +306,7 @@ def read_prompt(
 
 
 def _prefill(target: LanguageModel, tokens: Sequence[int], progress: Progress | None) -> None:
-    """Append the tokens that are not in the cache yet, in passes whose ends depend only on the positions."""
+    """Append the tokens that are not cached yet, in passes whose boundaries depend only on the positions."""
     begin, end = target.length, len(tokens)
     for stop in _pass_ends(tokens, begin, target.facts.capabilities.reuse_block_tokens):
         start = target.length

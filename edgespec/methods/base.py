@@ -53,7 +53,7 @@ class Drafter(ABC):
     draft to find out whether drafting saves time.
 
     Attributes:
-        name: Name of the method in options and reports. Must match the name in the method's record.
+        name: Name of the method in options and reports. Must match `Method.name`.
         is_lookup: Whether drafts are looked up without running a model. Any part of such a draft can be
             verified on its own.
         chooses_length: Whether the drafter chooses the draft length itself, up to the limit passed to
@@ -80,7 +80,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft tree whose root is the last token. Without a draft, the root is the only node.
+        """Return a draft tree rooted at the last token. If nothing is drafted, it contains only the root.
 
         Args:
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
@@ -157,7 +157,7 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that this drafter combines, or only itself if it combines none."""
+        """The drafters that this one combines, or just itself if it is not a combination."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027

@@ -1,4 +1,4 @@
-"""Constants of drafters: the length and width of drafts, and what is assumed about drafters before they run.
+"""Drafter constants: draft lengths and widths, and assumptions about drafters that have not run yet.
 
 `methods/auto/constants.py` determines when to draft, and `methods/costs/constants.py` how passes are
 measured. The constants for training between replies are in `model/online.py`.
@@ -53,26 +53,26 @@ __all__ = [
     "WINDOW_TREE_TOKENS",
 ]
 
-# --- Length and width of drafts ---
+# --- Draft lengths and widths ---
 
-# Longest draft, in tokens, of drafters that choose the draft length themselves. It also limits the pass
+# Maximum draft length, in tokens, for drafters that choose the length themselves. It also limits the pass
 # widths that are tested for exactness, and the draft lengths that `edgespec tune` recommends. It was chosen
 # because longer drafts rarely help: even if each token is accepted with a probability of 0.9, only one
-# 16-token draft in five is accepted as a whole.
+# 16-token draft in five is accepted in full.
 MAX_DRAFT_LENGTH = 16
-# Draft length, in tokens, of drafters that do not choose it themselves. It was chosen to be short, so that a
+# Draft length, in tokens, for drafters that do not choose it themselves. A small value was chosen, so that a
 # rejected draft costs little.
 FIXED_DRAFT_LENGTH = 4
 # Maximum number of tokens in an adaptive tree, including its root. The limit was chosen to bound the time for
 # planning a tree. Most trees stay smaller because of the measured pass costs.
 MAX_TREE_WIDTH = 64
-# Default maximum number of tokens and of leaves in a verify pass, chosen to limit its size if the target
-# supports more.
+# Default maximum numbers of tokens and leaves in a verify pass. They were chosen to bound passes on targets
+# that support larger ones.
 DEFAULT_MAX_WIDTH, DEFAULT_MAX_BRANCHES = 64, 8
-# Number of leaves that a target must be able to verify for methods that draft trees. The number was chosen as
-# twice `DEFAULT_MAX_BRANCHES`.
+# Number of leaves that a target must be able to verify to support methods that draft trees. The number was
+# chosen as twice `DEFAULT_MAX_BRANCHES`.
 TREE_BRANCHES = 16
-# Maximum number of successive tokens to draft because a constraint determines them. The number was chosen to
+# Maximum number of consecutive tokens to draft because a constraint determines them. The number was chosen to
 # match the longest draft of other drafters.
 MAX_FORCED_TOKENS = 16
 
@@ -85,18 +85,18 @@ MAX_LOOKAHEAD_LEVELS = 4
 # 2.
 STEEP_COST = 1.9
 # Assumed duration of a draft model pass, in single-token target passes, until it is measured. It was chosen
-# as the cost of a draft model with a fifth of the target's size. `auto` measures draft models and heads when
-# they are first used (`Drafter.warm_up`).
+# for a draft model a fifth the size of the target. `auto` measures draft models and heads when they are first
+# used (`Drafter.warm_up`).
 ASSUMED_DRAFT_PASS_COST = 0.2
 # Draft probabilities that separate the ranges in which acceptance is counted. They were chosen to be closer
 # together near 0 and 1, where small differences matter more.
 DRAFT_PROB_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 # Assumed acceptance probability in each range separated by `DRAFT_PROB_EDGES`, before any tokens have been
-# counted. Values near the middle of each range were chosen, as if the draft model's probabilities were
-# correct.
+# counted. Values near the middle of each range were chosen, which assumes that the draft model's
+# probabilities are correct.
 DRAFT_PROB_PRIOR = (0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98)
-# Assumed acceptance probability of the draft model's most likely token, until tokens have been counted. It
-# was chosen to be high, so that draft models are tried.
+# Assumed acceptance probability of the draft model's most likely token, until tokens have been counted. A
+# high value was chosen, so that untested draft models are tried.
 TYPICAL_PRIOR = 0.7
 
 # --- Running statistics (`running_stats.py`, `auto/drafter_stats.py`) ---
@@ -155,7 +155,7 @@ MAX_CONTINUATION_TOKENS = 32
 # Number of drafted tokens per matched token, and the minimum estimated probability of a drafted token and all
 # its ancestors. Both were chosen to match ArcticInference's suffix decoding.
 SUFFIX_LENGTH_FACTOR, SUFFIX_MIN_PROBABILITY = 1.0, 0.1
-# Maximum number of occurrences of a match to look at. If there are more, an evenly spaced sample is used. The
+# Maximum number of occurrences of a match to examine. If there are more, an evenly spaced sample is used. The
 # limit was chosen to keep lookups fast.
 MAX_SAMPLED_OCCURRENCES = 64
 # Number of recent tokens from other chats to search, chosen to limit the index's memory use.
@@ -163,7 +163,7 @@ OTHER_CHATS_TOKENS = 1 << 13
 
 # --- Lookahead decoding (`lookahead/`) ---
 
-# Longest draft for which the size of the lookahead window is chosen when the target is loaded. It was chosen
+# Maximum draft length assumed when the size of the lookahead window is selected at load time. It was chosen
 # to match the longest draft of other drafters.
 LOOKAHEAD_DRAFT_LENGTH = MAX_DRAFT_LENGTH
 # Initial guesses for future tokens are drawn at random from this many recent tokens. The number was chosen so
@@ -173,7 +173,7 @@ LOOKAHEAD_RECENT_TOKENS = 512
 # indexing time.
 LOOKAHEAD_PROMPT_TOKENS = 1 << 14
 # Assumed probability that a drafted token is accepted, and assumed number of verify passes per useful draft.
-# Both had to be chosen, because the window size is needed before anything has been drafted.
+# Both were chosen rather than measured, because the window size is needed before anything has been drafted.
 LOOKAHEAD_TOKEN_PROBABILITY, LOOKAHEAD_PASSES_PER_HIT = 0.4, 3.0
 # Maximum number of n-grams to remember for each first token. Derived from the largest window, which verifies
 # this many.
@@ -181,11 +181,12 @@ MAX_NGRAMS_PER_TOKEN = 16
 
 # --- Drafting with the target itself (`layerskip/`, `lowbit/`) ---
 
-# Longest draft for which the exit layer is chosen. The limit itself was chosen to keep the number of widths
-# to measure small.
+# Maximum draft length to consider when selecting the exit layer. It was chosen to limit the number of widths
+# to measure.
 MAX_EXIT_DRAFT_LENGTH = 12
 # A model was probably trained for early exit if its lower layers predict the same token as the full model at
-# least this often. The threshold was chosen as a clear majority, and affects only the explanation.
+# least this often. The threshold was chosen as a clear majority. It affects only the message shown if early
+# exit is not faster.
 MIN_TRAINED_AGREEMENT = 0.6
 # Number of reply tokens on which the agreement of an exit layer is measured, chosen to keep the measurement
 # short.

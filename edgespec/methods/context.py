@@ -1,4 +1,4 @@
-"""What a method receives to create its drafter, and what it returns if it cannot draft."""
+"""The context passed to methods that create drafters, and their result if they cannot draft."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class DrafterContext:
 
     @property
     def file_format(self) -> FileFormat:
-        """The format of the target's files."""
+        """File format of the target."""
         return self.files.file_format
 
     @property

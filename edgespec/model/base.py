@@ -59,7 +59,7 @@ class LoadOptions:
         flash_attention: `auto`, `on` or `off`.
         batch_tokens: Tokens per prefill batch.
         max_branches: Maximum number of leaves in a token tree.
-        memory_bytes: Combined limit for weights and KV cache. None means no limit.
+        memory_bytes: Combined size limit for the weights and the KV cache. None means no limit.
         max_logit_rows: Maximum number of rows per pass that need logits. None uses the backend's limit.
         is_draft: Whether the model is used for drafting. If so, `auto` settings may prefer speed over
             bit-exactness.
@@ -69,8 +69,8 @@ class LoadOptions:
         repack: Whether the backend may convert weights to a layout that is faster on this CPU.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
-        own_head: Whether to load the layers in the model's own files that can draft, such as those for
-            multi-token prediction (MTP). Required to draft with a `Head` without a path.
+        own_head: Whether to load the drafting layers in the model's own files, such as those for multi-token
+            prediction (MTP). Required to draft with a `Head` without a path.
         parallel: Number of concurrent replies that share the model's passes. Each has a context of
             `context_tokens`.
         workers: The machines that hold the layers, or None if all layers are on this machine. The model
@@ -115,7 +115,7 @@ class LoadOptions:
     small_images: bool = False
 
     def for_draft(self) -> LoadOptions:
-        """Return these options without those that apply only to the target, for a draft model."""
+        """Return these options for a draft model, without those that apply only to the target."""
         return replace(
             self,
             is_draft=True,
@@ -178,13 +178,13 @@ class Vocabulary(Protocol):
         """
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text, which are empty for control tokens."""
+        """Return the bytes that a token adds to the text, or empty bytes for control tokens."""
 
     def raw_piece(self, token: int) -> bytes:
         """Return a token's vocabulary entry as bytes, even for control tokens."""
 
     def same_entries(self, other: Vocabulary) -> bool:
-        """Return whether every token id certainly stands for the same token in both vocabularies.
+        """Return whether it is certain that every token id stands for the same token in both vocabularies.
 
         This is much faster than comparing `raw_piece` for hundreds of thousands of tokens. A result of False
         is inconclusive and makes that comparison necessary.
@@ -271,7 +271,7 @@ class LanguageModel(Protocol):
     def prepare_image(self, image: Image) -> PreparedImage:
         """Return the tokens that stand for an image in prompts.
 
-        `prefill` and `prefill_prompt` accept them as long as the returned object exists. The last token of a
+        `prefill` and `prefill_prompt` accept them only while the returned object exists. The last token of a
         prompt must be text, and the cache must not be truncated within an image. Can be called from any
         thread.
 
@@ -281,7 +281,7 @@ class LanguageModel(Protocol):
         """
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
-        """Return the embedding of a text, float32 [size]. The cache must be empty, and is cleared afterwards.
+        """Return the embedding of text, float32 [size]. The cache must be empty, and is cleared afterwards.
 
         Args:
             tokens: The tokens of the text. The EOS token is appended if the model needs one.
@@ -335,7 +335,7 @@ class LanguageModel(Protocol):
     def repeat_cached(self, end: int) -> bool:
         """Append copies of all cached tokens until the cache holds `end` tokens.
 
-        The copies keep their keys and values, so the state differs from that of processing the tokens again.
+        The copies keep their keys and values, so the state differs from that after reprocessing the tokens.
         Tests of passes in long contexts use this to fill a context quickly. Any uncommitted token tree is
         discarded.
 
@@ -347,8 +347,8 @@ class LanguageModel(Protocol):
         """Clear the cache and make later passes run only the model's first layers, or all layers again.
 
         The first layers include one of each kind of layer. While they run alone, `verify` returns their
-        hidden states in place of logits. Tests of passes use this, because it takes less time and shows
-        differences that the rounding of activations in later layers hides.
+        hidden states in place of logits. Tests of passes use this, because it is faster and reveals
+        differences that activation rounding in later layers would hide.
 
         Returns:
             Whether passes now run only the first layers. They run all layers if the model does not support

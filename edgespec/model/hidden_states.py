@@ -26,7 +26,7 @@ __all__ = [
 # Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
 # k, and index `layer count` is the output of the last layer, before the final norm.
 POST_NORM = -1
-# This index and lower ones stand for the residual streams after the last layer of a model with
+# This index and those below it stand for the residual streams after the last layer of a model with
 # hyper-connections (arXiv 2409.19606). The model mixes the streams into one hidden state before the final
 # norm.
 _FIRST_STREAM = POST_NORM - 1

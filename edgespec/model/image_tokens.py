@@ -32,7 +32,7 @@ _HASH_BITS = 29
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedImage:
-    """An image that a model's `prefill` accepts as long as this object exists.
+    """An image that a model's `prefill` accepts only while this object exists.
 
     Attributes:
         tokens: The tokens that stand for the image in a prompt: runs of image tokens, and the control tokens

@@ -199,7 +199,7 @@ class MemoryEstimator(Protocol):
     def streamable_layers(self) -> int: ...
 
     def streamed_bytes(self, options: LoadOptions) -> Mapping[int, int]:
-        """Return how many bytes each pass reads from disk for each streamed layer with these options."""
+        """Return the bytes that each pass reads from disk with these options, for each streamed layer."""
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.
@@ -262,7 +262,7 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
 
 
 def check_tokens_fit(model: _Context, more: int) -> None:
-    """Raise ContextFullError if the model's context has no room for `more` tokens."""
+    """Raise ContextFullError if the context has no room for `more` tokens."""
     if more > model.free_tokens:
         raise ContextFullError(
             f"{model.length:,} cached tokens and {more:,} new tokens exceed the context of"

@@ -35,7 +35,7 @@ class Adapter:
 
     Attributes:
         path: A GGUF file, or a folder in mlx-lm's format, which can also contain a DoRA adapter.
-        scale: Factor for the adapter's change to the weights.
+        scale: Factor by which to multiply the adapter's change to the weights.
     """
 
     path: str
@@ -119,8 +119,8 @@ class Exactness:
         requested: The option `exactness`: `auto`, `bits` or `off`.
         bits: Whether all passes agree bit for bit, so that replies are identical. If False, rounding can make
             replies differ from plain decoding.
-        outcome: What holds for replies and why, as a clause without its subject, such as `are identical to
-            plain decoding`.
+        outcome: Whether replies are identical and why, as a clause without its subject, such as `are
+            identical to plain decoding`.
         widths: Pass widths that agree bit for bit. Empty if passes are not restricted.
         expected_speed: Expected speed with only these passes, as a fraction of the unrestricted speed. If
             replies can differ, this is the speed to expect with `bits`. None if it was not measured.
@@ -203,7 +203,7 @@ class ModelFacts:
 
     @property
     def max_context_tokens(self) -> int:
-        """The maximum size to which the context can grow, in tokens."""
+        """The maximum size that the context can grow to, in tokens."""
         return max(self.requested_context_tokens, self.context_tokens)
 
     @property
@@ -230,13 +230,13 @@ class ModelInfo:
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
-        heads: Names of the heads in the files, which can draft from a model's hidden states, such as MTP.
+        heads: Names of the heads in the files, such as MTP. Heads draft from a model's hidden states.
         hidden_size: Number of values in a hidden state. For a head, this refers to the target's hidden
             states.
         layers: Number of layers.
         read_layers: For a head, the layers of the target whose hidden states it reads, if the files say so.
         draft_vocab_size: For a head, how many of the target's tokens it can draft, if the files say so.
-        sampling: The recommended sampling settings in the files, by edgespec's names.
+        sampling: The recommended sampling settings in the files, keyed by edgespec's names.
         doubt: Why the backend might reject the files, judging by their headers. Empty if nothing looks
             unusual. `trial_load.why_refused` asks the backend itself.
     """
@@ -283,7 +283,7 @@ class OutputLayer:
 
     @property
     def row_growth_bytes(self) -> int:
-        """Number of bytes by which a row of logits is larger than a hidden state."""
+        """How many bytes larger a row of logits is than a hidden state."""
         return (self.vocabulary_size - self.hidden_size) * _FLOAT32_BYTES
 
 
@@ -304,5 +304,5 @@ class PassWeights:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes of weights of all types."""
+        """Total size of the weights in bytes."""
         return sum(self.bytes_of.values())

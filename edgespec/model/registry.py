@@ -172,7 +172,7 @@ class FileFormat:
             the adapters and a progress callback (see `trial_load`). None if no adapter can crash the process.
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
-        benchmark_models: Models for measuring this machine. None if there are none.
+        benchmark_models: Models for measuring this machine's speed. None if there are none.
         networks: How the backend runs heads, by `HeadKind.network`.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
             progress callback. None if drafters cannot be trained for models in this format.
@@ -381,6 +381,6 @@ def same_backend(format_name: str, other_name: str) -> bool:
 
 
 def process_bytes() -> int:
-    """Return how many bytes Python and the imported backend typically use before loading a model."""
+    """Return the bytes that Python and the imported backend typically use before a model is loaded."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

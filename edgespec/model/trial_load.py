@@ -40,7 +40,7 @@ _MAX_REASON = 200
 # Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many
 # bytes per second.
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
-# CPU time limit of a trial load in seconds: a fixed part, plus a part for each GiB of model files.
+# CPU time limit of a trial load in seconds: a fixed amount, plus an amount per GiB of model files.
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
 # Seconds between progress reports while the child process prints nothing.
 _PROGRESS_SECONDS = 0.1
@@ -101,11 +101,11 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
     a file or the backend's version changes.
 
     Args:
-        models: The models to try.
+        models: The models to test.
         progress: Called during the trial. Returning False cancels it.
 
     Returns:
-        A user-facing notice if the models could not be tried, or an empty string.
+        A user-facing notice if the models could not be tested, or an empty string.
 
     Raises:
         ModelFileError: A file crashed the child process, now or in an earlier trial.
@@ -186,7 +186,7 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
                             reasons[i] = json.loads(reason)
                             _remember(key, _Result(False, refusal=reasons[i]))
                     elif crash := child.crash(models[i]):
-                        # The remaining models are tried in another process.
+                        # The remaining models are tested in another process.
                         reasons[i] = _failure(models[i], crash).what
                         _remember(key, _Result(False, crash))
         except (OSError, BackendError):
@@ -405,7 +405,7 @@ def _decode_head(head: Sequence[str | None]) -> Head:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Try to load each model in the request and print the outcome. Runs in the child process."""
+    """Test each model in the request and print the outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for form_name, path, name, runs, head, adapters in request["models"]:

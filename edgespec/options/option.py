@@ -164,7 +164,7 @@ class MethodName(Kind):
 
 
 class MethodList(Kind):
-    """A list of methods."""
+    """A list of drafting methods."""
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -502,7 +502,7 @@ def _pydantic_schema(name: str, model: type, hint: str) -> Any:
             f"{name} must be a JSON schema, not the class {model.__name__}", hint, code="constraint_invalid"
         )
     try:
-        # Pydantic ignores undeclared properties by default. OpenAI's library forbids them in its requests.
+        # Pydantic allows undeclared properties by default, but OpenAI's library forbids them in its requests.
         return closed_objects(model.model_json_schema())
     except PydanticUserError as error:
         raise OptionError(

@@ -83,7 +83,7 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
 
 
 def unknown_setting(name: str, known: Iterable[str] | None = None) -> tuple[str, str]:
-    """Explain why a setting cannot be set for all runs, and what to do.
+    """Return why a setting cannot be set for all runs, and what to do instead.
 
     Args:
         name: The name that the user wrote.

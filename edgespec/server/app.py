@@ -1,4 +1,4 @@
-"""The ASGI application, which checks who may use the server and routes requests to the endpoints.
+"""The ASGI application, which checks access to the server and routes requests to the endpoints.
 
 Besides the APIs, it serves a health check, metrics, and an OpenAPI description of all endpoints.
 """
@@ -91,7 +91,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the API that a path belongs to, which is the one with the longest matching prefix."""
+    """Return the API that a path belongs to: the one with the longest matching prefix."""
     prefixes = {prefix: protocol for protocol in _PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 

@@ -33,7 +33,8 @@ __all__ = ["Call", "Endpoint", "PathEndpoint", "Protocol", "error_response"]
 _Body = TypeVar("_Body", bound=BaseModel | None)
 # Maximum size of a request body in bytes. A prompt of a million tokens takes about 5 MB, as does a photo.
 MAX_BODY_BYTES = 48 * 2**20
-# Maximum total size in bytes of the request bodies being received, so that clients cannot exhaust memory.
+# Maximum combined size in bytes of all request bodies being received. Prevents clients from exhausting
+# memory.
 MAX_BUFFERED_BYTES = 4 * MAX_BODY_BYTES
 # Time limit in seconds for a client to send the whole body.
 BODY_SECONDS = 60.0

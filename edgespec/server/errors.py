@@ -48,7 +48,7 @@ class ApiError(Exception):
         kind: The OpenAI error type, such as `invalid_request_error`.
         code: A machine-readable name, such as `model_not_found`. For an `EdgespecError`, its code.
         param: The request field that caused the error.
-        details: Further machine-readable values, such as the number of tokens in the prompt.
+        details: Additional machine-readable values, such as the number of tokens in the prompt.
         headers: HTTP headers of the response.
     """
 
@@ -130,11 +130,11 @@ def validation_error(
 
     Args:
         error: The exception.
-        known: Names of the fields that the endpoint supports, to suggest one for a misspelt name.
-        advice: Advice for fields that only other endpoints support, by field name.
+        known: Names of the fields that the endpoint supports, used to suggest corrections of misspelt names.
+        advice: Advice for fields that only other endpoints support, keyed by field name.
     """
     problems = error.errors(include_url=False)
-    # Report a field of another endpoint first, because it explains why the right field is missing.
+    # Report fields of other endpoints first, because they explain why a required field is missing.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
     # If a field allows several types, pydantic reports a problem for each. The client probably meant the type
@@ -143,7 +143,7 @@ def validation_error(
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        # The client chose this name, so it may look like a type name.
+        # Keep the last name even if it looks like a type, because the client chose it.
         place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), param=place, code=wrong.code)

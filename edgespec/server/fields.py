@@ -49,7 +49,7 @@ __all__ = [
 
 _IGNORED = object()
 Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored."), _IGNORED]
-"""The type of a field that can be ignored without changing what the client expects from the reply."""
+"""The type of a field that can be ignored, because the reply still meets the client's expectations."""
 
 
 def _require(neutral: int, value: Any, name: str | None) -> Any:
@@ -64,14 +64,14 @@ def _require(neutral: int, value: Any, name: str | None) -> Any:
 
 
 Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, info.field_name))]
-"""The type of a field for an unsupported feature. Ignored if it is 0 or false, and rejected otherwise."""
+"""The type of a field for an unsupported feature. 0 and false are ignored, and other values are rejected."""
 One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
-"""The type of a field for an unsupported feature. Ignored if it is 1 or true, and rejected otherwise."""
+"""The type of a field for an unsupported feature. 1 and true are ignored, and other values are rejected."""
 
 # Maximum number of unknown fields in an object, and maximum length of their names in characters. These limits
-# bound the time for comparing them with known names and the size of the list of ignored fields.
+# bound the time for comparing names and the size of the list of ignored fields.
 _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
-# Maximum number of items to search for ignored fields. The limit was chosen to bound the time.
+# Maximum number of items to search for ignored fields. The limit was chosen to bound the search time.
 _MAX_SEARCHED_ITEMS = 1000
 # Minimum similarity (`difflib`) at which an unknown name is probably misspelt, such as `max_token`.
 _MISSPELT_SIMILARITY = 0.8
@@ -101,7 +101,7 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _repair_values(cls, data: Any) -> Any:
-        """Replace values that other languages serialise differently, such as `[]` for an empty map."""
+        """Normalise values that other languages serialise differently, such as `[]` for an empty map."""
         repairs = _repairs(cls)
         if not repairs or not isinstance(data, dict):
             return data
@@ -181,7 +181,7 @@ class RequestFields(_Fields):
 
     @classmethod
     def _is_refused(cls, name: str, option: str) -> bool:
-        # Ollama's fields include those in `options`, such as `options.num_predict`.
+        # Strip the prefix of Ollama's nested fields, such as `options.num_predict`.
         known = [each.rpartition(".")[2] for each in cls.known_fields()]
         return (
             len(name) > _MAX_NAME_CHARACTERS

@@ -74,8 +74,8 @@ class ChatPrompt:
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
         """Queue a request for a reply to this prompt.
 
-        If a tool call is required, a schema for the answer is dropped, because there will be no answer. The
-        library Instructor sends both.
+        If a tool call is required, the answer's schema is dropped, because there will be no answer.
+        Instructor, for example, sends both.
         """
         known = [str(tool["function"].get("name")) for tool in self.tools]
         if "schema" in options and read_choice(self.tool_choice, known).mode == "required":

@@ -32,9 +32,9 @@ _HEADER_SECONDS = 20.0
 # Close a connection after this many seconds without a request.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Seconds until the first check that a client still reads after it has closed its side of the connection. The
-# interval doubles with each check, and the second check detects a client that has gone away. The value was
-# chosen, not measured.
+# Delay in seconds before first checking whether a client that has closed its side of the connection is still
+# reading. The interval doubles with each check, and the second check detects a client that has gone away. The
+# value was chosen, not measured.
 _READER_CHECK_SECONDS = 0.25
 # Maximum number of connections. Further ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
@@ -171,9 +171,9 @@ class _TimedProtocol(H11Protocol):
 
     uvicorn supports neither. Programs such as `nc -N` and some libraries close their side of the connection
     after the request (`shutdown(SHUT_WR)`) and still read the response. On the wire, that looks the same as a
-    client that has gone away, whose reply must be cancelled. Only sending something tells the two apart,
-    because a client that has gone away resets the connection. The server therefore sends the interim response
-    100, which clients skip.
+    client that has gone away, whose reply must be cancelled. The two can only be told apart by sending
+    something, because a client that has gone away resets the connection. The server therefore sends the
+    interim response `100 Continue`, which clients skip.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -201,7 +201,7 @@ class _TimedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection open for a client that may still be reading its response.
 
-        Clients half-close right after their request. A client that does so during the response has gone away.
+        Clients half-close right after their request. One that does so during the response is treated as gone.
         """
         if not self._is_busy() or self.cycle.more_body or self.cycle.response_started:
             return False

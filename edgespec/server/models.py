@@ -43,25 +43,26 @@ __all__ = ["FoundModel", "KnownModel", "LoadedModel", "ModelPool"]
 
 # Seconds between checks for models that have been idle for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
-# Options that name files of one model. They apply only to the target that the user chose.
+# Options that name files of a single model. They apply only to the target that the user chose.
 _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
 
 _log = logging.getLogger(__name__)
 
 
-# Seconds for which the names of all models are cached. Reading them takes up to a second, so a flood of
-# requests with unknown names must not read them each time.
+# Time in seconds for which the names of all models are cached. Reading them takes up to a second, which is
+# too slow for a flood of requests with unknown names.
 _NAMES_SECONDS = 5.0
 # Maximum number of model names in an error message.
 _MAX_SHOWN_NAMES = 10
 _WRITTEN_AS_PATH = re.compile(r"[/\\]|^~|\.gguf$", re.IGNORECASE)
-# Parts that clients add to a model's name. Many Ollama clients add the tag, and gateways such as LiteLLM put
-# the name of the server's API before the model.
+# Prefixes and suffixes that clients add to a model's name. Many Ollama clients append the tag, and gateways
+# such as LiteLLM prepend the name of the server's API.
 _ADDED = re.compile(
     r"^(?:openai|ollama|ollama_chat|anthropic|hosted_vllm|lm_studio|litellm_proxy|custom_openai)/|:latest$",
     re.IGNORECASE,
 )
-# Minimum similarity (`difflib`) at which an unknown name is probably misspelt. This value was chosen.
+# Affixes that clients add to a model's name. Many Ollama clients append the tag, and gateways such as LiteLLM
+# prepend the name of the server's API.
 _MISSPELT_SIMILARITY = 0.7
 
 
@@ -326,7 +327,7 @@ class ModelPool:
         raise ModelNotFoundError(_reason(name, problem), _advice(problem, others, list(names.values())))
 
     def _recent_names(self) -> dict[str, str]:
-        """Return all model names, keyed by lower-case name. The result may be a few seconds old."""
+        """Return all model names, keyed by lower-case name. They may be a few seconds old."""
         now = time.monotonic()
         if now - self._names_seconds > _NAMES_SECONDS:
             self._names = {each.name.lower(): each.name for each in self._known({})}
@@ -401,7 +402,7 @@ class ModelPool:
         return (entry.loaded is None, entry.users > 0, entry.last_used)
 
     async def _unload(self, files: tuple[Path, ...]) -> None:
-        """Unload a model after its last request. The caller must hold `_turn`."""
+        """Unload a model once its last request has finished. The caller must hold `_turn`."""
         await self._close_unused(self._entries.pop(files))
 
     async def _close_lost(self, entry: _Entry) -> None:
@@ -417,7 +418,7 @@ class ModelPool:
         _log.info("unloaded %s", model.name)
 
     async def unload(self, name: str | None) -> None:
-        """Unload a model after its last request. Has no effect if it is not loaded.
+        """Unload a model once its last request has finished. Has no effect if it is not loaded.
 
         The model is also unloaded if the caller is cancelled.
 
@@ -456,7 +457,7 @@ class ModelPool:
     async def close(self) -> None:
         """Cancel loading and all replies, and free all models."""
         self._stopping.set()
-        # Close the queues first. This ends their replies, for which a loading model may be waiting.
+        # Close the queues first, which ends replies that a loading model may be waiting for.
         for model in [*self.loaded, *self._leaving]:
             await asyncio.to_thread(model.queue.close)
         async with self._turn:
@@ -505,7 +506,7 @@ def _is_unknown(name: str) -> bool:
 
 
 def _reason(name: str, problem: ModelNotFoundError) -> str:
-    """Explain why a name refers to no model on this machine."""
+    """Explain why a name does not refer to any model on this machine."""
     alias = user_aliases().get(name.lower())
     if alias:
         return f"{name[:100]} stands for {alias}, but {problem.what}"

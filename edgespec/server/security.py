@@ -1,4 +1,4 @@
-"""Check who may use the server, before reading anything else in a request."""
+"""Check that a client may use the server, before reading anything else in its request."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
 # Maximum size of a suggested download. Larger models take hours to download, and are slow on most machines
 # that can hold them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Size of a KV cache of 8,192 tokens for a model with eight billion parameters. For other models, this is
-# scaled by the square root of the number of parameters.
+# Size in bytes of an 8,192-token KV cache, and the parameter count of a model that needs this much. For other
+# models, the size is scaled by the square root of the number of parameters.
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20
@@ -319,7 +319,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
-    # MXFP4 has four bits, and a shared exponent of eight bits per 32 weights.
+    # MXFP4 uses four bits per weight, plus a shared eight-bit exponent for every 32 weights.
     label = entry.mlx_repository.rpartition("-")[2]
     bits = 4 if "MXFP4" in entry.mlx_repository else int(label.removesuffix("bit"))
     # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
@@ -333,7 +333,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # MLX stores a 16-bit scale and a 16-bit bias per 64 weights, which adds half a bit per weight.
+        # MLX stores a 16-bit scale and a 16-bit bias for every 64 weights, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         # mlx-lm drops the MTP layers when it converts a model.

@@ -1,8 +1,7 @@
 """Constants for the estimates that rank models before they have run. See `speedup_estimate` and `drafts`.
 
 Acceptance rates measured on this machine replace the assumed ones. If the caller knows this machine's
-measured
-speed, it replaces the assumed costs.
+measured speed, it replaces the assumed costs.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ ASSUMED_SIZE_RATIO = 0.1
 # measured 1.99 tokens per target pass for its EAGLE-3 head for Qwen 3 8B with drafts of two tokens, which
 # corresponds to a rate of 0.62.
 HEAD_RATE = 0.62
-# Assumed cost of verifying one more token in the same pass, relative to a single-token pass of the target.
-# Measured with F16 weights on two CPU cores. For such a machine, the curve in
-# `scripts/simulation/machines.py` has 0.137 between one and four tokens. This only ranks models that are not
-# loaded: `speed_prediction` uses the measured speed of this machine instead, and `auto` measures the loaded
-# model.
+# Assumed cost of verifying one more token in the same pass, relative to a single-token pass of the target. It
+# was measured with F16 weights on two CPU cores. For such a machine, the curve in
+# `scripts/simulation/machines.py` gives 0.137 between one and four tokens. The value is used only to rank
+# models that are not loaded: `speed_prediction` uses the measured speed of this machine instead, and `auto`
+# measures the loaded model.
 COST_PER_ROW = 0.14
 # Longest draft for which a speed-up is estimated, chosen as half of the longest draft of `auto`.
 MAX_ESTIMATED_DRAFT_LENGTH = 8
@@ -57,11 +56,11 @@ MAX_ESTIMATED_DRAFT_LENGTH = 8
 # Minimum number of drafted tokens for a usable acceptance rate. It was chosen because the standard error of a
 # rate from 200 tokens is at most 0.035.
 MIN_DRAFTED = 200
-# Counts of drafted tokens are halved above this number, so that recent replies have more weight. The limit
-# was chosen as a hundred times `MIN_DRAFTED`.
+# Number of drafted tokens above which the counts are halved, so that recent replies have more weight. The
+# limit was chosen as a hundred times `MIN_DRAFTED`.
 MAX_DRAFTED = 20_000
-# Save the acceptance counts after this many drafted tokens. The value was chosen so that the file is written
-# only once in many replies.
+# Save the acceptance counts after this many drafted tokens. The value was chosen so that the file is not
+# written after every reply.
 SAVE_EVERY_DRAFTED = 2_000
 
 # Maximum size of a draft model relative to the target, in bytes read per token. It was chosen because larger

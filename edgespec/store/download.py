@@ -1,8 +1,7 @@
 """Download models into the Hugging Face cache. Interrupted downloads can be resumed.
 
 `huggingface_hub` lists and locates the files. This module downloads them itself, because `huggingface_hub`
-deletes
-the partial file of an interrupted download, and a model can take hours to download.
+deletes the partial file of an interrupted download, and a model can take hours to download.
 """
 
 from __future__ import annotations
@@ -300,8 +299,7 @@ def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> 
     """Yield the content of a URL, starting at byte `start`. Closing the iterator ends the transfer.
 
     Each chunk comes with a flag, which is True for the first chunk if the server ignored `start` and is
-    sending
-    the whole file.
+    sending the whole file.
     """
     from huggingface_hub import constants, get_session, get_token
 

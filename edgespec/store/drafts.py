@@ -1,8 +1,7 @@
 """Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
 
-The choice depends only on model sizes, vocabularies and measured acceptance rates. Nothing is downloaded to
-make
-it.
+The choice depends only on model sizes, vocabularies and measured acceptance rates, and is made without
+downloading anything.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
 # Maximum number of entries to read in a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
-# Where to find heads, most preferred first. A head beside the model takes precedence over the catalogue,
+# Where to look for heads, most preferred first. A head next to the model takes precedence over the catalogue,
 # because the user probably put it there to use it.
 _SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
 
@@ -139,7 +139,7 @@ def head_options(target: Resolved) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the heads for a catalogue model that is not on this machine: those in its files, then others."""
+    """Return the heads for a catalogue model that is not on this machine, those in its files first."""
     own = [
         HeadOption("", kind, None, "target", problem=_why_not_yet(kind, entry.file_format))
         for kind in entry.heads
@@ -300,7 +300,7 @@ def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int
 
     Args:
         option: The head.
-        own_words: Words in the target's names. Heads whose names share more of them come first.
+        own_words: Words in the target's names. Heads whose names share more of these words come first.
     """
     heads = head_names()
     return (

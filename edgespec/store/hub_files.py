@@ -78,7 +78,7 @@ class HubFile:
 
     @property
     def quantisation(self) -> str:
-        """Upper-case quantisation at the end of the name, such as `Q4_K_M`, or an empty string if none."""
+        """The upper-case quantisation that ends the name, such as `Q4_K_M`, or an empty string."""
         match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
         return match.group(1).upper() if match else ""
 
@@ -172,9 +172,8 @@ def is_gguf_model(file: HubFile) -> bool:
 def best_projector(names: Iterable[str], model: str) -> str | None:
     """Return the name of the best projector for the file `model`, or None.
 
-    Projectors have `mmproj` in their names. The best one has the name most similar to the model's or, on a
-    tie,
-    the best data type.
+    Projectors have `mmproj` in their names. The best one has the name most similar to the model's or, on
+    a tie, the best data type.
     """
 
     def rank(name: str) -> tuple[int, int, str]:

@@ -1,8 +1,7 @@
 """Find, describe and remove the models on this machine, whichever program installed them.
 
 Metadata is cached across runs until one of a model's files changes. By default, replies use the sampling
-settings
-that a model's makers recommend. Models that belong to other programs are never modified or deleted.
+settings that a model's makers recommend. Models that belong to other programs are never modified or deleted.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _NOT_MODELS: dict[ModelKind, str] = {
 _VERSION = 6
 # Fields of `ModelInfo` that are sequences.
 _SEQUENCES = ("heads", "read_layers")
-# Why edgespec does not remove a model, and a hint, keyed by where the model was found.
+# Reasons why edgespec does not remove a model, each with a hint, keyed by where the model was found.
 _REFUSALS = {
     "embedded": ("it is part of edgespec", ""),
     "ollama": ("it belongs to Ollama", "use `ollama rm`"),

@@ -21,7 +21,8 @@ _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _PROJECTOR = "application/vnd.ollama.image.projector"
 _PARAMETERS = "application/vnd.ollama.image.params"
-# Kinds of files that edgespec does not use, with user-facing names. Ollama's templates are Go templates.
+# Kinds of files that edgespec does not use, with user-facing names. They include templates, because Ollama's
+# are Go templates.
 _UNUSED = {
     "application/vnd.ollama.image.template": "template",
     "application/vnd.ollama.image.system": "system prompt",

@@ -487,7 +487,7 @@ class StoreReference:
 
 @dataclass(frozen=True)
 class NameReference:
-    """A name from the catalogue, Ollama or the user's aliases, and the tag after the colon."""
+    """A name from the catalogue, Ollama or the user's aliases, with the tag after the colon."""
 
     name: str
     tag: str | None
@@ -557,7 +557,7 @@ def parse_reference(reference: str) -> Reference:
 
 
 def _parse_hub(text: str, rest: str) -> HubReference:
-    """Parse the rest of a reference after `hf:` or the host name. Raises ModelNotFoundError."""
+    """Parse the part of a reference after `hf:` or the host name. Raises ModelNotFoundError."""
     if rest:
         _reject_near_misses(text)
     match = _REPOSITORY.match(rest) or _WEB_PAGE.match(rest)

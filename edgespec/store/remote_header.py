@@ -32,7 +32,7 @@ _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a model file's header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# Size of the number at the start of a safetensors file that gives the length of its header, in bytes.
+# Size in bytes of the field at the start of a safetensors file that holds the length of its header.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
 # Extensions of PyTorch files, which have no header because they list their tensors at the end.

@@ -36,7 +36,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 class SavedArrays:
     """A file of named arrays that belong to particular models.
 
-    Problems with the file are reported in `notice` rather than raised, and the data is created again.
+    Problems with the file are reported in `notice` rather than raised, and the data is recreated.
 
     Args:
         kind: Kind of data, such as `online`.

@@ -86,7 +86,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """If a folder was skipped because it has too many files, yield an entry that reports the problem."""
+        """Yield an entry that reports the problem if a folder was skipped because it has too many files."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"

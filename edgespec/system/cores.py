@@ -17,7 +17,7 @@ import psutil
 
 __all__ = ["CPU_LOAD", "MAX_BUSY_CORES", "CpuLoad", "control_groups", "usable_cores"]
 
-# Speed measurements are considered distorted if other programs use more cores than this.
+# Number of cores used by other programs above which speed measurements are considered distorted.
 MAX_BUSY_CORES = 0.3
 
 _READ_INTERVAL_SECONDS = 0.25

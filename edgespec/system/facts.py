@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Unsaved:
-    """What this process keeps in memory for a file that it could not write.
+    """Data kept in memory for a file that this process could not write.
 
     Attributes:
         facts: The facts that could not be saved, by kind and key.
@@ -182,7 +182,7 @@ class Facts:
 def _create(path: Path) -> None:
     """Create a private file if it does not exist. SQLite's auxiliary files get the same permissions."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Do not open an existing file here: closing it would release SQLite's locks in this process.
+    # Do not open an existing file here, because closing it would release SQLite's locks in this process.
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 

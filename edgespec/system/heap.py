@@ -34,7 +34,7 @@ def address_space_is_limited() -> bool:
 
 
 def limit_malloc_arenas() -> None:
-    """If the address space is limited, make later threads share one malloc arena.
+    """Make later threads share one malloc arena if the address space is limited.
 
     By default, glibc reserves 64 MiB of address space per thread, most of which stays unused.
     """

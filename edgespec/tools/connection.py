@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerConnection", "Toolbox"]
 
-# Maximum time in seconds to start a server and list its tools. Long, because `npx` and similar programs may
-# download the server first.
+# Maximum time in seconds to start a server and list its tools. This is long, because `npx` and similar
+# programs may download the server first.
 _START_SECONDS = 60.0
 # Maximum time in seconds to stop a server. The transport itself gives up earlier, unless the machine is very
 # busy.

@@ -20,7 +20,7 @@ __all__ = ["MAX_TOOLS", "Tool", "ToolResult", "Veto", "accepted_tools", "limited
 MAX_TOOLS = 100
 _MAX_DESCRIPTION_CHARACTERS = 1_000
 _MAX_SCHEMA_CHARACTERS = 20_000
-# Matches the tool names that the MCP specification recommends.
+# Matches tool names that follow the MCP specification's recommendation.
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Matches control characters, and invisible characters that can hide text or change its direction. Does not
 # match line breaks and tabs, which are harmless.

@@ -118,7 +118,8 @@ class _LimitedHTTP(httpx2.AsyncBaseTransport):
         self._allowance = allowance
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        # Only our own requests contain a method; answers to the server's requests do not. See `_stdio`.
+        # Only our own requests contain a method, whereas answers to the server's requests do not. See
+        # `_stdio`.
         if b'"method"' in request.content:
             self._allowance.reset()
         response = await self._inner.handle_async_request(request)

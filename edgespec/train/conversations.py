@@ -103,8 +103,8 @@ def batches(
 ) -> list[list[Conversation]]:
     """Group conversations of similar length into batches, and return the batches in random order.
 
-    Similar lengths keep padding small. A batch has at most `max_tokens` tokens including padding,
-    unless a single conversation is longer.
+    Grouping by length minimises padding. A batch has at most `max_tokens` tokens including padding, unless a
+    single conversation is longer.
     """
     shuffled = [conversations[i] for i in random.permutation(len(conversations))]
     divided: list[list[Conversation]] = [[]]
@@ -116,7 +116,7 @@ def batches(
 
 
 def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-    """Return the batch for each training step. Deterministic, so that training can be resumed."""
+    """Return the batch for each training step, deterministically, so that training can be resumed."""
     tokens = PASSES * sum(len(each.tokens) for each in conversations)
     batch_tokens = min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, tokens // _WANTED_STEPS))
     return [

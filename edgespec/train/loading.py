@@ -152,7 +152,7 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
 
 
 def _trainable(path: Path, name: str, weights: Path | None) -> Path:
-    """Return the folder to train with. Raises OptionError if `weights` does not match the target."""
+    """Return the folder of the model to train with. Raises OptionError if `weights` is missing or wrong."""
     if format_at(path).load_teacher is not None:
         if weights is not None:
             raise OptionError(

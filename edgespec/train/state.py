@@ -27,7 +27,7 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 T = TypeVar("T")
 
-# Seconds per token above which a saved speed counts as damaged.
+# Saved speeds above this many seconds per token are treated as damaged.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 _LOCK_FILE = "lock"
@@ -35,7 +35,7 @@ _LOCK_FILE = "lock"
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """The settings of a training run, which can be resumed only with the same settings.
+    """Settings of a training run. An unfinished run can be resumed only with identical settings.
 
     Attributes:
         method: Kind of drafter, such as `eagle3` or `draft`.
@@ -223,7 +223,7 @@ class TrainingFolder:
     def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
         """Save the progress and the drafter's state.
 
-        If this is interrupted, the previously saved state stays valid.
+        If the call is interrupted, the previously saved state stays valid.
         """
         current = self.state_file(progress.steps)
         with replace_when_written(current) as unfinished:
@@ -283,7 +283,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 
 
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
-    """Raise ValueError if the value is not a number, or impossible for drafts of `DEPTH` tokens."""
+    """Raise ValueError if the value is not a number, or is impossible for drafts of `DEPTH` tokens."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
         raise ValueError(f"{tokens_per_pass} tokens per pass are not possible")
 

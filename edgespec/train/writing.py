@@ -82,7 +82,7 @@ class ConversationWriter:
 
         Raises:
             CancelledError: `progress` returned False.
-            EdgespecError: The target wrote no usable questions.
+            EdgespecError: The target generated no usable questions.
         """
         first = batch * BATCH_CONVERSATIONS
         given = self._prompts[first : first + BATCH_CONVERSATIONS]

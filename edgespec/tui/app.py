@@ -63,11 +63,11 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# Maximum number of lines and characters shown from the end of the typed text.
+# The loading screen shows at most this many lines and characters from the end of the typed text.
 _SHOWN_LINES = 5
 _SHOWN_CHARACTERS = 200
-# Number of partial collections after which Python's garbage collector examines all objects, which takes about
-# 100 ms. `Transcript` usually triggers a collection earlier, while the user presses no keys.
+# Number of partial garbage collections before a full one, which takes about 100 ms. `Transcript` usually
+# triggers a full collection earlier, while the user presses no keys.
 _FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
@@ -77,7 +77,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
 
     Args:
         load: Function that loads the model.
-        mouse: Whether the chat reacts to the mouse. If not, the mouse selects text as usual in the terminal.
+        mouse: Whether the chat reacts to the mouse. If not, the terminal handles text selection as usual.
         **options: The other arguments of `ChatApp`.
 
     Raises:
@@ -125,7 +125,7 @@ class ChatApp(App[None]):
         load: Function that loads the model. Called in the model thread.
         load_other: Returns a function that loads another model, given a reference to it.
         plan_other: Plans another model, given a reference to it and a memory limit in bytes.
-        models: The references to the models that the user chose, such as `8b-q4`.
+        models: References to the models that the user chose, such as `8b-q4`.
         system: System prompt for new chats.
         settings: Settings for new chats.
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
@@ -133,7 +133,7 @@ class ChatApp(App[None]):
         light: Whether to use the light theme. Defaults to the theme used last.
         tools: Whether to start the MCP servers at once.
         remember: Whether to save the history of prompts.
-        sharing: Shares the model with other programs. None shares nothing.
+        sharing: Shares the model with other programs, or None to share nothing.
 
     Attributes:
         load_error: The error if loading failed, or None.
@@ -401,10 +401,10 @@ class ChatApp(App[None]):
         self.exit()
 
     def keep_typed(self) -> str:
-        """Save what the user typed while a model was loading, if the chat ended before the text was used.
+        """Save what the user typed while a model was loading, if the chat ended before it could be sent.
 
         Returns:
-            A line that tells the user where the text is. Empty if nothing was typed.
+            A message about the unsent text, or an empty string if nothing was typed.
         """
         typed = (*self._loading.take_messages(), self._loading.take_typed())
         if not (text := "\n".join(typed).strip()):
@@ -458,7 +458,7 @@ def quick_screen() -> Iterator[None]:
 
 
 class LoadingScreen(Screen[None]):
-    """Screen that shows the model name and the loading progress, and keeps what the user types meanwhile.
+    """Screen that shows the model name and loading progress, and collects input typed meanwhile.
 
     Attributes:
         waiting: The messages and commands that the user has entered. They are sent in this order once the
@@ -501,7 +501,7 @@ class LoadingScreen(Screen[None]):
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect what the user types meanwhile. Enter completes a message, and Up recalls the last one."""
+        """Collect input typed during loading. Enter completes a message, and Up recalls the last one."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
         elif event.key == "enter" and self.typed.strip() and not self._is_in_block:
@@ -521,7 +521,7 @@ class LoadingScreen(Screen[None]):
         return self.typed.startswith(QUOTES) and not ends_block(self.typed.rstrip().split("\n"))
 
     def on_paste(self, event: events.Paste) -> None:
-        """Collect pasted text like typed text."""
+        """Treat pasted text as if it had been typed."""
         if len(event.text) > MAX_INPUT_CHARACTERS:
             self.notify(too_long_text(len(event.text)), markup=False)
             return

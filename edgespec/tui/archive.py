@@ -33,8 +33,7 @@ class Archive:
     """Saves chats to a `ChatStore` and loads them, one call at a time. Methods can raise ChatFileError.
 
     Attributes:
-        unsaved: The error from the last save of each chat that could not be saved, keyed by chat ID. Each
-            message names the chat.
+        unsaved: The errors of chats whose last save failed, keyed by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
             The caller resets this to False after telling the user.
         hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
@@ -176,7 +175,7 @@ class Archive:
         return await asyncio.to_thread(self.find_now, wanted)
 
     def find_now(self, wanted: str) -> StoredChat | None:
-        """Do the same as `find`, but block until the files have been read."""
+        """Return the chat that matches `wanted`, as described in `find`. Blocks until the files are read."""
         return find_chat(self.list_now(), wanted)
 
     async def find_unfinished(self) -> StoredChat | None:
@@ -197,7 +196,7 @@ class Archive:
         await asyncio.to_thread(self.add_now, chats)
 
     def add_now(self, chats: Iterable[SavedChat]) -> None:
-        """Do the same as `add`, but block until all chats are saved."""
+        """Save imported chats under new IDs. Blocks until all of them are saved."""
         for chat in chats:
             # Take the lock once per chat, so that replies can be saved during a large import.
             with self._lock:
@@ -260,7 +259,7 @@ class Archive:
         Call this after closing the model, because closing can save a cache that contains their text.
 
         Raises:
-            ChatFileError: A chat could not be deleted. All others were.
+            ChatFileError: At least one chat could not be deleted. All others were deleted.
         """
         old = self.store.hidden_before(time() - 2 * UNDO_SECONDS)
         failure: ChatFileError | None = None

@@ -38,7 +38,7 @@ _STOP_SECONDS = 8.0
 # Seconds within which a browser must confirm the end of a connection, and seconds between checks that it
 # still responds.
 _CLOSE_SECONDS, _HEARTBEAT_SECONDS = 2.0, 15.0
-# Seconds that a chat has to save and exit after its connection was closed, before it is killed.
+# Seconds for a chat to save and exit after its connection closes, before it is killed.
 _END_SECONDS = 6.0
 _READ_BYTES = 65536
 # Exceptions that textual-serve raises if a browser sends an invalid message.
@@ -105,7 +105,7 @@ class BrowserChat(Server):
         asyncio.run(self._run(on_ready))
 
     def stop(self) -> None:
-        """End all chats and the server. Can be called from any thread and from signal handlers."""
+        """End all chats and stop the server. Can be called from any thread and from signal handlers."""
         self._stop_requested = True
         if self._loop is not None:
             # The event loop is closed if the server has already stopped.
@@ -116,14 +116,15 @@ class BrowserChat(Server):
         self._loop = asyncio.get_running_loop()
         if self._stop_requested:
             return
-        # textual-serve logs a traceback whenever a connection is closed, and aiohttp at each invalid request.
+        # textual-serve logs a traceback for every closed connection, and aiohttp one for every invalid
+        # request.
         for name in ("textual-serve", "aiohttp.server"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         runner = web.AppRunner(
             await self._make_app(),
             access_log=None,
             shutdown_timeout=_STOP_SECONDS,
-            # A handler that waits for its chat must still notice that the browser has disconnected.
+            # Cancel a handler when its browser disconnects, even while it waits for its chat.
             handler_cancellation=True,
         )
         await runner.setup()
@@ -280,7 +281,7 @@ class _ChatProcess(AppService):
         """End the process. Kill it if it does not end in time, or if the caller is cancelled."""
         if self._process is None:
             return
-        # `stop` may be called twice: when the connection ends and when the server ends.
+        # `stop` may be called twice: when the connection closes and when the server stops.
         self._ending = self._ending or asyncio.create_task(self._end(self._process))
         try:
             # Use `asyncio.wait`, because `asyncio.timeout` has no effect if `run` ignores cancellation.

@@ -1,6 +1,6 @@
 """The chat screen: its key bindings, and the actions that keys and slash commands trigger.
 
-Messages are sent together with the files that they refer to, and edited messages as new versions.
+Messages are sent along with the files that they refer to. Edited messages are sent as new versions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from edgespec.tui.widgets.sidebar import Sidebar
 
 __all__ = ["ChatScreen"]
 
-# Maximum time in seconds between two presses of Ctrl+C that quit the chat.
+# Pressing Ctrl+C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
 # Seconds after which the user is told that files are still being read.
 _NOTICE_SECONDS = 0.5
@@ -113,7 +113,7 @@ class ChatScreen(TurnScreen):
         await _send(self, text, place)
 
     async def send_typed(self, texts: Sequence[str]) -> None:
-        """Send messages and run commands that were typed while a model was loading, in their order."""
+        """Send messages and run commands that were typed while a model was loading, in order."""
         for text in texts:
             if table.read(text) is None:
                 self.history.add(text)
@@ -145,7 +145,7 @@ class ChatScreen(TurnScreen):
                 self.say(refusal)
             self._refused = text
             if self.give_back(text):
-                # Select the text, so that typing replaces it, and the arrow keys keep it for correction.
+                # Select the text, so that typing replaces it. An arrow key keeps it for correction.
                 self.prompt.select_all()
             return
         self.history.add(text)
@@ -297,7 +297,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:
-        """Scroll the conversation to the top. If it is there already, show older messages."""
+        """Scroll the conversation to the top. If it is already there, load older messages first."""
         if self.transcript.scroll_y == 0:
             await self.transcript.show_earlier()
         self.transcript.scroll_home(animate=False)
@@ -322,7 +322,7 @@ class ChatScreen(TurnScreen):
         await selection.run(self, action)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave Ctrl+R and Ctrl+P to the list of chats while it has focus, and `u` to other widgets."""
+        """Leave Ctrl+R and Ctrl+P to the list of chats while it has focus. Limit `u` to `can_undo_all`."""
         if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
             return False
         if action == "undo":

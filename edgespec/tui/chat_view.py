@@ -47,7 +47,7 @@ _MEMORY_SECONDS = 3.0
 
 
 class _Row(Horizontal):
-    """Widgets side by side."""
+    """A row of widgets."""
 
     # Draw only the background. By default, Textual also draws the borders and padding row by row, which takes
     # longer, and the child widgets cover them anyway.

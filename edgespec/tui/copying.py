@@ -1,4 +1,4 @@
-"""Copy text, and the code blocks of a message, to the clipboard."""
+"""Copy text and code blocks to the clipboard."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Download:
 
     @property
     def time_left(self) -> str:
-        """The estimated remaining time, such as `, 2 min left`. Empty if it is unknown."""
+        """The estimated remaining time, such as `, 2 min left`, or an empty string if it is unknown."""
         if self._start is None or self.cancelled.is_set() or self.ended.is_set():
             return ""
         start_seconds, start_fraction = self._start
@@ -118,6 +118,6 @@ class Downloads:
 
     @property
     def status(self) -> str:
-        """The running downloads, for the status line. Empty if there are none."""
+        """Status-line text that lists the running downloads, or an empty string if there are none."""
         running = [each for each in self._downloads.values() if not each.ended.is_set()]
         return ", ".join(f"{each.state} of {each.reference}{each.time_left}" for each in running)

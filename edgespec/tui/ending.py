@@ -43,7 +43,7 @@ class ChatEnd(NamedTuple):
 
 
 def resume_value(chat: OpenChat, store: ChatStore) -> str:
-    """Return the `--resume` value that opens the chat. Empty if the chat has no messages."""
+    """Return the `--resume` value that opens the chat, or an empty string if it has no messages."""
     if not chat.entries:
         return ""
     try:
@@ -75,7 +75,8 @@ class EndWatch:
 
     Args:
         save: Saves the chat.
-        leave: Asks the app to quit. Returns False if the app has not started yet. Called once per signal.
+        leave: Asks the app to quit. Called after a signal, and again until it returns True. Returns False if
+            the app has not started yet.
         stop: Stops the reply and closes the model. Called if the terminal is closed.
         is_open: Returns whether the terminal is open. Ignored if it returns False at the start.
 

@@ -80,7 +80,7 @@ def ending_reference(line: str) -> tuple[str, int] | None:
 def dropped_paths(text: str) -> list[str]:
     """Return the paths that a terminal pastes when files are dropped on it, or an empty list.
 
-    Terminals paste absolute paths, with quotes or backslashes around special characters, or `file:` URLs.
+    Terminals paste absolute paths, with special characters quoted or escaped, or `file:` URLs.
     """
     text = text.strip()
     if not text or len(text) > _MAX_DROPPED_CHARACTERS:

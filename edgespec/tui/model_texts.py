@@ -27,7 +27,7 @@ _PLACES = {
     "catalogue": "on Hugging Face",
     "search": "on Hugging Face",
 }
-# The width of each column, and the minimum width of a row that shows it. Both are in cells.
+# For each column: its width, and the minimum width of a row that shows it. Both are in cells.
 _COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (14, 58), "draft": (28, 92)}
 
 
@@ -86,7 +86,7 @@ def _size(model: AvailableModel) -> str:
 
 
 def speed_text(model: AvailableModel) -> str:
-    """Return the expected speed, such as `12 tok/s`, or an empty string if this machine was not measured.
+    """Return the expected speed, such as `12 tok/s`, or an empty string if it is unknown.
 
     A question mark is appended if other programs were busy during the measurement.
     """

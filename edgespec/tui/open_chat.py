@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FORK_SUFFIX", "ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
 
 FORK_SUFFIX = " (fork)"
-"""The suffix of a fork's title."""
+"""Appended to the title of a forked chat."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +118,7 @@ class OpenChat:
         saved_at: Timestamp of the file that this program last wrote or read, or None if the chat is unsaved.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
         pinned: Whether the chat stays at the top of the list of chats.
-        models: The models that replied last.
+        models: References to the models used for the last reply.
         turn: The message being answered and its reply so far. None if no reply is being generated.
     """
 

@@ -114,7 +114,7 @@ class PlainChat:
             Preferences.read(path).remember(self.models, path)
 
     def save(self) -> None:
-        """Save the chat, or print why it cannot be saved. Nothing more is printed until a save succeeds."""
+        """Save the chat, or print why saving failed. Repeated failures are reported only once."""
         chat = self.current_chat
         try:
             self.archive.save_now(chat, self.runtime.target.name)
@@ -181,7 +181,7 @@ class PlainChat:
         self.save()
 
     def use_reloaded_model(self) -> None:
-        """Use the model that was reloaded after it lost a worker, or the program that had loaded it."""
+        """Switch to the reloaded model if a worker, or the program that shared the model, was lost."""
         if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
             if note := takeover_note(self.runtime):
                 self.console.note(note)
@@ -320,7 +320,7 @@ class _PlainTools(ToolAccess):
     """Tool use in the plain chat. Runs in the chat's thread.
 
     Args:
-        console: Prints notes and asks the user.
+        console: Prints notes and prompts the user.
         save: Saves the open chat.
     """
 

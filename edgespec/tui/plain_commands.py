@@ -81,7 +81,7 @@ def _context(chat: PlainChat, argument: str) -> Context:
 
 
 def _show(chat: PlainChat, result: Result) -> None:
-    """Print the result of a command, or carry it out. Raises EdgespecError if that fails."""
+    """Print a command's result, or perform the action that it requests. Raises EdgespecError."""
     for part in all_of(result):
         match part:
             case Text():

@@ -17,11 +17,11 @@ from edgespec.tui.textual_guards import without_controls
 
 __all__ = ["PlainConsole", "ReplyPieces", "write"]
 
-# Maximum time in seconds between two presses of Ctrl-C that quit the chat.
+# Pressing Ctrl-C twice within this many seconds quits the chat.
 _TWICE_SECONDS = 2.0
 # Maximum time in seconds until the chat reacts to a signal while it waits for input.
 _SIGNAL_SECONDS = 0.2
-# Minimum number of characters to write at once. Screen readers pause between pieces, so short ones are hard
+# Minimum number of characters to write at once. Screen readers pause between pieces, so short pieces are hard
 # to follow.
 _PIECE_CHARACTERS = 60
 
@@ -63,8 +63,8 @@ class _InputLines:
     """Reads stdin line by line.
 
     Python runs a signal handler only after the current system call. If a signal arrived just before
-    `sys.stdin.readline()` blocks, it would wait for the next line. So on POSIX, `read_line` waits in short
-    steps.
+    `sys.stdin.readline()` blocked, its handler would not run until the next line. So on POSIX, `read_line`
+    waits in short steps.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class PlainConsole:
         stop_reply: Called when the user presses Ctrl-C.
 
     Attributes:
-        is_interactive: Whether a user is typing, as opposed to input from a pipe or a file.
+        is_interactive: Whether stdin is a terminal, as opposed to a pipe or a file.
         interrupted: Set when the user presses Ctrl-C. Callers clear it before they start long work.
         leaving: True once the chat is about to end.
     """

@@ -28,7 +28,7 @@ class Preferences:
         theme: Name of the colour theme.
         details: Whether to show the details column.
         sidebar: Whether to show the list of chats.
-        knows_drafting: Whether the first screen has explained drafting before.
+        knows_drafting: Whether drafting has already been explained to the user.
         target: Reference to the model that was used last. Empty for the default model.
         draft: Reference to its draft model. Empty for the default.
     """

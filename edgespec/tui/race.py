@@ -21,7 +21,7 @@ __all__ = ["RaceProgress", "StartedRace", "race_method", "start_race"]
 
 @dataclass(slots=True)
 class RaceProgress:
-    """The progress of a race. The model thread writes it, and the screen reads it."""
+    """Progress of a race, written by the model thread and read by the UI."""
 
     description: str = "waiting for the model"
     fraction: float = 0.0

@@ -99,10 +99,10 @@ def _context(screen: TurnScreen, argument: str) -> Context:
 
 
 async def _show(screen: TurnScreen, result: Result) -> None:
-    """Show the result of a command, or carry it out.
+    """Show a command's result, or perform the action that it requests.
 
     Raises:
-        OptionError: The result cannot be shown or carried out.
+        OptionError: The result cannot be shown, or the action cannot be performed.
     """
     for part in all_of(result):
         match part:

@@ -74,7 +74,7 @@ async def rerun(screen: TurnScreen, place: int) -> None:
 
 
 async def go_on(screen: TurnScreen, place: int) -> None:
-    """Continue a reply from its end, or reply to a message."""
+    """Continue a reply from where it ended, or reply to a message."""
 
     async def begin() -> None:
         screen.prompt.focus()
@@ -147,7 +147,7 @@ async def _newer_version(screen: TurnScreen, place: int) -> None:
 
 
 async def _switch(screen: TurnScreen, place: int, step: int) -> None:
-    """Show another version of a message, and the messages after that version."""
+    """Show another version of a message, and the messages that follow that version."""
 
     async def begin() -> None:
         tree = screen.current_chat.tree
@@ -162,7 +162,7 @@ async def _switch(screen: TurnScreen, place: int, step: int) -> None:
 async def _show(screen: TurnScreen, tree: MessageTree[ChatEntry], index: int) -> None:
     """Save a changed tree and redraw the chat from the `index`-th message, which stays selected.
 
-    If all messages are deleted, the empty transcript has the focus, so that `u` still restores them.
+    If all messages are deleted, the empty transcript gets the focus, so that `u` still restores them.
     """
     selecting = screen.selected is not None or screen.transcript.has_focus
     screen.current_chat.change_messages(tree)

@@ -131,7 +131,7 @@ def with_load_setting(changed: Mapping[str, Any], name: str, text: str) -> dict[
 
 
 def load_setting_text(name: str, changed: Mapping[str, Any]) -> str:
-    """Return a changed load option as text for `with_load_setting`, or an empty string if it is unchanged."""
+    """Return a load option's changed value as text for `with_load_setting`. Empty if it was not changed."""
     if name not in changed:
         return ""
     value = changed[name]

@@ -1,4 +1,4 @@
-"""Make the chat robust against terminal input: no bytes close it, and pasted text is never read as keys.
+"""Harden terminal input: invalid bytes never end the chat, and pasted text never acts as key presses.
 
 Textual decodes the terminal's bytes strictly, so a single byte in another encoding, such as a pasted Latin-1
 character, ends the app. It also treats control characters in pasted text as keys.
@@ -91,9 +91,9 @@ class InputParser(XTermParser):
                     yield from super().feed(text + BRACKETED_PASTE_END)
 
     def _split(self, data: str, marker: str) -> tuple[str, str]:
-        """Split data after a marker, whose first part may have arrived in earlier data.
+        """Split data after a marker, whose beginning may have arrived in earlier data.
 
-        Sets `_found` to whether the marker is complete.
+        Sets `_found` to whether the whole marker was found.
         """
         before = len(self._tail)
         end = (self._tail + data).find(marker)

@@ -48,7 +48,7 @@ __all__ = [
     "worst_case",
 ]
 
-# A remark on each model that a first chat can open with, and the kind of model to suggest instead.
+# For each model that a first chat can open with: a remark, and the kind of model to suggest instead.
 _TOY = ("The demo is a toy model for offline use.", "real")
 _FIRST_MODELS = {
     "demo": _TOY,
@@ -57,8 +57,8 @@ _FIRST_MODELS = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
-# Minimum length in tokens of a reply whose speed-up is shown. This value was chosen because a shorter reply
-# has too few passes to show whether guessing saved time.
+# Minimum reply length in tokens for showing a speed-up. This value was chosen because shorter replies have
+# too few passes to tell whether drafting saved time.
 _MIN_TOKENS = 20
 # Below this speed-up, a reply is shown as slower. From about this value on, the factor rounds to 1.0.
 _SAME_SPEED = 0.95
@@ -69,7 +69,7 @@ _NOTICE_SEPARATOR = " · "
 _AUTO_HEADS = "uses those in the model's files, its folder and the Hugging Face cache"
 _NO_IMAGES = "images are off to save memory; a smaller /context or a higher /set memory can turn them on"
 _OTHER_MODEL = "type /model to choose another model"
-# Patterns for advice about the command line, and the advice to show in the chat instead.
+# Patterns that match command-line advice, each with the advice to show in the chat instead.
 _IN_CHAT = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
@@ -94,12 +94,12 @@ _AFTER_LOSS = (
     "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
 )
-# The chat mentions that identical replies are slower if they lose at least this share of the speed.
+# Minimum fraction of the speed that identical replies must cost for the chat to mention it.
 _NOTICEABLE_LOSS = 0.01
 
 
 def facts_line(facts: ModelFacts) -> str:
-    """Minimum fraction of the speed that identical replies must cost for the chat to mention it."""
+    """Return a model's name, number of parameters, quantisation and file size on one line."""
     file_size = format_bytes(facts.file_bytes)
     return " · ".join(
         filter(None, (facts.name, parameters_text(facts.parameters), facts.quantisation, file_size))
@@ -122,7 +122,7 @@ def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str
 
 
 def loaded_value(name: str, runtime: ChatModel) -> str:
-    """Return the value of a load option (`LOAD_SETTINGS`) that the loaded model uses, as text."""
+    """Return the loaded model's value of a load option (see `LOAD_SETTINGS`) as text."""
     plan = runtime.plan
     values = {
         "draft": runtime.draft.name if runtime.draft is not None else "none",
@@ -142,7 +142,7 @@ def reason_text(method: MethodReport) -> str:
 
 
 def is_too_short(stats: Stats | None) -> bool:
-    """Return whether a reply has too few tokens to say whether guessing saved time."""
+    """Return whether a reply has too few tokens to tell whether drafting saved time."""
     return stats is not None and 0 < stats.generated_tokens < _MIN_TOKENS
 
 
@@ -171,8 +171,8 @@ def factor_text(factor: float) -> str:
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured.
 
-    A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard errors. That of a
-    very short reply never does.
+    A rough speed-up (see `_ROUGH_GAIN`) counts as measured only if it exceeds two standard errors. The
+    speed-up of a very short reply never counts.
     """
     if method.effective == "none":
         return "speed-up off"
@@ -189,7 +189,7 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
 
 
 def exactness_for(runtime: ChatModel, settings: Mapping[str, Setting]) -> Exactness | None:
-    """Return whether the replies in a chat with these settings are identical to plain decoding."""
+    """Return whether replies in a chat with these settings exactly match plain decoding."""
     acceptance, temperature = settings.get("acceptance"), settings.get("temperature")
     return runtime.exactness_for(
         acceptance=None if acceptance is None else str(acceptance),
@@ -198,7 +198,7 @@ def exactness_for(runtime: ChatModel, settings: Mapping[str, Setting]) -> Exactn
 
 
 def exactness_sentence(exactness: Exactness) -> str:
-    """Return a sentence: whether replies are identical, and what the opposite option would cost or gain."""
+    """Describe in a sentence whether replies are identical, and what the other option would cost or gain."""
     return sentences(f"replies {'are ' if exactness.bits else ''}{exactness_text(exactness)}")
 
 
@@ -278,7 +278,7 @@ def _only_looks_up(drafters: str) -> bool:
 
 
 def was_cpu_busy(stats: Stats) -> bool:
-    """Return whether other programs slowed down most of a reply by using the CPU."""
+    """Return whether other programs' CPU use slowed down most of a reply."""
     return stats.busy_passes > stats.target_passes / 2
 
 
@@ -314,7 +314,7 @@ def switched_note(
     options_before: Mapping[str, Any],
     changed: Mapping[str, Any] | None,
 ) -> str:
-    """Return a note for a chat that has loaded a model: the new model or options, and its new notices.
+    """Return a note about a new model or changed load options, followed by the model's new notices.
 
     Args:
         before: The model that was loaded before.
@@ -331,7 +331,7 @@ def switched_note(
 
 
 def sharing_note(runtime: ChatModel) -> str:
-    """Return a note that says which program has loaded the model, or an empty string if the chat has."""
+    """Return a note naming the program whose model the chat shares, or an empty string if there is none."""
     from edgespec.api.sharing.client import host_of
 
     host = host_of(runtime)
@@ -339,7 +339,7 @@ def sharing_note(runtime: ChatModel) -> str:
 
 
 def takeover_note(before: ChatModel) -> str:
-    """Return a note for a chat that has reloaded its model, or an empty string if none is needed."""
+    """Return a note if the chat reloaded a model that another program had shared, or an empty string."""
     from edgespec.api.sharing.client import host_of
 
     host = host_of(before)

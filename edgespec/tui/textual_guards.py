@@ -108,7 +108,7 @@ class KeyOrder:
     def __init__(self, app: App[Any], dispatch: Callable[[events.Event], Awaitable[None]]) -> None:
         self._app, self._dispatch = app, dispatch
         self._held: deque[events.Event] = deque()
-        # Identifies the key that the widgets are handling. None if they are waiting for a key.
+        # Identifies the key that the widgets are handling, or None if they are waiting for a key.
         self._handled_now: object | None = None
 
     async def add(self, event: events.Event) -> None:
@@ -128,7 +128,7 @@ class KeyOrder:
 
     @property
     def _path(self) -> list[DOMNode]:
-        """The nodes that a key passes: the focused widget, its ancestors, the screen and the app."""
+        """The nodes that a key passes through: the focused widget, its ancestors, the screen and the app."""
         return (self._app.focused or self._app.screen).ancestors_with_self
 
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:

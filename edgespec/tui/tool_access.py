@@ -46,14 +46,14 @@ MAX_ROUNDS = 25
 # Maximum length of a tool's result in characters. For a model with a small context, the limit is one
 # character per token of context, which amounts to about a quarter of the context.
 _MAX_RESULT_CHARACTERS = 32_000
-# Maximum length of the arguments of a call. The user must be able to read them before allowing the call, and
-# the screen takes seconds to show more.
+# Maximum length of a call's arguments in characters. The user must be able to read them before allowing the
+# call, and longer arguments take seconds to draw.
 _MAX_ARGUMENT_CHARACTERS = 100_000
 REFUSED = ToolResult.failure("The user does not allow this call.", veto="refused")
 STOPPED = ToolResult.failure("The user stopped the reply before this call was made.", veto="stopped")
 INTERRUPTED = ToolResult.failure("The user stopped this call.", veto="stopped")
 TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed per message.")
-"""The results of calls that are not made or not completed."""
+"""Results for calls that were not made or not completed."""
 
 _VETOES = {each.text: each for each in (REFUSED, STOPPED, INTERRUPTED)}
 
@@ -70,7 +70,7 @@ class ToolAccess:
 
     Attributes:
         toolbox: The servers. Empty until tools are first turned on.
-        disabled: Names, as the model sees them, of the tools that the user turned off.
+        disabled: Tools that the user turned off, by the names that the model sees.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Let the model call tools: ask the user, run the calls, and send the results back to the model."""
+"""Let the model call tools: ask for approval, run the calls, and send the results back to the model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ToolUse(ToolAccess):
     """Tool use in the full-screen chat.
 
     Args:
-        screen: Shows the calls and asks the user.
+        screen: Shows the calls and prompts the user.
         save: Saves the chat.
-        after_calls: Called after the calls of a reply, with whether the user stopped them. Lets the model
-            continue.
+        after_calls: Called once a reply's calls have ended, with whether the user stopped them. Lets the
+            model continue.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class TurnScreen(ChatView):
     """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
     tool_use: ToolUse
-    # Whether messages wait because the model is being replaced, even if no reply is being generated.
+    # Whether messages must wait for another model to load, even if no reply is being generated.
     holds_waiting = False
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
@@ -114,7 +114,7 @@ class TurnScreen(ChatView):
         self.call_after_refresh(self.open_in_model, chat)
 
     def open_in_model(self, chat: OpenChat) -> None:
-        """Count the chat's tokens in the model thread. Slow, so call this once the chat is drawn."""
+        """Count the chat's tokens in the model thread. This is slow, so call it once the chat is drawn."""
         if chat is self.current_chat and not self.writing:
             self._start(self._thread.open_chat(chat.system, chat.messages))
 
@@ -283,7 +283,7 @@ class TurnScreen(ChatView):
             await self.show_error(failure)
 
     async def use_reloaded_model(self) -> None:
-        """Use the model that was loaded again after it lost a worker, or the program that had loaded it."""
+        """Switch to the reloaded model if a worker, or the program that shared the model, was lost."""
         if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
             note, self.runtime = takeover_note(self.runtime), runtime
             self.chips.use_runtime(runtime)
@@ -352,7 +352,7 @@ class TurnScreen(ChatView):
         self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
-        """Put a message that got no reply back into the input, so that the user can resend it."""
+        """Restore a message that got no reply to the input, so that the user can resend it."""
         if turn.sent and self.give_back_message(turn.sent, turn.edited):
             self._unsent = ""
 
@@ -370,7 +370,7 @@ class TurnScreen(ChatView):
         return True
 
     def give_back_message(self, text: str, editing: int | None = None) -> bool:
-        """Put a message that was not sent back into the input, with those that waited for its reply.
+        """Restore an unsent message to the input, along with the messages that waited for its reply.
 
         See `give_back` for the arguments and the result.
         """

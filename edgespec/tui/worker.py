@@ -62,7 +62,7 @@ def references_after(
 
 
 def own_models(saved: SavedChat, target_name: str) -> ModelReferences | None:
-    """Return a saved chat's models if they are on this machine and its target is not loaded, or None."""
+    """Return a saved chat's models, or None if they are unknown, not on this machine, or already loaded."""
     if not saved.models.target or saved.target == target_name:
         return None
     from edgespec.store.reference import resolve
@@ -135,14 +135,14 @@ class ModelThread:
 
     Args:
         load: Loads the model.
-        sharing: Shares the model with other programs. None shares nothing.
+        sharing: Shares the model with other programs, or None to share nothing.
 
     Attributes:
         chunks: Text of the running reply.
         stream: The running reply, or None.
         loading: Description of the current loading step, and the completed fraction.
-        preparing: What happens before the first text of the running reply, such as reading the prompt or
-            loading the model again, and the completed fraction.
+        preparing: Description of the step before the first text of the running reply, such as reading the
+            prompt or loading the model again, and the completed fraction.
     """
 
     def __init__(self, load: Load, sharing: ChatSharing | None = None) -> None:
@@ -162,7 +162,7 @@ class ModelThread:
 
     @property
     def runtime(self) -> ChatModel | None:
-        """The loaded model. None before it is loaded. Replaced if it is reloaded after losing a worker."""
+        """The loaded model, or None if none is loaded. Changes when the model is reloaded."""
         return self._runtime
 
     def start(self) -> Future[ChatModel]:
@@ -198,8 +198,8 @@ class ModelThread:
 
         Args:
             work: The function.
-            report: Called with a description and the completed fraction of what happens first: reloading the
-                model, or waiting for another chat that uses it.
+            report: Called with a description and the completed fraction while the model is reloaded, or while
+                the thread waits for another chat that uses it.
         """
         self._cancelled.clear()
 
@@ -264,7 +264,7 @@ class ModelThread:
         runtime.close()
 
     def _turn_of(self, wait: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Return a context manager that waits until no other program generates with this chat's model."""
+        """Return a context manager that waits until no other program is generating with this chat's model."""
         return nullcontext() if self._sharing is None else self._sharing.turn(self.cancel, wait)
 
     def _load_model(
@@ -305,7 +305,7 @@ class ModelThread:
     ) -> ChatModel:
         assert self._runtime is not None
         if self._is_lost or (self._sharing is not None and self._sharing.is_lost(self._runtime)):
-            # Release the workers that are not lost, so that the model can be reloaded on them.
+            # Release the remaining workers, so that the model can be reloaded on them.
             self._close(self._runtime)
             self._load_model(self._load, can_cancel=can_cancel, report=report)
         return self._runtime

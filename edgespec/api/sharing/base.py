@@ -33,7 +33,7 @@ __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedH
 
 # Options that do not affect replies. They may differ from those of the program that loaded the model.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
-# Options that must match even at their defaults, because rounding could change replies.
+# Options that must match even at their defaults, because they affect rounding, which can change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
 _PATH_OPTIONS = ("head", "corpus")
 

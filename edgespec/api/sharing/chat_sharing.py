@@ -26,7 +26,7 @@ class ChatSharing:
         self._queue: RequestQueue | None = None
 
     def load(self, arguments: Mapping[str, Any], progress: Progress) -> ChatModel:
-        """Load a model, or use another program's. See `edgespec.load` for the arguments and errors."""
+        """Load a model, or share another program's. See `edgespec.load` for the arguments and errors."""
         # Import this here so that the first screen appears sooner.
         import edgespec
         from edgespec.api.sharing.base import Identity
@@ -55,14 +55,14 @@ class ChatSharing:
         self._host = ModelHost("another chat", lend)
 
     def is_lost(self, model: ChatModel) -> bool:
-        """Return whether the program that loaded the model has ended or does not respond."""
+        """Return whether the program that loaded the model has exited or does not respond."""
         from edgespec.api.sharing.client import SharedModel
 
         return isinstance(model, SharedModel) and not model.is_there()
 
     @contextmanager
     def turn(self, cancel: Callable[[], None], wait: Callable[[], bool]) -> Iterator[None]:
-        """Return a context manager that waits until no other program generates. See `RequestQueue.turn`."""
+        """Return a context manager that waits for other programs' replies to end. See `RequestQueue.turn`."""
         if self._queue is None:
             yield
         else:
@@ -79,7 +79,7 @@ class ChatSharing:
 
 @contextmanager
 def _loading_alone(identity: Identity | None, progress: Progress) -> Iterator[None]:
-    """Return a context manager that prevents other chats from loading the same model, so that they wait.
+    """Return a context manager that makes other chats wait instead of loading the same model.
 
     If a chat is suspended while it loads, the others stop waiting after a time limit.
     """

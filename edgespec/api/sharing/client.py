@@ -1,4 +1,4 @@
-"""Use a model that another process has loaded as if this process had loaded it."""
+"""Use a model that another process has loaded, as if this process had loaded it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _ask(path: Path, wish: Wish) -> tuple[str, Connection]:
     """Send a `Wish`. Return the host's name, or an empty string if it lacks the model, and the connection.
 
     Raises:
-        EOFError, OSError: The program has ended, or does not answer.
+        EOFError, OSError: The program has exited, or does not answer.
     """
     connection = connect(path)
     try:
@@ -106,7 +106,7 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
 
 
 def _raised(error: Exception) -> Exception:
-    """Convert an error that a host sent to the error to raise. A host that is closing counts as lost."""
+    """Convert an error received from a host to the one to raise. A host that is closing counts as lost."""
     return EOFError() if isinstance(error, ClosedError) else error
 
 
@@ -118,7 +118,7 @@ def host_of(model: ChatModel) -> str:
 class SharedModel:
     """A model that another process has loaded. Provides the parts of `edgespec.Runtime` that a chat needs.
 
-    If the other process has ended, replies raise WorkerLostError. Properties that the UI reads then
+    If the other process has exited, replies raise WorkerLostError. Properties that the UI reads then
     keep their last known values, and checks pass, because the next message loads the model again and
     checks everything.
 
@@ -241,14 +241,14 @@ class SharedModel:
         """Do nothing, because the other program keeps the model."""
 
     def lost(self) -> WorkerLostError:
-        """Return the error to raise when the other program has ended."""
+        """Return the error to raise when the other program has exited."""
         return WorkerLostError(
             f"{self.host}, which had loaded the model, has ended or does not answer",
             "send the message again; the chat then loads the model itself",
         )
 
     def _asked(self, otherwise: Any, call: str, *arguments: Any, **options: Any) -> Any:
-        """Return the result of a call, or `otherwise` if the other process has ended."""
+        """Return the result of a call, or `otherwise` if the other process has exited."""
         try:
             return self._call(call, *arguments, **options)
         except WorkerLostError:

@@ -109,7 +109,7 @@ class Lent:
 
 
 Lend = Callable[[Identity], "AbstractContextManager[Lent] | None"]
-"""Returns a context manager that lends the model with this identity, or None if there is no such model."""
+"""A function that returns a context manager lending the model with this identity, or None if it lacks it."""
 
 
 class ModelHost:
@@ -263,7 +263,7 @@ def _watching(connection: Connection, on_leave: Callable[[], None]) -> Iterator[
 def _pieces(stream: ReplyStream) -> Iterator[tuple[Any, ...]]:
     """Yield each piece of a reply's text with the statistics and the method report so far.
 
-    Each round of a reply is sent only once, because there can be thousands of them.
+    The statistics contain only the new rounds, because a reply can have thousands of them.
     """
     sent = 0
     for chunk in stream:

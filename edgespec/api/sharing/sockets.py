@@ -21,10 +21,9 @@ from edgespec.system.files import data_folder
 
 __all__ = ["connect", "limit_sends", "listen", "loading_lock", "sockets", "stop_receiving"]
 
-# Number of connections that may wait to be accepted.
+# Maximum number of connections waiting to be accepted.
 _BACKLOG = 64
-# Seconds to wait for a program that does not accept connections, or does not read from them, because it is
-# suspended.
+# Seconds to wait for a suspended program to accept a connection, and to read from one.
 _CONNECT_SECONDS, _SEND_SECONDS = 1.0, 5
 
 
@@ -78,7 +77,7 @@ def connect(path: Path) -> Connection:
         try:
             client.connect(str(path))
         except ConnectionRefusedError:
-            # Check the process, because a program that is just starting or ending also refuses connections.
+            # Check the process, because a program that is just starting or exiting also refuses connections.
             if not psutil.pid_exists(int(path.stem.split("-")[1])):
                 path.unlink(missing_ok=True)
             raise

@@ -49,10 +49,10 @@ __all__ = ["Batch", "Inputs", "LlamaContext", "LoraAdapters", "ThreadCount", "ad
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
-# Give up a core if other programs keep it busy for more than this share of the time. A pass waits for its
-# slowest thread, so a thread that shares its core slows down all other threads.
+# Give up a core if other programs keep it busy for more than this fraction of the time. A pass waits for its
+# slowest thread, so a thread that has to share its core slows down all the others.
 _GIVE_UP_SHARE = 0.4
-# Take a core back when other programs keep it busy for less than this share of the time.
+# Take a core back when other programs keep it busy for less than this fraction of the time.
 _TAKE_BACK_SHARE = 0.3
 # The input of a forward pass: token ids, or hidden states as a float32 array [tokens, embedding size].
 Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
@@ -331,7 +331,7 @@ class LlamaContext(KvSequences):
         """Reallocate the context so that passes run only the first `count` layers, or all layers if 0.
 
         `run` then returns the hidden states after these layers instead of logits. The KV cells of the other
-        layers stay zero, so exported cells can be compared.
+        layers stay zero, so that exported cells can still be compared.
 
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
@@ -589,11 +589,11 @@ class LlamaContext(KvSequences):
 
     @property
     def max_threads(self) -> int:
-        """Number of threads on an idle machine."""
+        """Number of threads to use on an idle machine."""
         return self._thread_count.most if self._thread_count else self.threads
 
     def set_max_threads(self, threads: int) -> None:
-        """Set the number of threads on an idle machine. Has no effect unless `adapts_threads`."""
+        """Set the number of threads to use on an idle machine. Has no effect unless `adapts_threads`."""
         if self._thread_count:
             self._thread_count.most = self._thread_count.current = threads
 
@@ -603,7 +603,7 @@ class LlamaContext(KvSequences):
             self._thread_count.is_fixed = fixed
 
     def _adapt_threads(self) -> None:
-        """Set the thread count of the next pass to the number of cores that other programs leave free."""
+        """Limit the threads of the next pass to the cores that other programs leave free."""
         if self._thread_count and (threads := self._thread_count.update()) != self.threads:
             self._lib.llama_set_n_threads(self._context, threads, threads)
             # Also update the parameters, which `allocate` uses when it creates a new context.

@@ -39,7 +39,7 @@ class KvTypes:
     values: str
 
     def bytes_per_token(self, f16_bytes: int) -> int:
-        """Return the cache size per token in bytes, given the cache size per token in f16.
+        """Return the cache size per token in bytes, given its size with f16 keys and values.
 
         Keys and values must have the same number of elements.
         """
@@ -111,7 +111,7 @@ def parse_kv_types(text: str) -> KvTypes:
 
 
 def has_latent_attention(weights: Any) -> bool:
-    """Return whether all attention heads share one latent vector per token as both key and value.
+    """Return whether all attention heads share one latent vector per token that is both key and value.
 
     This is the case for MLA (DeepSeek-V2, arXiv 2405.04434) and for DeepSeek-V4.
     """
@@ -170,7 +170,7 @@ class ContextPlan:
 
     @property
     def share(self) -> ContextPlan:
-        """The part of this plan that belongs to one of the slots."""
+        """One slot's share of this plan."""
         return replace(
             self,
             tokens=self.tokens // self.slots,

@@ -221,7 +221,7 @@ class LayerPlacement:
         local: Number of layers on this machine. These are the first layers of the model.
         remote: Number of layers on each worker device, in the order of the workers.
         workers: The layers and memory of each worker.
-        local_fraction: The fraction of the weight bytes read by a pass that are on this machine, from 0 to 1.
+        local_fraction: The fraction of the weight bytes read in a pass, from 0 to 1, that this machine holds.
     """
 
     local: int

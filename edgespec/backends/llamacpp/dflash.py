@@ -122,8 +122,9 @@ class BlockContext(HeadContext):
     def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head. See `HeadContext.compute`.
 
-        A `prefill` pass reads only hidden states. A `draft` pass reads none: it runs a block, whose keys and
-        values the caller must remove, and returns the data for the `PathSelector` in place of hidden states.
+        A `prefill` pass reads only hidden states. A `draft` pass reads only tokens: it runs a block, and
+        returns the data for the `PathSelector` in place of hidden states. The caller must then remove the
+        block's keys and values.
         """
         none = np.empty((0, 0), np.float32)
         kind, tokens, inputs, positions, sequences = head_pass
@@ -275,7 +276,7 @@ class PathSelector:
         self._vocab_size = vocab_size
         self._candidates = lattice[:, :count].astype(np.int64)
         self._scores = lattice[:, count : count + count * count].reshape(-1, count, count)
-        # Index of the most likely draft's candidate at each depth.
+        # For each depth, the index of the candidate on the most likely path.
         self._path: list[int] = []
         for scores in self._scores:
             self._path.append(int(scores[self._path[-1] if self._path else 0].argmax()))
@@ -325,7 +326,7 @@ class MarkovHead:
 
     @cached_property
     def _target_ids(self) -> NDArray[np.int64] | None:
-        """Maps draft tokens to the target's tokens. None if the head uses the target's vocabulary."""
+        """The target's token for each draft token, or None if the head uses the target's vocabulary."""
         return FileMatrix(self._path, "d2t").stored().view(np.int64)[0] if "d2t" in self._names else None
 
     def logits(self, token: int) -> NDArray[np.float32]:

@@ -1,8 +1,8 @@
 """Draft with EAGLE heads, one-layer models that read the target's hidden states.
 
-llama.cpp runs EAGLE-3 heads (arXiv 2503.01840). It cannot run EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and
-2406.16858), so NumPy runs their layer, except for matrix products. These, and the products with the target's
-LM head, run in ggml.
+llama.cpp runs EAGLE-3 heads (arXiv 2503.01840), but not EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and
+2406.16858). NumPy runs the layer of the latter, except for its matrix products and those with the target's LM
+head, which run in ggml.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Eagle1Network:
         )
 
     def with_own_cache(self) -> Eagle1Network:
-        """Return a copy that shares the weights and has its own, empty KV cache."""
+        """Return a copy that shares the weights but has its own, empty KV cache."""
         other = copy(self)
         other.attention = self.attention.with_own_cache()
         return other
@@ -225,7 +225,9 @@ class Eagle1Head(HeadView[BaseModel]):
     rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
     Args:
-        target: See `HeadView`, also for `log` and `release`.
+        target: The target.
+        log: The log of the target's hidden states. See `HeadView`.
+        release: Called when the view is closed.
         facts: Properties of the head.
         network: The head's network, with a KV cache of its own.
         embed: Returns the embeddings of token ids.
@@ -280,7 +282,7 @@ class Eagle1Head(HeadView[BaseModel]):
     def _run_nodes(
         self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
     ) -> None:
-        """Run the nodes [first, end), given the hidden state that precedes each of them."""
+        """Run a range of the tree's nodes, given the hidden state that precedes each of them."""
         self._check_not_interrupted()
         begin, end = nodes
         places = TreeNodes(self.length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
@@ -432,7 +434,7 @@ def _estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) 
     """Estimate an EAGLE-1 head's memory use with a GGUF target, including the hidden-state log.
 
     Args:
-        files: The head.
+        files: The head's files.
         target: The target's file.
         context_tokens: Size of the head's KV cache in tokens.
 

@@ -61,12 +61,14 @@ def _expert_bytes(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> tup
 def experts_per_part(parts: Sequence[str | Sequence[str]], count: int | None) -> list[int]:
     """Divide the layers whose experts stay in main memory among the parts of a split model.
 
+    These are the model's first layers that have experts.
+
     Args:
         parts: The files of each part, in the order of the layers.
         count: The number of such layers in the whole model. None means 0.
 
     Returns:
-        The number of such layers in each part. They are the model's first layers that have experts.
+        The number of such layers in each part.
     """
     left, counts = count or 0, []
     for part in parts if left else ():

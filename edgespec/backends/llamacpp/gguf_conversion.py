@@ -80,7 +80,7 @@ _UNPACKED_BITS = 2**26
 
 
 def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
-    """Convert the head in a folder to a GGUF file.
+    """Convert the EAGLE-3 head in a folder to a GGUF file.
 
     Args:
         folder: Folder with the head's `config.json` and weights.
@@ -104,7 +104,7 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
 
 
 def _eagle_values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArray[Any]:
-    """Return a tensor's values in the order in which llama.cpp reads them."""
+    """Return a tensor's values in the order that llama.cpp expects."""
     values = tensor.read()
     return _interleaved(values, config.head_size) if name.endswith(_ROTATED) else values
 
@@ -150,7 +150,7 @@ def _add_eagle_settings(writer: gguf.GGUFWriter, config: EagleConfig, layers: tu
 
 
 def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
-    """Convert the head in a folder to a GGUF file.
+    """Convert the DFlash or DSpark head in a folder to a GGUF file.
 
     Args:
         folder: Folder with the head's `config.json` and weights.

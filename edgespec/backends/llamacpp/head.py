@@ -177,7 +177,7 @@ class PairHead(HeadView[HeadTarget]):
         return HostLogits(rows.logits[first - begin :])
 
     def _begin_level(self, first: int) -> int:
-        """Select the layer for the nodes from `first` on, and return the first node that it must run."""
+        """Select the layer for the nodes from `first` on, and return the first node it must run."""
         before, self._layer = self._layer, min(self._layer + 1, self._layers - 1) if first else 0
         self._select(self._layer)
         if first == 0 or self._layer == before:

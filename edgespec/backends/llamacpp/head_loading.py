@@ -64,7 +64,8 @@ class HeadWeights:
         path: The head's file.
         name: The head's name, for messages.
         options: See `head_options`.
-        max_plan: The head's context plan for the target's maximum context length, for all concurrent replies.
+        max_plan: The head's context plan for the target's maximum context length, covering all concurrent
+            replies.
         free: Frees the weights that were loaded for the head.
         shown_path: The path to show to the user.
     """
@@ -103,12 +104,12 @@ class HeadParts:
 
 
 class HeadFile:
-    """A loaded head, whose context is opened together with its first view. Implements `SharedHead`.
+    """A loaded head whose context is opened with its first view. Implements `SharedHead`.
 
     Args:
         weights: The head's weights.
         states: The hidden states of the target that the head reads, numbered as in `HiddenStateSource`.
-        open_context: Opens the context, given the target and the number of hidden state values per token.
+        open_context: Opens the context, given the target and the number of hidden-state values per token.
         make_view: Creates a view.
     """
 
@@ -121,7 +122,8 @@ class HeadFile:
     ) -> None:
         self._weights, self._states = weights, states
         self._open_context, self._make_view = open_context, make_view
-        # One context per view: slots in a shared context, or a context of its own for a single view.
+        # One context per view: either its slot in a shared context, or a context of its own if there is only
+        # one view.
         self._contexts: Sequence[HeadContext | HeadSlot] = ()
         self._close_context: Callable[[], None] = lambda: None
 
@@ -304,7 +306,7 @@ def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) ->
     api, count = target_layers_api(), lib.llama_model_n_layer(weights)
     assert api is not None
     layers = list(api.ids(head)[: api.count(head)])
-    # `count` is also valid and means the last layer's output.
+    # An index equal to `count` is also valid. It refers to the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
             f"the head {path} was made for another model: it reads the layers {layers}, but"
@@ -450,8 +452,8 @@ class PairContext(HeadContext):
     Args:
         weights: The head's llama_model handle.
         target: The context of the target, if the head borrows its token embeddings.
-        mtp: Whether to run only the multi-token prediction layers of `weights`. The weights must have been
-            loaded with these layers. Otherwise, llama.cpp aborts.
+        mtp: Whether to run only the multi-token prediction layers of `weights`. llama.cpp aborts unless the
+            weights were loaded with these layers.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
         """Reallocate the context if copying the chosen hidden states requires it."""
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """Start a log of hidden states. The cache of a recurrent model must be empty."""
+        """Start a log of hidden states. If the model is recurrent, its cache must be empty."""
         self._check(0)
         self._end_round()
         log = self.logs.open(states, library().llama_model_n_embd(self.weights[0]))

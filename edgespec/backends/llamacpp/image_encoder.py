@@ -47,8 +47,8 @@ class ImagePart:
         tokens: The image tokens that represent the part.
         index: Index of the part within its image.
         image: The image.
-        positions: The positions of the tokens, relative to that of the first, as int32 [components, tokens].
-        position_count: Number of positions that the part takes up. The next token follows them.
+        positions: The position of each token relative to the first, as int32 [components, tokens].
+        position_count: Number of positions that the part takes up before the next token.
         is_causal: Whether tokens attend only to earlier tokens, rather than to the whole part.
         chunk: The preprocessed pixels. Freed once they are encoded.
     """
@@ -62,7 +62,7 @@ class ImagePart:
     chunk: _Chunk | None = field(default=None, repr=False)
 
     def positions_from(self, first: int) -> NDArray[np.int32]:
-        """Return the positions of the tokens, given that the part starts at position `first`."""
+        """Return the positions of the tokens if the part starts at position `first`."""
         positions = self.positions + np.int32(first)
         # With M-RoPE, leave the last component unshifted, because it is unused.
         positions[_MROPE_COMPONENTS - 1 :] = self.positions[_MROPE_COMPONENTS - 1 :]
@@ -102,7 +102,7 @@ class ImageEncoder:
         threads: Number of CPU threads.
         max_tokens: Maximum number of tokens in a part that must be run in one pass.
         gpu: Whether the projector runs on the GPU, if there is one.
-        small_images: Whether larger images are downscaled to about a megapixel.
+        small_images: Whether to downscale images to at most about a megapixel.
 
     Attributes:
         has_wide_positions: Whether images take up fewer positions than tokens (M-RoPE).
@@ -265,7 +265,8 @@ class ImageEncoder:
         """
         chunk, part.chunk = part.chunk, None
         if chunk is None:
-            # The pixels are freed once they are encoded, because most images are encoded only once.
+            # Preprocess the image again. Pixels are freed once they are encoded, because most images are
+            # encoded only once.
             chunk = [
                 each
                 for each in self._chunks(part.image)

@@ -13,10 +13,10 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """Tracks for how many leading tokens of the target's KV cache a draft model has valid copies.
+    """Tracks the prefix of the target's KV cache that a draft model has copied and that is still unchanged.
 
     Attributes:
-        tokens: The number of tokens. The draft model sets it after copying, and rolling back the target
+        tokens: Length of the prefix. The draft model sets it after copying, and a rollback of the target
             reduces it.
     """
 
@@ -37,7 +37,7 @@ class KvCells:
         self.context = context
         self._max_branches = max_branches
         self._replays = replays
-        # The llama.cpp sequence and position of each node in the token tree that is being verified.
+        # The llama.cpp sequence and the position of each node in the token tree that is being verified.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 

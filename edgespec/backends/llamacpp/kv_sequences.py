@@ -53,7 +53,7 @@ class WideImage(NamedTuple):
     Attributes:
         start: Index of the first token.
         tokens: Number of tokens.
-        position: Position of the tokens.
+        position: The llama.cpp position that all of its tokens share.
         positions: Number of positions that the image takes up.
     """
 
@@ -219,8 +219,8 @@ class KvSequences:
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Append positions [start, end) of sequence `source` after the first `start` tokens of sequence 0.
 
-        All other sequences are removed. The KV cells become contiguous, so that attention sums round the same
-        way as without drafting.
+        All other sequences are removed. The KV cells become contiguous, so that attention sums are rounded
+        in the same way as without drafting.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -275,7 +275,7 @@ class KvSequences:
         return True
 
     def export_images(self, start: int, end: int) -> list[bytes]:
-        """Return a list with one part that describes the images at [start, end), or [] if none is needed."""
+        """Return one part that describes the images at [start, end), or [] if images need no description."""
         if not self.has_wide_images:
             return []
         images = [image for image in self._images if start <= image.start < end]
@@ -316,7 +316,7 @@ class KvSequences:
 
     @property
     def total_state_bytes(self) -> int:
-        """The size in bytes of an export of all sequences."""
+        """The size in bytes that an export of all sequences would have."""
         return int(self._lib.llama_state_get_size(self._context))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:

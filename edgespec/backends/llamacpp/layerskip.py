@@ -67,7 +67,7 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load a model whose lower and upper layers were split into separate files.
 
-    Tensors used by both parts take up memory once if the files are memory-mapped, but twice if llama.cpp
+    Tensors used by both parts are in memory only once if the files are memory-mapped, but twice if llama.cpp
     repacks the weights for this CPU.
 
     Raises:

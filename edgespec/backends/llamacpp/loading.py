@@ -140,7 +140,7 @@ def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadO
 
 @contextmanager
 def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    """Create copies of GGUF files with holes in place of the weights. If that fails, return the files.
+    """Provide copies of GGUF files with holes in place of the weights, or the files themselves on failure.
 
     llama.cpp reads the whole file when it maps it, which takes a long time if the file is larger than memory.
     """

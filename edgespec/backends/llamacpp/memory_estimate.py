@@ -69,7 +69,7 @@ _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # errors in llama.cpp's log not to matter.
 _MEASURED_TOKENS = 32768
 # Maximum context length, in tokens, for which buffer sizes are measured. For longer contexts, they are
-# estimated.
+# extrapolated.
 _MAX_SIMULATED_TOKENS = 2**18
 # Bytes of memory per vocabulary token, for its text, its merge rule and its entries in lookup tables
 # (measured with the vocabularies in llama.cpp's test suite).
@@ -286,7 +286,7 @@ class GgufMemoryEstimator:
         """Return how the layers would be placed on the workers.
 
         Raises:
-            MemoryBudgetError: The layers do not fit on the machines.
+            MemoryBudgetError: The layers do not fit on this machine and the workers.
         """
         plans, part_options = self._plans(options)
         buffers = self._buffers(0, plans[0], part_options[0])

@@ -282,7 +282,7 @@ class _AssistantHead(HeadView[HeadTarget]):
             HeadPass("draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count)
         )
         self._own_states = np.concatenate([self._own_states, rows.states])
-        # Without committed tokens, which happens only during warm-up, attention divides by zero.
+        # Attention divides by zero if there are no committed tokens, which happens only during warm-up.
         return rows.logits if position else np.zeros_like(rows.logits)
 
     def interrupt(self, enabled: bool) -> None:

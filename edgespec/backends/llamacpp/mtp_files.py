@@ -140,7 +140,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
             "choose another method",
             code="head_not_supported",
         )
-    # Check the tensors too, because many files still list MTP layers that were removed in conversion.
+    # Check the tensors too, because many files still list MTP layers that were removed during conversion.
     if graph is None or not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
             f"{path.name} contains no layers for multi-token prediction (MTP)",

@@ -43,7 +43,7 @@ _LOG = logging.getLogger("edgespec.llamacpp")
 _DEBUG, _WARN, _ERROR = 1, 3, 4
 # Seconds to wait before resending a Ctrl-C that was lost because it arrived during a Python callback from C.
 _RESEND_SECONDS = 0.02
-# The threads whose callbacks have lost a Ctrl-C. See `take_lost_interrupt`.
+# The threads on which a callback has lost a Ctrl-C. See `take_lost_interrupt`.
 _lost_interrupts: set[int] = set()
 _errors: deque[str] = deque(maxlen=20)
 _captures: list[list[str]] = []
@@ -313,8 +313,9 @@ class GpuLibrary:
     """The library that lets llama.cpp use GPUs. It may not find any GPU.
 
     Attributes:
-        name: `cuda` or `vulkan`. Empty if none is built, or if llama-cpp-python itself was built for GPUs.
-        problem: Why it cannot be loaded, or an empty string if it is loaded.
+        name: `cuda` or `vulkan`. Empty if neither library is built, or if llama-cpp-python itself was
+            built for GPUs.
+        problem: Why the library cannot be loaded, or an empty string if it is loaded.
     """
 
     name: str = ""

@@ -38,8 +38,7 @@ _CHANGED = threading.Condition()
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and pass durations.
 _WEIGHT = 0.3
-# A reply counts as being generated for this many seconds after its last pass. The value was chosen without
-# measurements.
+# A reply counts as active for this many seconds after its last pass. The value was chosen by judgement.
 _ACTIVE_SECONDS = 1.0
 # Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
@@ -96,7 +95,7 @@ class _Caller:
     Attributes:
         waiting_in: The scheduler that the thread is waiting in, or None.
         returned_at: When the thread's last pass of any model ended, or 0 if that pass failed.
-        pause_seconds: Moving average of the time between two passes of any models, or None if unknown.
+        pause_seconds: Moving average of the time between the thread's passes of any model, or None if unknown.
     """
 
     waiting_in: PassScheduler | None = None
@@ -122,8 +121,8 @@ class _Slot:
         caller: The thread that last requested a pass.
         is_cancelled: Whether the reply was cancelled.
         returned_at: When the reply's last pass ended.
-        expected_by: Time until which to wait for the next request.
-        pause_seconds: Moving average of the time between two of its passes, or None if unknown.
+        expected_by: Deadline for the reply's next request.
+        pause_seconds: Moving average of the time between the reply's passes, or None if unknown.
     """
 
     caller: _Caller = field(default_factory=_Caller)
@@ -292,18 +291,18 @@ class PassScheduler:
             return ()
 
     def _seconds_to_wait(self) -> float:
-        """Return how many seconds to wait for further requests. Zero or less means not to wait."""
+        """Return how many seconds to wait for further requests, or at most zero to start the pass now."""
         waiting = {part.slot for part in self._waiting}
         others = (slot for index, slot in enumerate(self._slots) if index not in waiting)
         return max(map(self._expected_by, others), default=0.0) - now()
 
     def _expected_by(self, slot: _Slot) -> float:
-        """Return the time until which to wait for a reply's next request."""
+        """Return the deadline for the slot's next request."""
         caller = slot.caller
         if caller.waiting_in is None:
             # After a pass of one model, a reply may request a pass of any model next.
             return max(slot.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
-        # A target pass waits for replies that are still drafting. A draft model pass does not wait for
+        # A target pass waits for replies that are still drafting, but a draft model's pass does not wait for
         # replies that have finished drafting.
         is_away = caller.waiting_in._pass_seconds > self._pass_seconds
         return 0.0 if is_away else slot.expected_by

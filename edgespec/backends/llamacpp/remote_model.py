@@ -212,7 +212,8 @@ class RemoteModel(BaseModel):
         if enabled:
             self._model.interrupt(True)
         else:
-            # The interrupt must also stop an abandoned pass that is still running.
+            # Do not clear the interrupt yet, because it must also stop an abandoned pass that is still
+            # running.
             self._workers.run_later(lambda: self._model.interrupt(False))
 
     def close(self) -> None:

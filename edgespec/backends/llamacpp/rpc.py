@@ -159,7 +159,7 @@ def _on_abort(message: bytes) -> None:
 
 
 class _SavedWeights(logging.Handler):
-    """Hides each weight file that llama.cpp saves, before the server's next command can read it."""
+    """Hides each weight file that llama.cpp saves, so the server cannot read it before verification."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hide the weight file if this log line reports that llama.cpp saved one."""

@@ -40,7 +40,8 @@ def why_not_shared(weights: Any) -> str:
     if has_state(weights):
         return "it has recurrent layers"
     if longrope_switch_tokens(weights):
-        # llama.cpp chooses the LongRoPE factors by the size of the context that concurrent replies share.
+        # llama.cpp chooses the LongRoPE factors based on the size of the whole context, which replies would
+        # share.
         return "it uses LongRoPE"
     return ""
 
@@ -103,7 +104,7 @@ class SharedContext:
         )
         self.slots = tuple(self._make_slot(context, slot) for slot in range(count))
         self._open_slots = count
-        # The hidden states that each slot's heads read, and those that passes copy for all slots.
+        # The hidden states that each slot's heads read, and the union of them that passes copy.
         self._slot_states: list[Sequence[int]] = [()] * count
         self._states: Sequence[int] = ()
 

@@ -377,6 +377,6 @@ class SlotModel(HeadTarget):
             return
         self._closed = True
         self._slot.clear()
-        # Free the weights only when no slot is tokenizing text any more.
+        # Free the weights only once no slot is tokenizing text.
         self._vocabulary.close(self._slot.shared.release)
         gc.collect()

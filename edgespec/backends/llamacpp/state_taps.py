@@ -256,7 +256,7 @@ class StateTaps:
         return not set(self._final).isdisjoint(self._states)
 
     def _copy_final(self, context: Any) -> None:
-        """Make llama.cpp copy the final hidden states if any were chosen, or stop copying them."""
+        """Make llama.cpp copy the final hidden states, or stop copying them if none were chosen."""
         if context and self._final and (api := nextn_api()):
             api.switch(context, self._copies_final, False)
 
@@ -275,7 +275,7 @@ class StateTaps:
 
 
 def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
-    """Return the indices of the final hidden states that MTP layers read, or () without such layers."""
+    """Return the indices of the final hidden states that MTP layers read, or () if there are none."""
     if architecture == ASSISTANT_TARGET:
         return (POST_NORM,)
     graph = MTP_GRAPHS.get(architecture)

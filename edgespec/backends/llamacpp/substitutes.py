@@ -1,11 +1,11 @@
-"""Draft with a streamed target whose streamed blocks are replaced by low-bit copies that stay in memory.
+"""Turn a streamed target into a draft model by replacing its streamed blocks with low-bit copies in memory.
 
-This is SubSpec (arXiv 2509.18344). Most of the draft model is the target itself: its weights have the same
-addresses as the target's, so they are in memory only once.
+This is SubSpec (arXiv 2509.18344). The draft model shares all other weights with the target: they have the
+same addresses in both models, so they are in memory only once.
 
 llama.cpp cannot build a model from another model's weights. Instead, it loads a sparse file with the draft
 model's header but no weights. The file takes up no memory once its mapping has been replaced. Then, the data
-pointer of each tensor is set to the target's weights, or the low-bit copy is read to the tensor's address.
+pointer of each tensor is set to the target's weights, or the low-bit copy is loaded at the tensor's address.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class _Source:
 
 
 def substitute_bytes(file: Path) -> dict[int, int]:
-    """Return the size in bytes of the low-bit copies in a file, by layer. Raises ModelFileError."""
+    """Return the size in bytes of each layer's low-bit copies in a file.
+
+    Raises ModelFileError if the file is unreadable or damaged.
+    """
     sizes: dict[int, int] = {}
     for tensor in read_header(file).tensors:
         if match := FEED_FORWARD.fullmatch(tensor.name):
@@ -63,7 +66,10 @@ def substitute_bytes(file: Path) -> dict[int, int]:
 
 
 def loaded_bytes(file: Path, layers: Sequence[int]) -> int:
-    """Return the size in bytes of the low-bit copies of `layers`. Raises ModelFileError."""
+    """Return the total size in bytes of the low-bit copies of `layers`.
+
+    Raises ModelFileError if the file is unreadable or damaged.
+    """
     sizes = substitute_bytes(file)
     return sum(sizes.get(layer, 0) for layer in layers)
 
@@ -153,7 +159,7 @@ def _bytes_of(tensor: GgufTensor) -> int:
 
 
 def _fill(weights: Any, target: Any, sources: Sequence[_Source], file: Path) -> None:
-    """Share the target's weights with the draft model, and read the low-bit copies."""
+    """Share the target's weights with the draft model, and load the low-bit copies."""
     get_tensor, backend = _tensor_getter(), ggml()
     with file.open("rb", buffering=0) as copies:
         for source in sources:

@@ -36,7 +36,7 @@ _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
 _PIECES = 256
-# Number of prompt tokens for the trial of a head, and the draft tree to run after them.
+# Number of prompt tokens for testing a head, and the draft tree that the head then runs.
 _HEAD_TOKENS = 40
 _TREE = TokenTree((0, 1, 2, 3), (-1, 0, 0, 1), (None,) * 4)
 

@@ -1,12 +1,13 @@
 """Run a GGUF model that is larger than memory by reading part of its weights from disk in every pass.
 
 llama.cpp maps a model's files into memory. A `WeightStream` replaces this mapping with private memory at the
-same addresses. The stream reads the weights to keep once, and the other weights in every pass, a few layers
-ahead of the layer that llama.cpp is computing. It frees a layer's weights as soon as the layer is computed.
+same addresses. The stream reads the weights that stay in memory once. It reads the other weights in every
+pass, a few layers ahead of the layer that llama.cpp is computing, and frees a layer's weights as soon as the
+layer is computed.
 
 With the mapping alone, the kernel drops the least recently used pages, which are those that a pass over all
 layers needs next. Each pass then reads nearly the whole file, page by page, while the processor waits. The
-kernel also evicts other programs' files, and a truncated file kills the process.
+kernel also evicts other programs' cached files, and a truncated file kills the process.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class LayerRanges(NamedTuple):
     Attributes:
         layer: Index of the layer.
         before: Index of the nearest earlier layer that has feed-forward weights. At the end of that layer, a
-            pass waits for the weights of this one. llama.cpp does not name the ends of some layers without
-            such weights.
+            pass waits for the weights of this one. Layers without feed-forward weights are skipped, because
+            llama.cpp does not name the ends of some of them.
         ranges: The parts of the model's files that contain these weights.
     """
 
@@ -123,7 +124,7 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
 
 
 def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list[LayerRanges]:
-    """Return the layers to stream, chosen from those that can be streamed."""
+    """Choose which of the streamable layers to stream."""
     allowed = options.streamable
     layers = layers if allowed is None else [layer for layer in layers if layer.layer in allowed]
     return spread_evenly(layers, min(options.streamed_layers, len(layers)))
@@ -135,7 +136,7 @@ def spread_evenly(layers: Sequence[LayerRanges], count: int) -> list[LayerRanges
 
 
 def saved_bytes(streamed: Sequence[LayerRanges]) -> int:
-    """Return how many bytes of memory a model saves if these layers are streamed."""
+    """Return how many bytes of memory are saved by streaming these layers."""
     return sum(sorted(layer.size_bytes for layer in streamed)[:-LAYERS_IN_MEMORY])
 
 
@@ -180,8 +181,8 @@ class WeightStream:
         # Number of streamed layers that passes have finished, and number that have been read. Both counts
         # continue across passes, and a cancelled pass resets them to the start of a pass.
         self._done = self._read = 0
-        # Number of streamed layers that the passes have waited for. A layer that a pass computed without
-        # waiting for it may have been computed with weights that had not been read.
+        # Number of streamed layers that passes have waited for. If a pass does not wait for a layer, it may
+        # compute the layer before its weights have been read.
         self._awaited = 0
         self._missed = False
         # Whether all passes so far have ended as planned. If not, `_done` may be wrong.
@@ -234,7 +235,7 @@ class WeightStream:
         )
 
     def _load(self, part: _Range) -> None:
-        """Read part of a file to its address. Raises BackendError if it is unreadable or has changed."""
+        """Read part of a file into memory. Raises BackendError if the file is unreadable or has changed."""
         file, address, done = self._files[part.file], self._address(part), 0
         size_bytes, _ = self._states[part.file]
         try:
@@ -288,11 +289,11 @@ class WeightStream:
         try:
             reads.extend(pool.submit(load, part) for each in layer.ranges for part in _parts(each))
         except RuntimeError:
-            # Python starts no more reads, because the program is exiting without having closed the model.
+            # The interpreter is shutting down without the model having been closed, so no new reads can be
+            # submitted.
             wait(reads)
             return BackendError("the weights cannot be read, because the program is ending")
-        # Wait for all reads, because none may still be writing when the memory is used, freed or read into
-        # again.
+        # Wait for all reads. None may still be writing when the memory is used, freed or read into again.
         wait(reads)
         try:
             for read in reads:
@@ -441,8 +442,8 @@ def replace_mapping(begin: int, end: int) -> None:
 def forget_peak_memory() -> None:
     """Reset this process's recorded peak memory after a file mapping was replaced.
 
-    llama.cpp had mapped all pages of the file, although the kernel could have reused their memory at any
-    time.
+    The peak includes the pages of the file that llama.cpp had mapped, although the kernel could have reused
+    their memory at any time.
     """
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

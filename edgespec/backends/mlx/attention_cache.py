@@ -19,9 +19,9 @@ __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 # cache uses three: packed values, scales and biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Number of rows by which a full KV cache grows, as in mlx-lm.
+# Number of rows to add when a KV cache is full, as in mlx-lm.
 _GROWTH_ROWS = 256
-# Sliding windows start at a multiple of this many tokens, because their alignment affects rounding errors.
+# Sliding windows start at a multiple of this many tokens, because the alignment affects rounding errors.
 _BLOCK_ROWS = 64
 
 
@@ -80,7 +80,7 @@ class AttentionCache:
     def skip(self, added: int) -> None:
         """Advance over `added` tokens whose keys and values are in the layer's cache on another machine.
 
-        Stores rows of 0 bytes, which keeps `start` and `offset` in step with that cache.
+        Stores empty rows, so that `start` and `offset` stay in step with that cache.
         """
         rows = (mx.zeros((1, 1, added, 0)),)
         self._make_room(added, rows, rows)
@@ -145,12 +145,12 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return the rows at positions [first, end) as numbers and arrays for `load`."""
+        """Return the rows at positions [first, end) in the form that `load` takes."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
-        """Restore the rows saved by `dump`. Keep rows already cached before position `first`."""
+        """Restore rows saved by `dump`, after any rows cached before position `first`."""
         keys, values = tuple(arrays[: len(arrays) // 2]), tuple(arrays[len(arrays) // 2 :])
         if first:
             keys, values = self._joined(self._keys, keys), self._joined(self._values, values)

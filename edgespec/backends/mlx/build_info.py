@@ -23,7 +23,7 @@ __all__ = [
     "use_in_this_process",
 ]
 
-# Raise the limit on open files to at least this many, because a model can be split into hundreds of files.
+# Raise the limit on open files to at least this value, because a model can consist of hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
@@ -76,7 +76,7 @@ def _first_user() -> int:
 
 
 def runs_on_cpu() -> bool:
-    """Return whether mlx's default device is the CPU."""
+    """Return whether the CPU is mlx's default device."""
     mx = mlx_core()
     return bool(mx.default_device() == mx.cpu)
 

@@ -46,7 +46,7 @@ __all__ = ["DFlashHead", "estimate_head", "load_head"]
 
 
 class DFlashNetwork(Module):
-    """The network of a head. Its parameters have the names used by `edgespec.model.heads.dflash_files`."""
+    """Network of a head, with parameters named as in `edgespec.model.heads.dflash_files`."""
 
     def __init__(self, files: DFlashFiles) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Computes logits from the previous token, which are added to the block's logits."""
+    """Computes logits from the previous token, to be added to the block's logits."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _MarkovHead(Module):
         self.markov_w2 = Linear(config.markov_rank, draft_vocab_size, bias=False)
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return the logits [tokens, draft vocabulary] to add after each of `tokens`."""
+        """Return the logits [tokens, draft vocabulary] to add for the token after each of `tokens`."""
         return self.markov_w2(self.markov_w1(tokens))
 
 
@@ -177,7 +177,7 @@ class DFlashHead(HeadView[HeadTarget]):
     already computed get the logits of the block's first token.
 
     Args:
-        config: The head's configuration. `EagleHead` describes the other arguments.
+        config: The head's configuration. See `EagleHead` for the other arguments.
     """
 
     _cells: MlxHeadCells

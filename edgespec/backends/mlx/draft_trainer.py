@@ -34,9 +34,9 @@ from edgespec.model.formats.mlx_files import WEIGHTS_INDEX, is_weights
 __all__ = ["DraftStudent", "DraftTrainer"]
 
 _WEIGHTS_FILE = "model.safetensors"
-# Types of files to copy from the original to the trained draft model: its configuration and tokenizer.
+# Suffixes of the configuration and tokenizer files, which are copied to the trained draft model's folder.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
-# Learning rate for all weights, times the size of a hidden state. Wider networks need lower rates (arXiv
+# Learning rate for all weights, multiplied by the hidden size. Wider networks need lower rates (arXiv
 # 2203.03466). On the demo models, a rate five times as high made the draft model worse.
 _RATE_TIMES_SIZE = 0.01
 # Learning rate for LoRA weights, as in online training.
@@ -57,7 +57,7 @@ class _Quantisation(NamedTuple):
 
 
 class TrainableDraft:
-    """A draft model with trainable weights. It is published with the quantisation that it was loaded with.
+    """A draft model with trainable weights, published with the quantisation of the original.
 
     Args:
         path: Folder of the draft model.
@@ -108,7 +108,7 @@ class TrainableDraft:
 
     @property
     def weights(self) -> Arrays:
-        """The trained weights by name."""
+        """The trained weights, keyed by name."""
         leaves: Any = tree_flatten(self.net.trainable_parameters())
         return dict(leaves)
 
@@ -190,7 +190,7 @@ class DraftTrainer(DraftGuesser):
         draft: The draft model.
         name: Name of the draft model, for messages.
         original: Folder from which the draft model was loaded.
-        rate: Highest learning rate.
+        rate: Peak learning rate.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ __all__ = ["EagleHead", "HiddenStateNetwork", "estimate_head", "load_head"]
 
 
 class HiddenStateNetwork(Protocol):
-    """The network of a head that processes pairs of a token and the preceding hidden state."""
+    """The network of a head that reads each token together with the preceding hidden state."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -73,11 +73,11 @@ class HiddenStateNetwork(Protocol):
 
 
 class EagleHead(HeadView[HeadTarget]):
-    """A head that processes pairs of a token and the preceding hidden state.
+    """A head that reads each token together with the preceding hidden state.
 
-    The token at position p is run with the target's hidden state at position p - 1. Draft tokens have no such
-    state yet, so the head uses its own hidden state instead. After verification, `commit` removes the cache
-    rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
+    The token at position p is processed with the target's hidden state at position p - 1. Draft tokens have
+    no such state yet, so the head uses its own hidden state instead. After verification, `commit` removes the
+    cache rows of draft tokens, and the next prefill reruns accepted tokens with the target's hidden states.
 
     A head can have a chain of networks, each trained to predict one token further ahead than the previous
     one. The first network predicts the children of the draft tree's root, the second predicts their children,
@@ -86,7 +86,7 @@ class EagleHead(HeadView[HeadTarget]):
 
     Args:
         target: The target.
-        states: The hidden states of the target that the head reads. Passed to `log_hidden_states`.
+        states: The target's hidden states that the head reads. Passed to `log_hidden_states`.
         networks: The networks, with evaluated weights.
         embed: Returns the embeddings of token ids.
         lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
@@ -177,7 +177,7 @@ class EagleHead(HeadView[HeadTarget]):
         """
         begin, ranges = first, []
         if first == 0:
-            # During warm-up, the root is run even before the target has processed any tokens.
+            # During warm-up, the root runs even before the target has processed any tokens.
             last = max(self.log.end, self.length)
             begin = self._known_nodes = sum(self.length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
@@ -256,7 +256,7 @@ def _state_choices(target: HeadTarget, files: EagleFiles, folder: Path) -> list[
     layers = target.layer_count
     if files.config.version == 1:
         # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
-        # before the norm.
+        # before it.
         return [(POST_NORM,), (layers,)]
     choices = files.config.layer_choices(layers)
     if not choices:
@@ -278,7 +278,7 @@ def _head(
     name: str,
     folder: Path,
 ) -> EagleHead:
-    """Create a head that reads `states`, either before or after the embedding (`hidden_first`)."""
+    """Create a head whose input has `states` either before (`hidden_first`) or after the embedding."""
     config = files.config
     with invalid_settings(folder):
         network = EagleNetwork(files, hidden_first)

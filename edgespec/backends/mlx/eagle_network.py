@@ -20,7 +20,7 @@ __all__ = ["EagleLayer", "EagleNetwork", "FeedForward"]
 
 
 class FeedForward(Module):
-    """A feed-forward block with a gate (SwiGLU, arXiv 2002.05202).
+    """A gated feed-forward block (SwiGLU, arXiv 2002.05202).
 
     Args:
         size: Size of hidden states.
@@ -38,7 +38,7 @@ class FeedForward(Module):
 
 
 class EagleNetwork(Module):
-    """The network of an EAGLE head. Its parameters have the canonical names of `model.heads.eagle_files`.
+    """The network of an EAGLE head, with the canonical parameter names of `model.heads.eagle_files`.
 
     EAGLE-3 first reduces several of the target's hidden states to one (`reduced`), and normalises the inputs.
     EAGLE-1 reads a single hidden state and combines it with the token's embedding in `fc`.
@@ -143,7 +143,7 @@ class EagleLayer(Module):
 
     Args:
         config: The head's configuration.
-        biases: Names of the head's biases, with the prefix `layer.`.
+        biases: Names of the head's bias tensors, including the prefix `layer.`.
         hidden_first: See `EagleNetwork`.
     """
 

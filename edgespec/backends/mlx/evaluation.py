@@ -25,8 +25,8 @@ __all__ = [
     "translate_errors",
 ]
 
-# Maximum size in bytes of freed memory that MLX keeps for reuse. The GPU limit is higher, because allocating
-# GPU memory is slow.
+# Maximum size in bytes of freed memory that MLX keeps for reuse, on CPUs and on GPUs. The GPU limit is
+# higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 _free: list[mx.Stream] = []
 
@@ -58,7 +58,7 @@ def evaluate(*arrays: mx.array) -> None:
 
 
 def freed_buffers_bytes() -> int:
-    """Return the maximum size in bytes of the freed memory that MLX keeps for reuse on its default device."""
+    """Return how much freed memory MLX may keep for reuse on its default device, in bytes."""
     return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
 
 
@@ -77,12 +77,12 @@ class _Lease:
     """A stream used by a single thread. When that thread ends, another thread can take over the stream.
 
     Python deletes the lease while the thread can still run Python code, and the lease then frees the thread's
-    compiled functions and streams. MLX would free them only after the thread has left Python. Doing so
-    requires the interpreter, and aborts the process if the interpreter is already exiting.
+    compiled functions and streams. MLX itself would free them only after the thread has left Python, which
+    requires the interpreter and aborts the process if the interpreter is already shutting down.
 
     Attributes:
         is_used: Whether the thread may have used MLX since `_release_streams`. If not, there is nothing to
-            free, and calling MLX while the thread and Python are exiting could abort the process.
+            free, and calling MLX while both the thread and Python are exiting could abort the process.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class _Lease:
         try:
             self.stream = _free.pop()
         except IndexError:
-            # Only this kind of stream can later be handed to another thread.
+            # Only streams of this kind can later be handed to another thread.
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:

@@ -16,8 +16,8 @@ from edgespec.errors import BackendError, ModelFileError
 __all__ = ["Arrays", "GradientDescent", "ParameterGroup", "TrainedNetwork", "save_arrays"]
 
 Arrays: TypeAlias = dict[str, mx.array]
-# Learning rate schedule: the rates rise for this many steps, stay constant for this fraction of the training,
-# and then fall to zero.
+# Learning rate schedule: number of warm-up steps, and fraction of the training after which the rates start to
+# fall to zero.
 _WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
 
 
@@ -25,7 +25,7 @@ class TrainedNetwork(Protocol):
     """A network whose weights can be replaced.
 
     Attributes:
-        weights: The trained weights by name. The names contain no colon.
+        weights: The trained weights, keyed by name. Names contain no colons.
     """
 
     weights: Arrays
@@ -36,7 +36,7 @@ class ParameterGroup(NamedTuple):
 
     Attributes:
         optimiser: The optimiser.
-        rate: Highest learning rate.
+        rate: Peak learning rate.
         contains: Whether a weight belongs to the group.
     """
 
@@ -51,7 +51,7 @@ class GradientDescent:
     Args:
         network: The network to train.
         groups: The groups of weights. Each weight belongs to exactly one group.
-        max_gradient_norm: Gradients with a larger norm are scaled down to this norm.
+        max_gradient_norm: Gradients with a larger norm are clipped to this norm.
         name: Name of the network, for messages.
 
     Attributes:

@@ -23,14 +23,13 @@ from edgespec.model.drafter_training import TrainingBatch
 
 __all__ = ["HeadStudent", "MlxHeadTrainer", "TrainableHead", "least_squares"]
 
-# Strength of the regularisation of a least-squares fit, relative to the mean square of the inputs.
+# Regularisation strength of least-squares fits, relative to the mean square of the inputs.
 _RIDGE = 0.01
 _CONFIG = "config.json"
-# Number of tokens in the softmax of a training step. These are the tokens with the highest total probability
-# in the batch, according to the target. More tokens would barely change the loss, but would take most of the
-# time.
+# Number of tokens in the softmax of a training step: those to which the target assigns the highest total
+# probability in the batch. More tokens would barely change the loss, but would dominate the computation time.
 _CANDIDATES = 2_048
-# Weight of each draft step in the loss, relative to the step before it.
+# Weight of each draft step in the loss, relative to the previous step.
 _DECAY = 0.85
 # Learning rates for matrices, and for norms and biases.
 _MATRIX_RATE, _VECTOR_RATE = 0.02, 0.003
@@ -38,7 +37,7 @@ _MAX_GRADIENT_NORM = 5.0
 
 
 class TrainableHead(ABC):
-    """A head whose network is trained. Its output matrix is a fixed copy of the target's.
+    """Base class for trainable heads. The output matrix is a fixed copy of the target's.
 
     Args:
         net: The network.
@@ -104,7 +103,7 @@ class TrainableHead(ABC):
 
     @property
     def weights(self) -> Arrays:
-        """The trained weights by name."""
+        """The trained weights, keyed by name."""
         leaves: Any = tree_flatten(self.net.parameters())
         return dict(leaves)
 

@@ -36,7 +36,7 @@ __all__ = [
     "weight_array",
 ]
 
-# On CPUs, heads are computed in float32, like their targets. See `WeightSizes.widens`.
+# On CPUs, heads run in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 # Maximum number of tokens per pass. Bounds how long an interrupt waits, because a pass cannot be interrupted.
 BATCH_TOKENS = 64
@@ -128,7 +128,7 @@ def head_facts(
     kv_bytes_per_token: int,
     context_tokens: int,
 ) -> ModelFacts:
-    """Return the facts of a head, with the capabilities of its target.
+    """Return a head's facts, with its target's capabilities.
 
     Args:
         target: The target.

@@ -1,4 +1,4 @@
-"""A block of consecutive layers that a worker runs, while the other layers are on other machines."""
+"""A block of consecutive layers that a worker runs. The other layers are on other machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LayerBlock:
         memory_bytes: Maximum size of the weights in bytes.
 
     Raises:
-        CapabilityError: The layers cannot be spread over several machines.
+        CapabilityError: The layers cannot be spread across several machines.
         ValueError: An argument is invalid.
     """
 
@@ -130,7 +130,7 @@ class LayerBlock:
 
 
 def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> ModelSkeleton:
-    """Build a model from its JSON files and weight file headers, without the data of the weights.
+    """Build a model from its JSON files and weight file headers, without the weight data.
 
     Args:
         json_files: The model's JSON files, by name.

@@ -41,7 +41,7 @@ PROTOCOL = 2
 # The JSON files from which mlx-lm builds a model.
 JSON_FILES = ("config.json", "hf_quant_config.json")
 # Maximum size in bytes of a message with files, and of a message with hidden states. The headers of a model
-# with many experts take several MB. Hidden states of 512 tokens take 32 MiB if each has 16384 float32 values.
+# with many experts take several MB. Hidden states for 512 tokens take 32 MiB at 16384 float32 values each.
 MAX_FILES_BYTES, MAX_STATES_BYTES = 1 << 27, 1 << 28
 
 _DTYPES = {

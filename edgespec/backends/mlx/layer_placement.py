@@ -42,7 +42,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """The assignment of a model's layers to this machine and the workers.
+    """How a model's layers are divided between this machine and the workers.
 
     Attributes:
         widened: Whether 16-bit weights are widened to float32.

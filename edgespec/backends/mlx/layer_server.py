@@ -92,7 +92,7 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Import mlx-lm only now, because that takes seconds, during which `beat` sends keepalives to the
+        # Import mlx-lm only now. The import takes seconds, during which `beat` sends keepalives to the
         # target.
         from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
 

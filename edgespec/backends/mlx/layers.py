@@ -1,8 +1,8 @@
 """Replace parts of mlx-lm models to record hidden states, skip layers, or resume after a layer.
 
-Some of a model's layers can also be on other machines. Every machine builds the whole model and replaces the
-layers that it does not hold with stand-ins. Therefore, mlx-lm's own code computes the masks and positions on
-every machine.
+A model's layers can also be spread across several machines. Every machine builds the whole model and
+replaces the layers that it does not hold with stand-ins, so that mlx-lm's own code computes the masks and
+positions on every machine.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LayerList:
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the model's layers with the first `layer` replaced by their known output, `states`."""
+        """Return the layers, with the first `layer` of them replaced by `states`, their known output."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 

@@ -28,7 +28,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     Args:
         path: Path of the model folder.
         name: Model name for error messages.
-        options: Load options. Those that MLX does not support must have their default values.
+        options: Load options. Options that MLX does not support must keep their default values.
         progress: Called with a description and the completed fraction. Returning False cancels loading.
 
     Raises:

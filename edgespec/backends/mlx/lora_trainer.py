@@ -190,7 +190,7 @@ class MlxTrainer:
 
 
 def adapted_layers(net: Any) -> Iterator[AdaptedLayer]:
-    """Yield each linear layer in the transformer blocks with a LoRA layer that has no effect yet."""
+    """Yield each linear layer in the transformer blocks, paired with a LoRA layer that has no effect yet."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

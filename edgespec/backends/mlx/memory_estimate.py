@@ -57,7 +57,7 @@ class _ModelShape(NamedTuple):
     Attributes:
         sizes: Sizes of the weights and the KV cache, used to decide whether to widen the weights to float32.
         weight_bytes: Size of the weights in bytes, as stored and after widening to float32.
-        intermediate_size: Size of the feed-forward network.
+        intermediate_size: Inner size of the feed-forward network.
         scans: A function per recurrent layer that maps a number of tokens to the layer's memory use.
         caches: Functions that return cache sizes for a context length, keyed by bits per element and whether
             the weights are widened.
@@ -151,7 +151,7 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts, (here, *placed.workers))
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
-        """Return which layers go on which machine, for load options with workers.
+        """Return which layers each machine holds, for load options with workers.
 
         On CPUs, 16-bit weights are widened to float32 if the machines have enough memory.
 

@@ -1,4 +1,4 @@
-"""Build a model from its configuration, with lazy weights whose data has not been read yet."""
+"""Build a model from its configuration, with lazy weights that have not been read yet."""
 
 from __future__ import annotations
 

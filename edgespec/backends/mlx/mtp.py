@@ -255,7 +255,7 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
 def _head(
     target: HeadTarget, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
 ) -> EagleHead:
-    """Create a head that reads `state`, either before or after the embedding (`hidden_first`)."""
+    """Create a head whose input has `state` either before (`hidden_first`) or after the embedding."""
     networks = [_module(target, weights, state == POST_NORM, hidden_first, folder) for weights in modules]
     arrays = {id(one): one for weights in modules for one in weights.values()}
     facts = head_facts(

@@ -1,7 +1,7 @@
 """Partial models, which let a target draft for itself with fewer layers or at lower precision.
 
 A partial model changes the target only while the graph of a draft pass is being built. Draft passes append
-temporary rows to the target's caches, which are discarded before the draft is verified.
+temporary rows to the target's caches. These rows are discarded before the draft is verified.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__ = ["PassLayout", "install_tree_ropes"]
 
 @dataclass
 class PassLayout:
-    """Token positions for the next pass, and the tokens that each token attends to.
+    """The position of each token in the next pass, and the tokens that it attends to.
 
     The tokens form a chain or part of a token tree. All caches and rotary embeddings of a model share one
     layout, which `PassRunner` updates before each pass.

@@ -25,7 +25,7 @@ from edgespec.model.hidden_states import OpenLogs
 
 __all__ = ["PassRunner"]
 
-# MLX's unused buffers are released each time this many tokens have been committed.
+# Number of committed tokens after which MLX's unused buffers are released.
 _CLEAR_EVERY_TOKENS = 256
 
 
@@ -117,7 +117,7 @@ class PassRunner:
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
         with partial_model:
             rows = self._forward(tokens)
-        # Advance the position in every layer's cache, because skipped layers do not.
+        # Advance the position in every layer's cache explicitly, because skipped layers do not.
         self.caches.set_offset(self.caches.length)
         return rows
 
@@ -258,7 +258,7 @@ class PassRunner:
         self._round, self._round_states = TreeBuilder(), []
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll back to a checkpoint, whose tokens must still be cached. Hidden-state logs are kept."""
+        """Roll back to a checkpoint whose tokens are all still cached. Hidden-state logs are kept."""
         self.end_round()
         self.caches.restore(checkpoint)
         self.committed = checkpoint
@@ -300,7 +300,7 @@ class PassRunner:
         start_evaluation(rows, *arrays, *(array for layer in self.caches.states for array in layer))
 
     def _start_states(self, width: int) -> None:
-        """Start computing the recurrent states one layer at a time, which reduces peak memory."""
+        """Start computing the recurrent states one layer at a time, to reduce peak memory."""
         if width > 1:
             for layer in self.caches.states:
                 start_evaluation(*layer)
@@ -320,8 +320,9 @@ class PassRunner:
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
         is_logged = self.recorder is not None and self.recorder.states
-        # The states cannot be reused if `length` is 0, because `end_round` would clear the KV cache, or if a
-        # head reads hidden states of the lower layers, which are recorded only while these layers run.
+        # The states cannot be reused if `length` is 0, because `end_round` would clear the KV cache. Nor can
+        # they be reused if a head reads hidden states of the lower layers, which are recorded only while
+        # those layers run.
         if isinstance(partial_model, EarlyExitModel) and common and self.length and not is_logged:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()

@@ -50,13 +50,13 @@ __all__ = ["RemoteBlock", "RemoteShards", "send_blocks", "send_shards"]
 
 _Result = TypeVar("_Result")
 _HALF_TYPES = (mx.float16, mx.bfloat16)
-# Minimum size in bytes of a weight to be cached. llama.cpp has the same limit.
+# Minimum size in bytes of a weight for the worker to cache it. llama.cpp uses the same limit.
 _CACHED_BYTES = 10 * 2**20
 _Message = tuple[dict[str, Any], Buffer]
 # After a worker reports an error, wait this many seconds for another worker to fail, because that failure may
 # be the cause.
 _REASON_SECONDS = 2.0
-# Seconds between checks of whether the user has cancelled.
+# Seconds between checks for cancellation by the user.
 _POLL_SECONDS = 0.2
 _MAX_TOKEN = 1 << 24
 
@@ -89,7 +89,7 @@ class RemoteBlock:
     def ask(
         self, header: dict[str, Any], data: Buffer = b"", *, is_pass: bool = False
     ) -> tuple[dict[str, Any], Buffer]:
-        """Send a message, and return the header and the data of the answer.
+        """Send a message, and return the answer's header and data.
 
         Raises:
             WorkerLostError: The worker exited, hung or sent an invalid answer.
@@ -175,7 +175,7 @@ def send_blocks(
             block = RemoteBlock(workers, link)
             undo.callback(block.close)
             sent.append(block)
-            # This takes seconds, because the worker first imports MLX.
+            # This takes seconds, because the worker has to import MLX first.
             answer, _ = block.ask(*_describe_model(folder, first, end, kv_bits))
             for index in range(first, end):
                 _send_weights(block, index, layers.layers[index], widen, answer.get("has_cache") is True)
@@ -222,7 +222,7 @@ def _describe_model(
 
 
 def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_cache: bool) -> None:
-    """Send a layer's weights one at a time, and free them.
+    """Send a layer's weights one at a time, freeing each once it has been sent.
 
     Args:
         block: The block that the layer belongs to.
@@ -280,7 +280,7 @@ class RemoteShards:
         """Send a message to each worker, and return the answers.
 
         Args:
-            messages: The header and the data of each message.
+            messages: The header and data of each message.
             waiting: Called several times per second until all workers have answered. Can raise an exception
                 to cancel.
             timeout_seconds: Time limit for all workers to answer.
@@ -373,7 +373,7 @@ class _Exchange:
             self._answers[block] = answer
             del self._silence[block]
             if "error" in answer[0]:
-                # The cause may be that another worker was lost, which takes a moment to notice.
+                # The underlying cause may be the loss of another worker, which takes a moment to detect.
                 self._end = min(self._end, time.monotonic() + _REASON_SECONDS)
         self._check_silence()
         return not self._silence or time.monotonic() > self._end
@@ -430,7 +430,7 @@ def send_shards(
     shards = RemoteShards(workers)
     count, total = len(shards.blocks), len(layers.layers)
     try:
-        # This takes seconds, because the workers first import MLX.
+        # This takes seconds, because the workers have to import MLX first.
         descriptions = [
             _describe_model(folder, 0, total, kv_bits, ring_index=index) for index in range(count)
         ]

@@ -73,7 +73,7 @@ def _weight_bytes(heads: ResidualHeads) -> int:
 
 
 def _dtype(name: str) -> mx.Dtype:
-    # On CPUs, heads are computed in float32, like their targets. See `WeightSizes.widens`.
+    # On CPUs, heads run in float32, like their targets. See `WeightSizes.widens`.
     return mx.float32 if runs_on_cpu() else _DTYPES.get(name, mx.float32)
 
 

@@ -80,7 +80,7 @@ class StateRecorder:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the hidden states of the pass inside the block in `last`."""
+        """Store the hidden states of the pass inside the block in `last`."""
         hooks, body = self._hooks, self._body
         with ExitStack() as stack:
             # Index `hooks.count` is the last layer's output, which is recorded along with its input.

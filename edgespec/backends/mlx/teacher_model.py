@@ -215,7 +215,7 @@ def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
 def faster_in_float32(loaded: LoadedMlxModel) -> bool:
     """Return whether float32 weights fit in memory and make batches run faster.
 
-    On CPUs, MLX multiplies batches more slowly by quantised weights than by float32 ones.
+    On CPUs, MLX multiplies batches faster by float32 weights than by quantised ones.
     """
     return runs_on_cpu() and 4 * loaded.skeleton.parameters < psutil.virtual_memory().available // 2
 

@@ -1,7 +1,7 @@
-"""Shard every layer of an MLX model across workers (tensor parallelism), which form a ring.
+"""Shard every layer of an MLX model across a ring of workers (tensor parallelism).
 
 mlx-lm's models shard their attention heads and feed-forward layers as in Megatron-LM (Shoeybi et al., 2019,
-section 3). Each layer then needs two all-reduce operations over the workers. MLX runs them over the ring.
+section 3). Each layer then needs two all-reduce operations, which MLX runs over the ring.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     except Exception as error:
         # For example, there may be more workers than KV heads.
         raise _error(name, shard, error) from error
-    # Collect the replaced modules and the traced graph, which contain reference cycles. They refer to whole
-    # weights, which would stay in memory once a shard of them is evaluated.
+    # Collect the replaced modules and the traced graph, which contain reference cycles. Through their
+    # references, whole weights would stay in memory once a shard of them has been evaluated.
     gc.collect()
 
 
@@ -151,7 +151,7 @@ def own_address(connection: socket.socket) -> str:
 
 
 def free_address(connection: socket.socket) -> str:
-    """Return an address with a free port, on the host at which the target reached this worker."""
+    """Return an address with a free port, on the host address that the target used to reach this worker."""
     with socket.create_server((connection.getsockname()[0], 0)) as server:
         return own_address(server)
 
@@ -213,7 +213,7 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
     with temporary_folder() as folder:
         file = Path(folder) / "ring.json"
         file.write_text(json.dumps([[address] for address in addresses]))
-        # MLX can wait forever for the previous worker without running any Python code, so let the alarm kill
+        # MLX can wait forever for the previous worker without running any Python code, so let an alarm kill
         # this process.
         signal.alarm(JOIN_SECONDS)
         # MLX reads this worker's rank and all addresses from these variables.

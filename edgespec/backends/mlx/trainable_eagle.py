@@ -23,12 +23,12 @@ from edgespec.model.heads.eagle_files import parse_config
 
 __all__ = ["TrainableEagle", "UnrolledEagle"]
 
-# Minimum number of layers in the target. EAGLE-3 heads read the inputs of layer 2, of the middle layer, and
-# of the third layer from the end.
+# Minimum number of layers in the target. EAGLE-3 heads read the inputs of layer 2, the middle layer and the
+# third layer from the end.
 _MIN_LAYERS = 6
 # Keys of the target's `config.json` that determine the sizes of the head's layer.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
-# Largest draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
+# Maximum size of the draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
 _MAX_DRAFT_TOKENS = 32_768
 # The head drafts one more token per training step after each of these fractions of the training. Each
 # additional token takes as much time as the first, and is useful only once the earlier tokens are accurate.
@@ -63,7 +63,8 @@ class UnrolledEagle(Module):
 
         Args:
             embeddings: The target's token embeddings [conversations, tokens, size].
-            hidden: The target's hidden states, of three layers, concatenated [conversations, tokens, 3 size].
+            hidden: The target's hidden states from three layers, concatenated [conversations, tokens,
+                3 size].
             steps: Number of tokens to draft.
 
         Yields:

@@ -22,8 +22,8 @@ from edgespec.model.hidden_states import POST_NORM
 
 __all__ = ["TrainableHydra", "TrainableMedusa"]
 
-# Number of heads, and of residual blocks per head, as in most published heads. Each head predicts one more
-# token ahead than the head before it.
+# Number of heads, and of residual blocks per head, as in most published heads. Each head predicts one token
+# further ahead than the previous one.
 _HEADS, _BLOCKS = 4, 1
 
 
@@ -138,7 +138,8 @@ class TrainableHydra(_TrainableHeads):
     def _choose_initial_weights(self, examples: TrainingBatch) -> None:
         """Initialise each head with the linear map that best predicts the target's later hidden state.
 
-        Medusa heads cannot be initialised this way, because their residual blocks have no linear map.
+        Medusa heads cannot be initialised this way, because the shortcut in their residual blocks is the
+        identity.
         """
         teacher, tokens = self._teacher, examples.tokens
         embeddings = np.array(teacher.embed(mx.array(tokens)))

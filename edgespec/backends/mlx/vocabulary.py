@@ -74,7 +74,7 @@ class MlxVocabulary:
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
-            # The model lacks a logit for one of the control tokens, so treat them as plain text.
+            # The model has no logit for one of the control tokens, so treat all of them as plain text.
             tokens = self._encode(text, special=False)
         beyond = [token for token in tokens if token >= self.size]
         if beyond:

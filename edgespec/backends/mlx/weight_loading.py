@@ -1,4 +1,4 @@
-"""Load the weights and the tokenizer of an MLX model, and check the options that MLX supports."""
+"""Load the weights and the tokenizer of an MLX model, and reject options that MLX does not support."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "prefill_batch_tokens",
 ]
 
-# Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this size.
+# Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this width.
 MAX_WIDTH = 64
 # Bits per element in the KV cache, keyed by `LoadOptions.kv_type`. None means that the cache is not quantised
 # and uses the model's compute data type.

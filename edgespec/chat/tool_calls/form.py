@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 MAX_NAME_CHARACTERS = 256
-# A call is reported once this many characters of its arguments are known to be valid JSON. Text such as
-# `{'city': ...}` therefore stays text.
+# Number of characters of a call's arguments that must be valid JSON before the call is reported. Text such as
+# `{'city': ...}` is therefore not mistaken for a call.
 _FIRST_CHARACTERS = 2
 _Result = TypeVar("_Result")
 Wait: TypeAlias = Generator[None, None, _Result]
@@ -78,7 +78,7 @@ class OptionalPart:
 
 
 Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart"
-"""A part of a tool call. A string stands for itself."""
+"""A part of a tool call. A string is literal text."""
 
 
 class CallForm(Protocol):
@@ -251,7 +251,7 @@ class TextReader:
             yield
 
     def stream_until(self, literals: tuple[str, ...], write: Callable[[str], None]) -> Wait[bool]:
-        """Pass the text before the next of the literals to `write`, in parts as it arrives.
+        """Pass the text before the next literal to `write` as it arrives.
 
         Returns:
             True at one of the literals, or False if the text ended without one.

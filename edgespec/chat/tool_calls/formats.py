@@ -57,8 +57,8 @@ class _JsonForm:
         closes: The texts after the calls.
         around: The texts before the name's key and after the arguments of a call, in the form that the model
             was trained on.
-        argument_key: The key of the arguments that the model was trained on.
-        name_key: The key of the name that the model was trained on.
+        argument_key: The key that the model was trained to use for the arguments.
+        name_key: The key that the model was trained to use for the name.
         starts_bare: Whether calls can begin without a marker at the start of the answer.
     """
 

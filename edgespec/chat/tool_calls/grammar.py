@@ -35,7 +35,8 @@ _ANY_TEXT = "(?s:.*)"
 # Maximum number of calls in a reply that contains only calls. A small model that wants to write text after a
 # call may call tools forever instead of ending its reply. The limit was chosen, not measured.
 _MAX_CALLS = 16
-# How gpt-oss writes its reasoning and what comes after it. All other models write their answer directly.
+# The markers that gpt-oss writes around its reasoning, and then before its answer. All other models write
+# their answer directly.
 _ANALYSIS, _ANALYSIS_END = "<|channel|>analysis<|message|>", "<|end|>"
 _NEXT_MESSAGE, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 
@@ -81,7 +82,7 @@ def tool_grammar(
 
 
 def arguments_grammar(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    """Return a grammar for a tool's arguments alone. It is invalid if the tool's full grammar would be."""
+    """Return a grammar for a tool's arguments alone, which is invalid if the tool's full grammar would be."""
     grammar = _Grammar(HERMES, lambda _: None, lenient=lenient)
     return grammar.text(grammar.rule([JsonPart(_closed(schema))]))
 

@@ -93,7 +93,7 @@ class ToolCallParser:
         )
         self._parsing = self._parse()
         # Whether a marker has started a call, and whether to drop the call because the reply was truncated.
-        # Without a marker, a JSON answer could look like the start of a call.
+        # Calls without a marker are not dropped, because a JSON answer could look like the start of a call.
         self._in_call = self._drops_rest = False
         # Whether a call may start at the current position without a marker.
         self._starts_bare = form.starts_bare

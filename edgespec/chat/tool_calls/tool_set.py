@@ -71,7 +71,7 @@ class ToolSet:
 
 
 def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto") -> ToolSet:
-    """Validate a request's `tools` and `tool_choice`, which can be in the format of any API.
+    """Validate a request's `tools` and `tool_choice`, which can be in the format of any supported API.
 
     Raises:
         OptionError: A tool or the choice is invalid.
@@ -140,7 +140,7 @@ def _functions(number: int, tool: Any) -> list[dict[str, Any]]:
 
 
 def render_with_tools(render: Callable[[Definitions], str], tools: Definitions) -> str:
-    """Render a chat template with tools, filling in fields that templates take for granted.
+    """Render a chat template with tools, adding missing fields that templates rely on.
 
     Args:
         render: Renders the template with the given tools.
@@ -292,7 +292,7 @@ def _function(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReadChoice:
-    """A tool choice.
+    """A parsed tool choice.
 
     Attributes:
         mode: `auto` lets the model decide, `none` offers no tools, `required` makes it call one.
@@ -317,8 +317,8 @@ def read_choice(choice: ToolChoice, known: Sequence[str] = ()) -> ReadChoice:
     """Interpret a tool choice.
 
     Args:
-        choice: The tool choice, in the format of any API. Anthropic's `disable_parallel_tool_use` works
-            in every format that is an object.
+        choice: The tool choice, in the format of any supported API. Anthropic's `disable_parallel_tool_use`
+            works in every format that is an object.
         known: The names of the tools, each of which is a valid choice.
 
     Raises:

@@ -28,7 +28,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 # Prefixes of metadata keys that are not copied to a new file, because the GGUF writer sets them or because
-# they do not apply to it.
+# they do not apply to the new file.
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 

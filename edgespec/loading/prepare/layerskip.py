@@ -1,6 +1,7 @@
 """Prepare a GGUF model for early-exit drafting by splitting it into a lower and an upper part.
 
-To choose the exit layer, measure how often each layer agrees with the full model, and verify pass costs.
+The exit layer is chosen by measuring how often each layer agrees with the full model, and how long verify
+passes take.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
 _MAX_DIFFERENCE = 1e-3
 _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
-# Number of rows of the output head to convert to floating point at a time. Limits memory use.
+# Number of rows of the output head to convert to floating point at a time, to limit memory use.
 _HEAD_ROWS = 8192
 # Minimum fraction of tokens in the model's greedy reply that the hidden states of its last layer must
 # predict.
@@ -239,7 +240,7 @@ def measure_exits(
 ) -> ExitTable:
     """Measure how often each exit layer predicts the next token of the model's own reply to a prompt.
 
-    Verify pass costs are measured on the device that the model normally runs on.
+    The cost of verify passes is measured on the device that the model normally runs on.
 
     Args:
         path: The GGUF file.

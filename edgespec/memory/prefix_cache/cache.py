@@ -56,9 +56,8 @@ class PrefixCacheUsage:
 class PrefixCache:
     """The prefix cache of one model. Copies KV states out of the model's cache and back into it.
 
-    Use only on the thread that runs the model. Other threads can use `store`. Failing to store or restore a
-    state
-    raises no error, because the model can always reprocess the tokens.
+    Use only on the thread that runs the model. Other threads can use `store`. Failing to store or
+    restore a state raises no error, because the model can always reprocess the tokens.
 
     Args:
         model: The target.

@@ -157,7 +157,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Update the segments after files have been deleted from disk, such as by another process."""
+        """Update the segments after files have been deleted from disk, for example by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
@@ -215,8 +215,8 @@ def reusable_tokens(
 ) -> int:
     """Return how many of the first `length` cached tokens can be reused without changing the logits.
 
-    Images are reused only as a whole. Some models can reuse only a multiple of
-    `capabilities.reuse_block_tokens` tokens after the last image, and others nothing.
+    Images are reused only as a whole. After the last image, some models can reuse only a multiple of
+    `capabilities.reuse_block_tokens` tokens, and others none.
     """
     length = whole_images(tokens, length)
     if capabilities.prefix_reuse_exact:

@@ -215,7 +215,7 @@ class CombinedDrafter(Drafter):
         lookup_length: int,
         model_lengths: Mapping[str, int],
     ) -> TokenTree:
-        """Propose a draft with a maximum length per drafter.
+        """Propose a draft, with a separate length limit for each drafter.
 
         Args:
             sampler: See `propose`.

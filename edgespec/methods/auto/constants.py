@@ -1,4 +1,4 @@
-"""Constants of `--method auto`: when to draft, with which drafter, and how much time a reply can lose.
+"""Constants for `--method auto`: when to draft, with which drafter, and how much time a reply can lose.
 
 All of them were chosen rather than measured one by one. `scripts/simulate_policy.py` shows their combined
 effect for several machines and acceptance rates (docs/policy.md). Costs are in *target
@@ -78,8 +78,8 @@ __all__ = [
 # Default maximum slowdown of a reply if no drafts are accepted: a share of its plain decoding time, plus a
 # number of target steps, which lets short replies try a draft. Both were chosen to be hard to notice.
 MAX_LOSS_RATE, MAX_LOSS_STEPS = 0.02, 2.0
-# Maximum time to spend on trying drafters that do not seem to help, as a share of a reply's plain decoding
-# time. The value was chosen as half of `MAX_LOSS_RATE`.
+# Maximum time to spend trying drafters that do not seem to help, as a share of a reply's plain decoding time.
+# The value was chosen as half of `MAX_LOSS_RATE`.
 EXPLORATION_RATE = 0.01
 
 # --- Controller (`controller.py`) ---
@@ -98,9 +98,9 @@ TOKENS_PER_RETRY = 16
 # Report no speed-up for replies with fewer tokens than this. The minimum was chosen because the speed-up of
 # short replies varies too much.
 MIN_COMPARED_TOKENS = 16
-# If a target step takes less time than this and drafting has saved no time, the explanation says that the
-# model is too fast. The threshold was chosen because the fixed costs of a draft matter more when a target
-# step is short. It affects only the explanation, not the decision to draft.
+# If a target step takes fewer seconds than this and drafting has saved no time, the user is told that the
+# model is too fast to benefit from drafting. The threshold was chosen because the fixed costs of a draft
+# matter more when a target step is short. It does not affect the decision to draft.
 FAST_TARGET_SECONDS = 0.003
 
 # --- Pauses (`backoff.py`) ---
@@ -114,17 +114,17 @@ NEGLIGIBLE_COST = 0.005
 # Number of drafts before drafting can be paused for the first time, chosen so that a few rejected drafts do
 # not pause drafting.
 TRIAL_ROUNDS = 8
-# Number of drafts in each attempt to resume drafting after a pause. Fewer than in the first trial were
+# Number of drafts in each attempt to resume drafting after a pause. A smaller number than `TRIAL_ROUNDS` was
 # chosen, to lose less time.
 RETRY_ROUNDS = 4
 # Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
 # unsuccessful attempt to resume drafting. The initial pause was chosen so that the first retry comes after a
 # sentence or two.
 MIN_PAUSE_ROUNDS, MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of resuming drafting, chosen to make such attempts rarer.
+# Factor applied to the estimated cost of resuming drafting, chosen to make retries rarer.
 RETRY_COST_FACTOR = 3
 
-# --- Retries of single drafters (`backoff.py`, `model_selection.py`) ---
+# --- Retries of individual drafters (`backoff.py`, `model_selection.py`) ---
 
 # Number of rounds between the first two retries of a drafter, and the maximum after many unsuccessful
 # retries. Shorter intervals than for pauses of all drafting were chosen, because only one drafter is
@@ -145,11 +145,11 @@ CHALLENGE_ROUNDS = 4
 # While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
 # this. The minimum was chosen because smaller measured gains are often noise.
 MIN_INTERIM_GAIN = 1.15
-# Draft lengths to compare for drafters that choose their own length. Short lengths were chosen to be closer
-# together, because one more token makes a larger difference there.
+# Draft lengths to compare for drafters that choose their own length. They were chosen to be denser among
+# short lengths, for which one more token makes a larger difference.
 COMPARED_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
-# --- Prefill of draft models (`drafter_stats.py`, `model_selection.py`) ---
+# --- Draft model prefill (`drafter_stats.py`, `model_selection.py`) ---
 
 # Prefilling draft models may use at most this share of the time that `--max-loss` allows. The share was
 # chosen to leave the other half for drafts.
@@ -187,27 +187,27 @@ MODEL_PRIOR = ((0.85, 0.1, 0.05),)
 # drafter.
 LONG_TERM_PRIOR_WEIGHT = 12.0
 
-# --- Live costs of passes (`live_costs.py`) ---
+# --- Live pass costs (`live_costs.py`) ---
 
 # Boundaries, in tokens, between the ranges of context lengths. Costs are tracked separately for each range,
 # because passes take longer as the context grows. The boundaries were chosen so that each is four times the
 # previous one.
 CONTEXT_BUCKETS = (2048, 8192, 32768)
 # Costs are tracked separately for each number of concurrent replies up to this one. Larger numbers share one
-# set of costs. The limit was chosen so that there are not too many costs to measure.
+# set of costs. The limit was chosen to keep the number of measurements small.
 MAX_REPLIES = 8
 # Number of target steps to measure before trusting the costs for a new number of concurrent replies or CPU
 # threads, chosen to be small so that drafting resumes soon.
 MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured. The
-# number was chosen because `WIDE_PASS_WEIGHT` then outweighs the faster rate.
+# number was chosen because the faster rate has then fallen to `WIDE_PASS_WEIGHT`.
 SETTLED_PASSES = 20
 # Assumed ratio of a verify pass's worst-case duration to its expected duration, after a change in the number
 # of concurrent replies and of CPU threads, respectively. The values were chosen to be on the safe side.
 # Measurements replace them within `FIRST_PASSES` passes.
 ASSUMED_PASS_RATIO, ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # Factors that lower the worst-case ratio after each target step and after each verify pass, to forget
-# outliers. They were chosen so that one slow pass counts for dozens of passes.
+# outliers. They were chosen so that a slow pass is remembered for dozens of passes.
 WORST_PASS_STEP_DECAY, VERIFY_DECAY = 0.995, 0.97
 # Replaces `WORST_PASS_STEP_DECAY` if layers are on workers, and was chosen to equal `VERIFY_DECAY`. Passes on
 # workers are often delayed for reasons that have nothing to do with drafting, and one such pass must not end
@@ -224,8 +224,7 @@ TARGET_STEP_WEIGHT = 0.25
 # Weight of the newest measurement in the moving average of the cost of multi-token passes, chosen to average
 # over about seven passes.
 WIDE_PASS_WEIGHT = 0.15
-# Largest change, as a factor, that a single pass can make to an estimate, chosen to limit the effect of
-# interruptions.
+# Maximum factor by which a single pass can change an estimate, chosen to limit the effect of interruptions.
 MAX_CHANGE = 4.0
 # If multi-token passes deviate from their estimated durations by more than this factor, the machine's speed
 # may have changed. The factor was chosen to exceed the usual noise of passes.
@@ -234,7 +233,7 @@ MAX_DEVIATION = 1.25
 # average over about three passes.
 DEVIATION_WEIGHT = 0.3
 
-# --- Worst case of a draft (`loss_limit.py`) ---
+# --- Worst-case draft costs (`loss_limit.py`) ---
 
 # Assumed time to draft one token, in target steps, if the draft model has not been measured. A value above
 # `ASSUMED_DRAFT_PASS_COST` was chosen, because this is a worst case.
@@ -245,9 +244,8 @@ MAX_LEVEL_PASSES = 1.5
 # Factors that lower the worst-case time to draft a token after each draft and after each target step, to
 # forget outliers. They were chosen to match `VERIFY_DECAY` and `WORST_PASS_STEP_DECAY`.
 DRAFT_ROUND_DECAY, WORST_DRAFT_STEP_DECAY = 0.97, 0.995
-# Number of drafts at the start of a reply that may each lose only part of the time that `--max-loss` allows,
-# and that part as a fraction. The fraction was chosen so that drafting can continue if one of them is
-# rejected.
+# The first `FIRST_ROUNDS` drafts of a reply may each lose only `FIRST_ROUNDS_SHARE` of the time that
+# `--max-loss` allows. The share was chosen so that drafting can continue if one of them is rejected.
 FIRST_ROUNDS, FIRST_ROUNDS_SHARE = 2, 0.5
 # Do not shorten a draft if shortening raises its cost per token by more than this factor. The factor was
 # chosen so that a shorter draft costs only slightly more per token.
@@ -255,12 +253,12 @@ MAX_LEVEL_COST_RATIO = 1.25
 
 # --- Kinds of text (`drafter_stats.py`) ---
 
-# Number of tokens, and of characters, at the end of the text that determine its kind, chosen to limit the
-# time for classifying it.
+# Only this many tokens and characters at the end of a text, respectively, determine its kind. Both limits
+# were chosen to keep classification fast.
 TEXT_KIND_TOKENS, INSPECTED_CHARACTERS = 512, 2000
 # Prompts longer than this, in characters, count as documents rather than conversation. The limit was chosen
 # to be about 200 words.
 MIN_DOCUMENT_CHARACTERS = 1200
-# Minimum share of lines that look like code, and of digits, for a prompt to count as code or as numbers. The
-# shares were chosen so that a few such lines or digits make no difference.
+# Minimum share of code-like lines for a prompt to count as code, and of digits for it to count as numbers.
+# The shares were chosen so that a few such lines or digits make no difference.
 CODE_SHARE, DIGIT_SHARE = 0.25, 0.06

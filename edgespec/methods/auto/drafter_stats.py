@@ -1,6 +1,6 @@
 """Track the acceptance rate, draft costs and retries of one drafter.
 
-Acceptance rates differ between code, numbers and prose, so prompts are roughly classified.
+Acceptance rates differ between code, numbers and prose, so each kind of text has its own statistics.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class DraftingStatus:
 
     @property
     def chat_reason(self) -> str:
-        """The same reason as `reason`, in simpler terms for the chat."""
+        """`reason` in simpler terms, for the chat."""
         return self._explained(CHAT)
 
     def _explained(self, words: Wording) -> str:

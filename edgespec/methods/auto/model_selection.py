@@ -31,7 +31,7 @@ class ModelSelector:
 
     At most one drafter runs per round, because two models would mostly draft the same tokens at twice the
     cost. The drafter with the highest expected gain runs if its recent acceptance rate justifies its cost.
-    For a small fraction of the time, other drafters run instead, to detect when they become better.
+    Occasionally, another drafter runs instead, to detect whether it has become better.
 
     Args:
         models: The drafters that run a model, by name.
@@ -100,8 +100,8 @@ class ModelSelector:
     def _ranked(self, levels: Mapping[DrafterStats, int]) -> list[DrafterStats]:
         """Sort drafters by expected gain, best first. A drafter that is being measured comes first.
 
-        Gains are computed from long-term acceptance rates, because the recent rates of an unused drafter
-        never change, so a few unusual drafts would affect the ranking for a long time.
+        Gains are computed from long-term acceptance rates. An unused drafter's recent rates never change, so
+        a few unusual drafts would distort its rank for a long time.
         """
         if len(levels) < 2:
             return list(levels)
@@ -257,7 +257,7 @@ class RoundEstimate:
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
     def speed(self, v: CostFunction) -> float:
-        """Return the expected speed-up over plain decoding with the most profitable prefix of this draft.
+        """Return the expected speed-up over plain decoding if its most profitable prefix is verified.
 
         Args:
             v: Returns the duration of a verify pass of a given width, relative to a single-token target pass.

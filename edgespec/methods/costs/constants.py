@@ -1,4 +1,4 @@
-"""Constants of cost measurements: which passes are timed, for how long, and which results count.
+"""Constants for cost measurements: which passes to time, for how long, and which results to use.
 
 The costs themselves are measured on the machine with the loaded model.
 """
@@ -32,25 +32,25 @@ __all__ = [
 
 # --- Cost curve of a loaded model (`curve.py`, `target_costs.py`) ---
 
-# Pass widths to measure. Small widths were chosen to be closer together, because backends use different
-# kernels for them.
+# Pass widths to measure. They were chosen to be denser among small widths, for which backends use different
+# kernels.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 # Pass widths to measure even if the time budget is spent, chosen to show the shape of the curve with few
 # passes.
 REQUIRED_WIDTHS = (1, 2, 4, 8)
-# For models that pad their passes, the largest width to measure even if the time budget is spent. Derived
-# from `REQUIRED_WIDTHS`, whose largest value is just below it.
+# For models that pad their passes, the largest width to measure even if the time budget is spent. Derived as
+# one more than the largest of `REQUIRED_WIDTHS`.
 MAX_REQUIRED_PADDED_WIDTH = 9
-# Number of additional measurements of `CostCurve.change_seconds`. The number was chosen to be large, because
-# a value that is much too high makes drafting seem too expensive for as long as the model is loaded.
+# Number of additional measurements of `CostCurve.change_seconds`. A large number was chosen, because an
+# overestimate would make drafting seem too expensive for as long as the model is loaded.
 CHANGE_REPEATS = 20
-# Default time budget of a measurement, in seconds, and its minimum, in durations of a single-token pass. Both
-# were chosen to keep the first load of a model short.
+# Default time budget of a measurement in seconds, and the minimum budget in single-token passes. Both were
+# chosen to keep the first load of a model short.
 BUDGET_SECONDS, MIN_BUDGET_STEPS = 2.0, 12
 # Default number of additional passes per width, chosen so that the median ignores two outliers.
 REPEATS = 5
 # Maximum duration of a pass, as a multiple of a wider pass's duration. The limit was chosen to be generous.
-# The largest multiple in `scripts/simulation/machines.py` is 1.41 (three and four tokens on two CPU cores
+# The largest multiple in `scripts/simulation/machines.py` is 1.41 (three versus four tokens on two CPU cores
 # with Q4_0).
 MAX_EXCESS = 3.0
 # Assumed cost of each additional token in a pass, relative to a single-token pass, if only single-token
@@ -66,7 +66,8 @@ PLAIN_STEP_WEIGHT = 0.2
 # --- Number of CPU threads (`target_costs.py`) ---
 
 # Numbers of threads to compare, relative to the number of physical cores. Shares below 1 were chosen because
-# half of the cores of many laptops are slow, and a few cores can already saturate the memory bandwidth.
+# on many laptops, half of the cores are slow, and because a few cores can already saturate the memory
+# bandwidth.
 THREAD_SHARES = (1.0, 0.75, 0.5, 0.34)
 # Number of measurement rounds, chosen as the smallest number whose median ignores an outlier.
 THREAD_ROUNDS = 3
@@ -75,11 +76,11 @@ THREAD_ROUNDS = 3
 MAX_THREAD_SLOWDOWN = 1.25
 # Seconds after which no new round of measurements starts, chosen to keep the first load of a model short.
 THREAD_BUDGET_SECONDS = 2.0
-# Use as many threads as there are physical cores unless another number is faster by this factor. It was
-# chosen because smaller differences are often noise.
+# Use one thread per physical core unless another number is faster by this factor. The factor was chosen
+# because smaller differences are often noise.
 MIN_THREAD_GAIN = 1.05
 
-# --- Speed of the machine (`machine_speed.py`) ---
+# --- Machine speed (`machine_speed.py`) ---
 
 # Pass widths to measure with the benchmark models. There are fewer than for a loaded model, because every
 # quantisation type is measured.
@@ -89,9 +90,9 @@ MACHINE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 BENCHMARK_BYTES = 192 * 2**20
 # Number of prompt tokens for measuring prefill, chosen to keep the measurement short.
 BENCHMARK_PROMPT_TOKENS = 32
-# All quantisation types are measured this many times in turn, and the shortest durations count. Two rounds
-# were chosen because other activity can slow down a machine for a few seconds.
+# Number of measurement rounds over all quantisation types, of which the shortest durations are used. Two
+# rounds were chosen because other activity can slow down a machine for a few seconds.
 MACHINE_ROUNDS = 2
-# Number of additional passes per width, and time budget in seconds for measuring one type once, chosen to
-# keep the measurement of all types below 20 seconds.
+# Number of additional passes per width, and time budget in seconds per type and round. Both were chosen so
+# that measuring all types takes less than 20 seconds.
 MACHINE_REPEATS, TYPE_SECONDS = 3, 0.6

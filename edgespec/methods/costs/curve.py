@@ -216,7 +216,7 @@ def _pass_seconds(model: LanguageModel, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Limits on the token tree in a verify pass, and on the draft model passes to build it.
+    """Limits on the token tree in a verify pass, and on the draft model passes used to build it.
 
     Attributes:
         max_width: The maximum number of tokens in the tree, including the root token.

@@ -1,8 +1,8 @@
 """Measure how fast this machine runs each quantisation type, to predict the speed of models.
 
-Generating a token reads nearly all weights of a model once. The duration of a pass is therefore predicted as
-the bytes of each quantisation type times the measured seconds per byte, plus the number of layers times the
-measured fixed cost of a layer. Both are measured with models that have random weights.
+Generating a token reads nearly all of a model's weights once. The duration of a pass is therefore predicted
+as the bytes of each quantisation type times the measured seconds per byte, plus the number of layers times
+the measured fixed cost of a layer. Both are measured with models that have random weights.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class MachineSpeed:
         )
 
     def _of(self, type_name: str) -> TypeSpeed:
-        """Return the speed of a quantisation type, or of the measured type with the closest bit width."""
+        """Return the speed of a quantisation type, or of the measured type closest to it in bit width."""
         nearest = min(self.types, key=lambda name: (name != type_name, abs(_bits(name) - _bits(type_name))))
         return self.types[nearest]
 
@@ -139,8 +139,8 @@ def save_machine_speed(form: FileFormat, speed: MachineSpeed) -> None:
 def measure_machine(form: FileFormat, progress: Progress | None = None) -> MachineSpeed:
     """Measure how fast this machine runs each quantisation type of a file format, and save the results.
 
-    Disturbed results do not replace undisturbed ones. Measuring requires up to 20 seconds, 1 GiB of memory,
-    and 1 GiB of disk space for temporary files.
+    Noisy results never replace clean ones. The measurement takes up to 20 seconds, and needs 1 GiB of memory
+    and 1 GiB of temporary disk space.
 
     Raises:
         CapabilityError: The format has no benchmark models.

@@ -55,8 +55,8 @@ class TargetCosts:
     """Provides the cost curve of a loaded target and saves it for later runs.
 
     A saved curve is used only for the same model file, machine, load options, backend version and number of
-    CPU threads. The number of threads depends on what else is running. Both `curve` and `remeasure` clear the
-    target's cache.
+    CPU threads. The number of threads can differ between runs, because it depends on what else is running.
+    Both `curve` and `remeasure` clear the target's cache.
 
     Args:
         model: The loaded target model.
@@ -102,7 +102,7 @@ class TargetCosts:
             CancelledError: `progress` returned False.
         """
         self._model.truncate(0)
-        # Measure passes on workers every time, because network speed varies.
+        # If layers run on workers, never use a saved curve, because network speed varies.
         widths = self._model.facts.capabilities.pass_widths
         saved = None if self._is_remote else _curve_from_json(Facts().get("costs", self._key()), widths)
         step = None
@@ -146,7 +146,7 @@ def settings_key(options: LoadOptions) -> str:
     """Return a key that identifies this machine and all options that affect the duration of a pass."""
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
-    # The key omits the number of streamed layers, because it depends on the memory that happens to be free.
+    # The key omits the number of streamed layers, because it varies with the amount of free memory.
     kernels += " streamed" * (options.streamed_layers > 0)
     kernels += f" experts {options.experts}" if options.experts else ""
     links = options.workers.links if options.workers else ()

@@ -1,4 +1,4 @@
-"""Draft the tokens that a constraint determines, such as the names of properties in JSON."""
+"""Draft the tokens that a constraint determines, such as property names in JSON."""
 
 from __future__ import annotations
 

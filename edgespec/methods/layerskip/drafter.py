@@ -1,7 +1,7 @@
 """Create the drafter that runs the first layers of the target (LayerSkip, arXiv 2404.16710).
 
-Only models trained for early exit make good predictions from their lower layers. The exit layer is chosen by
-agreement and cost, or when the model is prepared.
+Only models trained for early exit make good predictions from their lower layers. The exit layer is set by the
+user, fixed when the model is prepared, or chosen by agreement and cost.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
 
 class LookaheadWindow(NamedTuple):
-    """Size of the window in lookahead decoding, called W, N and G in the paper (arXiv 2402.02057).
+    """Dimensions of the lookahead window, called W, N and G in the paper (arXiv 2402.02057).
 
     Attributes:
         columns: W, the number of future tokens predicted in parallel. If 0, only n-grams that occur in the

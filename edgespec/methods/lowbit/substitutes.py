@@ -1,4 +1,4 @@
-"""Find the prepared low-bit copies of the blocks that a model streams because it is larger than memory."""
+"""Find prepared low-bit copies of the blocks that are streamed when a model does not fit in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgespec.store.reference import Resolved
 
 __all__ = ["KIND", "SUBSTITUTES_FILE", "Substitutes", "find_substitutes", "find_usable_substitutes"]
 
-# The kind of prepared model in the store.
+# Identifies this kind of prepared model in the store.
 KIND = "substitutes"
 SUBSTITUTES_FILE = "substitutes.gguf"
 

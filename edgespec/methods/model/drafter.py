@@ -38,8 +38,8 @@ class ModelDrafter(Drafter):
         model: The draft model.
         vocab_size: Vocabulary size of the target. Token ids outside it are never drafted.
         branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
-            an empty tuple drafts chains. Alternatively, an unshared `TreeGrowth` that chooses the shape of
-            each tree.
+            an empty tuple drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree
+            and is not shared with other drafters.
         min_confidence: Drafting stops after a token with a lower probability. The token itself is kept,
             because removing it would bias rejection sampling.
         name: Name of the drafter shown in reports.
@@ -293,7 +293,7 @@ class _DraftTree:
         return self.drafted.depths[node] < self.max_depth
 
     def push_path(self, node: int, sampler: Sampler) -> int:
-        """Push the tokens of a drafted node and its ancestors to the sampler, and return their number."""
+        """Push the tokens of a drafted node and its ancestors to the sampler, and return the count."""
         path = self.drafted.path(node)
         for each in path:
             sampler.push(self.drafted.tokens[each])
@@ -305,7 +305,7 @@ class _DraftTree:
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
     def build(self, block: bool) -> ForcedDraft:
-        """Return the draft, with the nodes that the draft model has already processed at the front.
+        """Return the draft, ordered so that the nodes already processed by the draft model come first.
 
         A target that shares layers with the draft model can reuse the results for these nodes.
         """

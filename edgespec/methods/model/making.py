@@ -1,4 +1,4 @@
-"""Create drafters that run a draft model, a head, or another view of the target that behaves like one."""
+"""Create drafters that run a draft model, a head, or a view of the target that acts as a draft model."""
 
 from __future__ import annotations
 

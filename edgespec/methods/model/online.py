@@ -233,7 +233,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Number of correct predictions without and with the adapter, and number of all predictions."""
+        """Number of correct predictions without and with the adapter, and total number of predictions."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

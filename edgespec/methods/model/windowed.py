@@ -41,7 +41,7 @@ class AttentionWindow:
 
     @property
     def context_tokens(self) -> int:
-        """Context size, in tokens, for loading the draft model."""
+        """Context size to load the draft model with, in tokens."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + WINDOW_TREE_TOKENS
 
     @property
@@ -50,7 +50,7 @@ class AttentionWindow:
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
-        """Shrink this window to fit a trained context of `trained_tokens` (0 if unknown)."""
+        """Return this window, shrunk to fit a trained context of `trained_tokens` (0 if unknown)."""
         excess = self.context_tokens - trained_tokens
         if not trained_tokens or excess <= 0:
             return self

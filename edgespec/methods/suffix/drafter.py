@@ -283,7 +283,7 @@ def _best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Build a draft tree for each match, and return the one expected to have most tokens accepted.
+    """Build a draft tree for each match, and return the tree with the highest score.
 
     Args:
         matches: The length and the index position of each match with the last tokens, longest first.

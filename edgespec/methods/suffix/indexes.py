@@ -314,7 +314,7 @@ class SuffixArray:
         return entry
 
     def continuations(self, matches: SuffixRange, count: int) -> list[list[int]]:
-        """Return the tokens that follow a repeated text.
+        """Return the tokens that follow each occurrence of a match.
 
         Args:
             matches: Range of occurrences in the suffix array. If there are more than 64, an evenly spaced

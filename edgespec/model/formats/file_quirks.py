@@ -15,8 +15,8 @@ from edgespec.model.formats.gguf_header import GgufHeader
 
 __all__ = ["Refusal", "explain_refusal", "foreign_part", "why_doubtful"]
 
-# Prefixes of tensors outside the language model, with the component that they belong to. llama.cpp reads them
-# from a separate file (mmproj). Ollama stores them in the model's own file, for its own engine.
+# Prefixes of tensors outside the language model, with the component that they belong to. llama.cpp loads
+# these tensors from a separate file (mmproj). Ollama stores them in the model's own file, for its own engine.
 _FOREIGN_PARTS = {
     "v.": "an image encoder",
     "mm.": "an image projector",
@@ -66,7 +66,7 @@ class _Pattern(NamedTuple):
     next_step: str
 
 
-# llama.cpp's messages about files that are complete but not in the form that llama.cpp expects.
+# llama.cpp's messages about files that are complete but not in the form that it expects.
 _REFUSALS = tuple(
     _Pattern(re.compile(message), what, next_step)
     for message, what, next_step in (

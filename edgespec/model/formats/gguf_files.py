@@ -31,9 +31,9 @@ _BYTE_ORDERS: tuple[Literal["little", "big"], Literal["little", "big"]] = (
 )
 # Versions of the GGUF format. llama.cpp no longer reads version 1.
 _VERSIONS = (1, 2, 3)
-# Part numbers in file names have five digits.
+# Part numbers in file names have five digits, which limits the number of parts.
 _MAX_PARTS = 99_999
-# Maximum number of files per folder to read when searching for a model's parts.
+# Maximum number of files to check per folder when searching for a model's parts.
 _MAX_SEARCHED = 1000
 # Start of a layer's tensor name in a header, preceded by the last bytes of its length field.
 _FIRST_LAYER_NAME = b"\0" * 6 + b"blk."
@@ -249,8 +249,8 @@ def _split_of(path: Path) -> _Split:
 def _read_split(path: Path, _size_bytes: int, _changed_ns: int) -> _Split:
     whole = _Split(0, 1, 0, False)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        # Parsing a header takes 0.1 seconds, because it contains the vocabulary. First search the raw bytes
-        # for the key, which precedes the tensor names.
+        # Headers contain the vocabulary and take 0.1 seconds to parse, so first search the raw bytes for the
+        # key, which precedes the tensor names.
         end = data.find(_FIRST_LAYER_NAME)
         if data.find(b"split.count", 0, end if end >= 0 else _MAX_HEADER_BYTES) < 0:
             return whole

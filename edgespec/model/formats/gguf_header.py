@@ -179,7 +179,7 @@ def parse_header(data: bytes) -> GgufHeader:
 
 
 def write_header(path: Path, source: Path, tensors: Sequence[GgufTensor], data_bytes: int) -> None:
-    """Write a GGUF file with another file's metadata, and new tensors with a hole in place of their data.
+    """Write a sparse GGUF file with another file's metadata and new tensors, whose data is a hole.
 
     Args:
         path: The file to write.
@@ -221,7 +221,8 @@ def read_general(path: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     with suppress(OSError, ValueError), path.open("rb") as file:
-        # Reading past the end of these bytes raises an error, and the values read so far are kept.
+        # Parsing past the end of these bytes raises an error, which is suppressed. The values parsed so far
+        # are kept.
         reader = _Reader(file.read(_GENERAL_BYTES))
         for _ in range(reader.counts()[1]):
             key, value = reader.pair()
@@ -238,7 +239,7 @@ class _Reader:
         self.at = 0
 
     def counts(self) -> tuple[int, int]:
-        """Read the start of a file, and return the numbers of tensors and metadata values."""
+        """Read the start of the file, and return the numbers of tensors and metadata values."""
         data = self._data
         if data[:4] != b"GGUF"[: len(data)]:
             raise ValueError(f"the file {describe_start(data[:16])} instead of 'GGUF'")

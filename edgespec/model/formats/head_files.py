@@ -14,7 +14,7 @@ from edgespec.options.methods import Method, head_kinds
 
 __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]
 
-# Maps the architectures of heads that work with only one target architecture to that architecture.
+# Maps head architectures that work with only one target architecture to that architecture.
 _TARGETS = {"gemma4-assistant": "gemma4"}
 
 

@@ -60,7 +60,8 @@ TOKENIZERS = (
     "tekken.json",
 )
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
-# The layer number in a tensor name, and the settings that specify the number of layers.
+# Matches the layer number in a tensor name. `_LAYER_COUNTS` lists the settings that specify the number of
+# layers.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Suffixes of text files that mlx-lm and transformers read.
@@ -105,7 +106,7 @@ def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
 def missing_files(folder: Path) -> list[str]:
     """Return the names of files missing from an MLX model folder.
 
-    Weight files that the index or the part numbers refer to do not count as missing if the other files
+    Weight files named by the index or implied by part numbers do not count as missing if the other files
     contain the whole model. mlx-lm ignores the index, which is often left over from another version of the
     model.
 

@@ -207,7 +207,7 @@ def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _parameters(tensors: Mapping[str, TensorHeader], settings: Mapping[str, Any]) -> int:
-    """Return the number of weights. Each element of a packed tensor holds several quantised weights."""
+    """Return the number of weights. An element of a packed tensor holds several quantised weights."""
     total = 0
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -283,7 +283,7 @@ def _has_template(folder: Path) -> bool:
 
 def _sampling(folder: Path) -> dict[str, float]:
     """Return the sampling settings in generation_config.json, or {} if the file cannot be read."""
-    # Loading the model reports a damaged file, because the file also lists the end tokens.
+    # Ignore a damaged file here. Loading the model reports it, because the file also lists the end tokens.
     with suppress(ModelFileError):
         return stated_sampling(read_json_object(folder / "generation_config.json"))
     return {}

@@ -16,12 +16,12 @@ __all__ = ["Projector", "estimate_projector", "read_projector"]
 _POSITION_DEPENDENT = ("deepseek4v", "hunyuanvl")
 _MAX_IMAGE_SIZE = 1 << 13
 _F16_BYTES, _F32_BYTES = 2, 4
-# Projectors for which llama.cpp reduces images to 4,096 tokens, this limit, and the number of patches per
-# token in each direction.
+# Projectors for which llama.cpp reduces images to at most `_MAX_TOKENS` tokens, each of which covers
+# `_PATCHES_PER_SIDE` patches in each direction.
 _LARGE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v")
 _MAX_TOKENS, _PATCHES_PER_SIDE = 4096, 2
-# Projectors that accept images of any size, and the number of patches to plan their buffers for unless they
-# are in `_LARGE`: that of an image of about a megapixel.
+# Projectors that accept images of any size. Unless they are in `_LARGE`, their buffers are planned for
+# `_PLANNED_PATCHES` patches, as in an image of about a megapixel.
 _ANY_SIZE = (*_LARGE, "pixtral", "lfm2", "kimivl")
 _PLANNED_PATCHES = 4096
 # Number of copies of a patch's pixels while an image is encoded (measured with scaled-down models).
@@ -33,15 +33,14 @@ _DECODING_BYTES = 2 * 3 * 12_000_000
 class Projector(NamedTuple):
     """The properties of a projector that determine its memory use and compatibility.
 
-
     Attributes:
         hidden_size: The hidden size of the language models that the projector was made for.
-        weight_bytes: The size of its weights.
+        weight_bytes: The size of the projector's weights.
         compute_bytes: The size of the buffers for one image. If the projector accepts images of any size and
             does not reduce them, this is the size for an image of about a megapixel.
         mask_bytes: The size of the attention mask in main memory before it is copied to the buffers.
-        max_tokens: Number of tokens to which larger images must be reduced to fit the buffers. 0 if the
-            projector reduces them itself.
+        max_tokens: Maximum number of tokens per image. Larger images must be reduced to fit the buffers. 0 if
+            the projector reduces them itself.
         can_save: Whether the buffers are much smaller with small images.
     """
 
@@ -113,7 +112,7 @@ def estimate_projector(path: Path, *, on_gpu: bool, small_images: bool = False) 
     """Estimate a projector's memory use. Raises ModelFileError if the file cannot be used."""
     projector = read_projector(path, small_images=small_images)
     pool = GPU if on_gpu else MEMORY
-    # When the mask is copied, most of the buffers are still unused, so they take up no main memory.
+    # Most of the buffers are still unused while the mask is copied, so they take up no main memory.
     masks_bytes = projector.mask_bytes if on_gpu else 2 * projector.mask_bytes - projector.compute_bytes
     parts = (
         MemoryPart("weights", projector.weight_bytes, pool),

@@ -36,7 +36,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 class DFlashConfig(LayerConfig):
     """The configuration of a DFlash or DSpark head, whose layers are like a Qwen 3 model's.
 
-    `LayerConfig` describes the other attributes.
+    See `LayerConfig` for the other attributes.
 
     Attributes:
         size: Hidden size of the head, which is the same as the target's.

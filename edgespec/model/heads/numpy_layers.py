@@ -37,7 +37,7 @@ __all__ = [
 _MIN_GROWTH_TOKENS = 256
 # Kinds of RoPE scaling that `Rotation` and llama.cpp's heads support.
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
-# Default context lengths in tokens before scaling, if the settings lack them. The values match mlx-lm's.
+# Default context lengths in tokens before scaling, for settings that lack them. The values match mlx-lm's.
 _LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
 # Settings that must be positive, because frequencies are divided by them or their logarithm is computed.
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -138,7 +138,7 @@ class CachedAttention:
         self.end += count
 
     def run(self, x: Array, nodes: TreeNodes | None = None) -> Array:
-        """Append inputs to the KV cache as `append` does, and return the output [tokens, size]."""
+        """Append inputs to the KV cache like `append`, and return the output [tokens, size]."""
         count = len(x)
         queries = self._rotation(self._split(self._projections.q(x)), self._positions(count, nodes))
         self.append(x, nodes)
@@ -198,7 +198,8 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSettings:
     theta = config.get("rope_theta") or scaling.get("rope_theta") or RopeSettings().theta
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind == "mrope":
-        # M-RoPE gives text tokens the same position in all sections, so it equals ordinary RoPE.
+        # M-RoPE gives text tokens the same position in all sections, so for text it is equivalent to ordinary
+        # RoPE.
         kind, scaling = "default", {}
     numbers = {name: positive(name, scaling[name]) for name in _POSITIVE if scaling.get(name) is not None}
     if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):

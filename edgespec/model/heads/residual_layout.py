@@ -29,8 +29,8 @@ __all__ = [
 _SUFFIXES = (".safetensors", ".pt", ".bin")
 # Name prefix of the residual blocks of Hydra heads.
 _HYDRA_BLOCKS = "hydra_mlp."
-# Name prefix of the prefix layer that Hydra++ heads read, misspelt as in the published files, and the layer's
-# tensors in the order of `AttentionLayer`.
+# Name prefix of the prefix layer that Hydra++ heads read (misspelt as in the published files), and the names
+# of the layer's tensors in the order of `AttentionLayer`.
 _PREFIX_MODEL = "prefix_embeding_layer."
 _PREFIX_TENSORS = (
     "layers.0.input_layernorm", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj",
@@ -56,7 +56,7 @@ class ResidualBlock(NamedTuple):
 
 
 class ResidualHead(NamedTuple):
-    """Residual blocks, and the output matrix for logits. If `output` is None, it is the target's LM head."""
+    """Residual blocks and an output matrix. If `output` is None, the target's LM head is used."""
 
     blocks: tuple[ResidualBlock, ...]
     output: Linear | None

@@ -15,7 +15,7 @@ _NAMED = ("properties", "$defs", "definitions")
 _COMBINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "extends")
 # Keywords whose schemas must not become stricter.
 _CONDITIONS = ("not", "if", "dependentSchemas")
-# Keywords that control which unnamed properties are allowed.
+# Keywords that control which properties are allowed in addition to the named ones.
 _OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
 # Keywords that control which values are allowed.
 _ALLOWED_VALUES = ("type", "enum", "const")

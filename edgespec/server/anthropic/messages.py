@@ -57,7 +57,7 @@ _SIGNATURE = "edgespec"
 # Claude Code writes this line at the start of the system prompt. It changes with every request, so nothing
 # after it could be reused from the prefix cache.
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-# The required fields of each block type.
+# Required fields, keyed by block type.
 _NEEDED = {
     "thinking": ("thinking",),
     "redacted_thinking": (),
@@ -125,12 +125,12 @@ class ThinkingConfig(RequestFields):
 
     @property
     def option(self) -> str:
-        """The value for the reply option `thinking`: `on`, `off` or `auto`."""
+        """The `thinking` reply option: `on`, `off` or `auto`."""
         return {"enabled": "on", "disabled": "off"}.get(self.type, "auto")
 
 
 class Thread(RequestFields):
-    """The `thread` field, with which Anthropic's servers store the conversation to shorten later requests."""
+    """The `thread` field, which makes Anthropic's servers store the conversation to shorten requests."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
@@ -163,7 +163,7 @@ class AnthropicCountRequest(ConstraintFields):
 
     @property
     def thinking_option(self) -> str | None:
-        """The value for the reply option `thinking`, or None if the request does not set it."""
+        """The `thinking` reply option, or None if the request does not set it."""
         if self.thinking:
             return self.thinking.option
         return "off" if self.reasoning_effort == "none" else None
@@ -200,7 +200,7 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
 
 
 def _omitted(messages: list[AnthropicMessage]) -> list[str]:
-    """Return the locations of skipped blocks and of non-text parts of tool results."""
+    """Return the locations of skipped blocks and non-text parts of tool results."""
     places = []
     for index, message in enumerate(messages):
         for number, block in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -301,7 +301,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
-        """Yield the events that end the open block, if there is one."""
+        """Yield the events that close the open block, if there is one."""
         if not self._is_open:
             return
         block, index = self._blocks[-1], len(self._blocks) - 1
@@ -352,7 +352,7 @@ async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
 
 def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.thread and body.thread.type == "continue":
-        # On this error, Anthropic's client resends the whole conversation.
+        # Anthropic's client responds to this error by resending the whole conversation.
         raise ApiError(
             404,
             "the server does not store conversations; omit thread, and send the whole conversation in"

@@ -189,7 +189,7 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
 
 
 def _near(text: str) -> str:
-    """Return a note quoting the text around a position, or an empty string if there is none."""
+    """Return a note quoting the text around a position, or an empty string if there is nothing to quote."""
     shown = "".join(each if each.isprintable() else " " for each in text).strip()
     return f", near `{shown}`" if shown else ""
 

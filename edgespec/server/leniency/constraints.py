@@ -1,4 +1,4 @@
-"""Read the constraint on an answer from any of the fields and formats that clients use.
+"""Parse the constraint on an answer from any field and format that clients use.
 
 A constraint must never be ignored, because the client would get text that violates it. Every endpoint
 therefore accepts all of these fields and formats, and `fields.py` rejects unknown fields whose names suggest
@@ -93,15 +93,15 @@ def _option(name: str) -> _Reader:
     return lambda value, _: {name: value}
 
 
-# Keywords that reveal that a response format of type json_object is itself the schema.
+# Keywords that show that a response format of type `json_object` is itself the schema.
 _INLINE_KEYWORDS = frozenset({"properties", "required", "anyOf", "oneOf", "allOf", "$ref"})
-# Constraints that response formats of other types must not contain.
+# Constraints that are rejected in a response format of a different type.
 _OTHER_CONSTRAINTS = ("regex", "grammar", "choice")
 _FORMAT_HINT = "use text, json_object or json_schema"
 
 
 def _format(value: Any, place: str) -> dict[str, Any]:
-    """Read a response format: `json`, an object with a type such as `json_schema`, or the schema itself."""
+    """Parse a response format: `json`, an object with a type such as `json_schema`, or the schema itself."""
     if value == "text" or _is_unset(value):
         return {}
     if value in ("json", "json_object"):
@@ -200,7 +200,7 @@ def _unread_in_formats(fields: RequestFields, *names: str) -> list[str]:
 
 _SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
-# The fields in which clients specify constraints, each with the function that reads it.
+# The fields in which clients specify constraints, each with the function that parses it.
 _PLACES: Mapping[str, _Reader] = {
     "response_format": _format,
     "format": _format,

@@ -35,22 +35,23 @@ _TEXT_FIELDS = {
     "summary_text": "text",
     "refusal": "refusal",
 }
-# The fields that may hold a reply's reasoning, keyed by part type. Only the servers that wrote redacted
-# reasoning can read it.
+# The fields that may hold a reply's reasoning, keyed by part type. Redacted reasoning can be read only by the
+# server that produced it.
 _REASONING_FIELDS = {
     "thinking": ("thinking", "text"),
     "reasoning": ("text", "reasoning"),
     "redacted_thinking": (),
 }
 
-# The types of non-text parts. Any other object outside a list is data from a tool.
+# The types of non-text parts. An object of any other type is treated as data from a tool, unless it is in a
+# list.
 _MEDIA = frozenset(
     {"image", "image_url", "input_image", "computer_screenshot", "audio", "input_audio", "video", "video_url"}
     | {"file", "input_file", "document"}
 )
 # The field that holds an image, keyed by part type.
 _IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
-# OpenAI's equivalents of the role names of LangChain, Gemini and ShareGPT.
+# Role names used by LangChain, Gemini and ShareGPT, mapped to OpenAI's.
 _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "gpt": "assistant"}
 
 SystemPrompt: TypeAlias = str | list[Any] | None
@@ -58,7 +59,7 @@ SystemPrompt: TypeAlias = str | list[Any] | None
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a message to OpenAI's role names, with a string or a list of objects as its content.
+    """Normalise a message to use OpenAI's role names, with a string or a list of objects as its content.
 
     Tool results can be any JSON.
     """

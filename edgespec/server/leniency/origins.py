@@ -11,7 +11,7 @@ from edgespec.errors import OptionError
 __all__ = ["ANY_ORIGIN", "is_loopback", "is_origin", "origins_regex"]
 
 ANY_ORIGIN = "*"
-"""Allows every web page and app."""
+"""The pattern that allows every web page and app."""
 
 
 _ORIGIN = re.compile(

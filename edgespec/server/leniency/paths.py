@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["base_url_advice", "canonical_path", "unknown_path_advice", "with_canonical_paths"]
 
-# Path segments in base URLs of other servers, such as https://api.groq.com/openai/v1 and
+# Path segments found in the base URLs of other servers, such as https://api.groq.com/openai/v1 and
 # https://openrouter.ai/api/v1.
 _BASES = frozenset({"v1", "api", "openai"})
 _MODELS = "/v1/models/"
-# Clients that use a proxy, for example because http_proxy is set, request the whole URL.
+# Clients that use a proxy, for example because http_proxy is set, send the whole URL as the request target.
 _AUTHORITY = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""Choose which of a request's tools to offer to the model, whichever API's format they are in."""
+"""Select the tools to offer to the model from a request in the format of any supported API."""
 
 from __future__ import annotations
 
@@ -90,14 +90,13 @@ def checked_choice(
     """Validate and return a request's tool choice.
 
     Args:
-        choice: The tool choice, in the format of any API.
+        choice: The tool choice, in the format of any supported API.
         offered: The tools that the model can call.
         tools: All tools of the request.
         parallel: OpenAI's `parallel_tool_calls`. False allows at most one call.
 
     Raises:
-        ApiError: The choice is invalid, or it requires a call although all of the request's tools are
-            skipped.
+        ApiError: The choice is invalid, or it requires a call but every tool was skipped.
     """
     choice = choice or "auto"  # An empty object or string means that no choice was made.
     known = [definition["function"].get("name") for definition in offered.definitions]
@@ -119,7 +118,7 @@ def needs_whole_calls(headers: Mapping[str, str]) -> bool:
     """Return whether a client needs each streamed tool call as a single event.
 
     Mistral's API sends calls this way, and its clients, such as `mistralai` and `ai-sdk/mistral`, fail on
-    parts without a name.
+    partial calls without a name.
 
     Args:
         headers: The HTTP headers, with lower-case names.
@@ -166,8 +165,8 @@ def modern_tools(
 def modern_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert older and unusual forms of tool calls and results in a chat message.
 
-    Before tools, a message in OpenAI's API had one `function_call`, whose result had the role `function`.
-    Neither has an id, so the name serves as the id.
+    Before OpenAI's API had tools, a message contained a single `function_call`, whose result had the role
+    `function`. Neither has an id, so the name serves as the id.
     """
     message = plain_message(message)
     call, calls = message.get("function_call"), message.get("tool_calls")
@@ -185,7 +184,7 @@ def modern_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _modern_call(call: Any) -> Any:
-    """Convert the call of a custom tool, whose input is text, to a function call."""
+    """Convert a custom tool call, whose input is text, to a function call."""
     custom = call.get("custom") if isinstance(call, Mapping) else None
     if not isinstance(custom, Mapping):
         return call

@@ -1,4 +1,4 @@
-"""Read fields in the forms that other languages and servers use.
+"""Normalise field values that other languages and servers represent differently.
 
 PHP serialises an empty map as `[]`, and Lua an empty list as `{}`. JavaScript and Lua do not distinguish 64
 from 64.0. Forms, settings files and environment variables contain numbers as text. Some servers use -1 for
@@ -104,7 +104,7 @@ def _from_text(text: str, types: set[Any]) -> Any:
 
 
 def _empty_value(types: set[Any]) -> Any:
-    """Return the meaning of an empty list or map for a field of these types."""
+    """Return the value that an empty list or map stands for in a field of these types."""
     classes = [each for each in types - {str} if isinstance(each, type)]
     maps, lists, objects = (
         any(issubclass(each, kind) for each in classes) for kind in (Mapping, Sequence, BaseModel)

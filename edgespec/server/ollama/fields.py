@@ -107,7 +107,7 @@ class OllamaFields(ReplyFields, ConstraintFields):
     @property
     def unloads(self) -> bool:
         """Whether to unload the model after the request."""
-        # Every number in the duration is 0, as in `0h0m`.
+        # A duration is zero if all of its numbers are, as in `0h0m`.
         return self.keep_alive == 0 or (
             isinstance(self.keep_alive, str) and not re.search("[1-9]", self.keep_alive)
         )

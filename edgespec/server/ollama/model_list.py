@@ -1,4 +1,4 @@
-"""Ollama's endpoints about the models on this machine."""
+"""Ollama's endpoints for listing, describing and pulling models."""
 
 from __future__ import annotations
 

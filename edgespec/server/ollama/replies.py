@@ -124,7 +124,7 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
 async def _stream(
     call: Call[Any], request: ReplyRequest, formatted: Formatter
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of a streamed reply. Ollama does not split tool calls, so they follow the text."""
+    """Yield the lines of a streamed reply. Tool calls follow the text, because Ollama does not split them."""
     fields: OllamaFields = call.body
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
@@ -339,7 +339,7 @@ class OllamaGenerateRequest(OllamaFields):
     system: str | None = Field(default=None, description="The system prompt.")
     raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
     images: list[str] | None = Field(default=None, description="Images before the prompt, in base64.")
-    # Ollama's client always sends these two fields, usually empty.
+    # Ollama's client always sends `suffix` and `template`, usually empty.
     suffix: str | None = Field(default=None, description="Must be empty.")
     template: str | None = Field(default=None, description="Must be empty.")
     context: list[int] | None = Field(default=None, description="Must be empty.")

@@ -278,8 +278,9 @@ def _call_delta(delta: ToolCallDelta, body: ChatRequest) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is normally part of the last choice's last event. If the client requested it, it is sent in a
-    separate event without choices instead, which other clients often cannot handle.
+    The usage is normally included in the last event of the last choice. A client that requests it with
+    `include_usage` gets it in a separate event without choices instead, which other clients often cannot
+    handle.
     """
     body = call.body
     has_logprobs = body.wanted_logprobs is not None

@@ -200,7 +200,7 @@ async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -
             "created": int(time.time()),
             "model": generation.model_name,
         }
-        # Token positions, keyed by reply index.
+        # Text offsets of the tokens, keyed by reply index.
         offsets: dict[int, TextOffsets] = {}
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():

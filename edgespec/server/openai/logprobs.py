@@ -88,11 +88,11 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def after(self, token: TokenLogprobs) -> int:
-        """Add a token, and return the index of the character in which its text starts."""
+        """Add a token, and return the character index at which its text starts."""
         return self.after_bytes(b"" if token.is_end else token.raw)
 
     def after_bytes(self, spelled: bytes) -> int:
-        """Add a token's text, and return the index of the character in which it starts."""
+        """Add a token's text, and return the character index at which it starts."""
         offset = self._length
         self._length += len(self._decoder.decode(spelled))
         return offset

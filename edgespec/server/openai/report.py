@@ -95,7 +95,8 @@ class IgnoredReport(TypedDict):
 class ReplyReport(TypedDict):
     """A report on how a reply was generated.
 
-    `method` is a sentence with the drafting method, its speed-up and the reason for it. `ignored_fields`
+    `method` is a sentence that gives the drafting method, its speed-up and the reason for it.
+    `ignored_fields`
     lists request fields that had no effect.
     """
 

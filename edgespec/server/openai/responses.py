@@ -39,7 +39,8 @@ __all__ = ["ResponseObject", "ResponsesRequest", "chat_prompt", "create_response
 # Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# The fields that may contain a call's input, in order of preference. A function's arguments are an object.
+# The fields that may contain a call's input, in order of preference. Text in any field but `arguments`
+# becomes the argument `input`.
 _CALL_INPUTS = ("arguments", "action", "operation", "input")
 # Types of content parts that programs send as separate items, outside of a message.
 _PARTS = ("text", "input_text", "output_text", "input_image", "input_file", "input_audio", "image_url")
@@ -487,7 +488,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem, offered: O
 
 
 def _add_part(messages: list[dict[str, Any]], place: str, item: InputItem, *, goes_on: bool) -> None:
-    """Add a content part that is not in a message. Consecutive parts form one message."""
+    """Add a content part sent outside of a message. Consecutive parts form one message."""
     role = "assistant" if item.type == "output_text" else "user"
     if role == "assistant":
         _reply(messages)["content"] += part_text(place, item)

@@ -1,9 +1,8 @@
 """Build prepared models, and copy models to another quantisation. Only one process builds a model at a time.
 
 Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
-folder
-without the suffix is therefore always complete. A journal of finished files makes it possible to resume an
-interrupted build.
+folder without the suffix is therefore always complete. A journal of finished files makes it possible to
+resume an interrupted build.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ __all__ = [
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
 _USE_NEW_FOLDER = "choose a folder that does not exist"
-# Prefix of the names of temporary folders for conversions.
+# Name prefix of temporary folders for conversions.
 _UNFINISHED = ".edgespec-"
 # Age in seconds above which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0

@@ -20,8 +20,7 @@ def converted_path(folder: Path, target: Path) -> Path:
     """Return the cache path for a head's GGUF version, whether or not the file exists.
 
     The path depends on the size and modification time of the head's files, so that a changed head is
-    converted
-    again. Raises ModelFileError if the folder cannot be read.
+    converted again. Raises ModelFileError if the folder cannot be read.
     """
     try:
         stamps = [

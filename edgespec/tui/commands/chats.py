@@ -101,7 +101,7 @@ def _export(context: Context) -> Result:
 
 
 def _import(context: Context) -> Result:
-    """Save the chats in an exported file as new chats, and say what could not be imported."""
+    """Import the chats in an exported file as new chats, and report what could not be imported."""
     if not context.argument:
         raise OptionError(
             "/import needs the path of a file",

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SHOW", "SPEED", "show", "why", "why_text"]
 
-# Below this acceptance rate, guesses are rejected too often for a large speed-up.
+# Below this acceptance rate, draft tokens are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
 # Gain above which `/why` suggests no changes. 0.3 means 1.3 times as fast.
 _GOOD_GAIN = 0.3
-# Suggest a draft model only if its expected speed-up is at least this.
+# Minimum expected speed-up of a draft model for `/why` to suggest it.
 _MIN_SPEEDUP = 1.05
 
 
@@ -99,7 +99,7 @@ def _available_draft(runtime: ChatModel) -> str:
 
 
 def _exactness(exactness: Exactness | None) -> list[str]:
-    """Return a sentence if identical replies limit the speed, or if replies can differ."""
+    """Return a note if bit-identical replies cost speed, or if replies can differ from plain decoding."""
     if exactness is None or (exactness.bits and not limits_speed(exactness)):
         return []
     return [exactness_sentence(exactness)]

@@ -1,4 +1,4 @@
-"""Commands about the messages of the open chat."""
+"""Commands that act on the messages of the open chat."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Context:
         chat: The open chat.
         new_chat: An empty chat with the system prompt and settings given on the command line.
         runtime: The loaded models.
-        model_name: The reference to the loaded model, which presets contain.
+        model_name: Reference to the loaded model, as saved in presets.
         model_thread: The thread that runs the model.
         method: Drafting method of the current or last reply, or the default method.
         stats: Statistics of that reply, or None if there is none.
@@ -85,7 +85,7 @@ class Text:
         text: The text. If it is empty, nothing is shown.
         title: A heading. The full-screen chat shows text with a heading in a box.
         in_plain: The text for the plain chat, if it differs.
-        is_hint: Whether the text comments on the answer. The plain chat prints hints to stderr.
+        is_hint: Whether the text is a hint, not the command's output. The plain chat prints hints to stderr.
     """
 
     text: str
@@ -152,7 +152,7 @@ class Generate:
     """A reply to generate once no other reply is being generated.
 
     Attributes:
-        start: Returns what to do in the open chat: a turn, tool calls to make first, or None for nothing.
+        start: Returns the turn to start in the open chat, tool calls to make first, or None for nothing.
     """
 
     start: Callable[[OpenChat], RunningTurn | Sequence[ToolCall] | None]
@@ -160,7 +160,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Text to copy to the clipboard, or to print in the plain chat. Confirmations call it `name`."""
+    """Text to copy to the clipboard, or to print in the plain chat. `name` describes it in confirmations."""
 
     text: str
     name: str
@@ -196,7 +196,7 @@ class Action:
     """Something that the chat itself does, such as opening a dialog or quitting.
 
     Attributes:
-        name: The action. Each chat has a table of its actions.
+        name: Name of the action, a key in each chat's table of actions.
         value: The argument of the action, such as the reference to a model.
         otherwise: Returns the result for a chat that does not support this action.
     """
@@ -210,7 +210,7 @@ _Part: TypeAlias = (
     Text | Table | Nothing | Problem | Change | Open | Generate | Copy | Question | RunningRace | Action
 )
 Result: TypeAlias = _Part | tuple[_Part, ...]
-"""What a command returns: one or more values, which the chat shows or carries out in order."""
+"""One or more values returned by a command. The chat shows or carries out each of them in order."""
 
 
 def all_of(result: Result) -> tuple[_Part, ...]:
@@ -228,8 +228,8 @@ class Command:
         help: What the command does.
         run: The function. Raises OptionError if the argument is invalid.
         aliases: Other names for the command.
-        slow: What makes the command slow enough to run in a thread of the full-screen chat. The program can
-            exit while a command reads, but waits for one that writes.
+        slow: Whether the command `reads` or `writes` slowly, so that the full-screen chat runs it in a
+            thread. The program can exit during a read, but waits for a write to finish. Empty if it is fast.
         in_plain: What the command does in the plain chat, if that differs.
         instead: What to use in the plain chat if it does not have this command. Empty if it does.
     """

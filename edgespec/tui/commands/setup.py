@@ -162,7 +162,7 @@ def _reload(context: Context, name: str, text: str) -> Result:
 
 
 def _choices(name: str, context: Context) -> list[str]:
-    """Return a line for each draft model or head for the loaded model. Empty for other load options."""
+    """Return one line per draft model or head for the loaded model. Empty for other load options."""
     if name not in ("draft", "head") or (found := _check_known(context.model_name)) is None:
         return []
     # Imported only when used, because these imports would delay the first prompt.
@@ -219,7 +219,7 @@ def _context(context: Context) -> Result:
 
 
 def _set(context: Context) -> Result:
-    """Change the setting `NAME VALUE`. Without a value, describe the setting.
+    """Handle `/set NAME VALUE`: change the setting, or describe it if no value is given.
 
     Ollama's syntax, such as `/set parameter temperature 0.5`, is also accepted.
     """

@@ -1,1 +1,1 @@
-"""The other screens of the terminal chat: loading, help, system prompt, settings and confirmation."""
+"""The other screens of the terminal chat: help, models, settings, tools, races and dialogs."""

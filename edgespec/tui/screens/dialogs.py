@@ -1,4 +1,4 @@
-"""The chat's dialogs: a form with Save and Cancel buttons, a system prompt, a title, and a confirmation."""
+"""The chat's dialogs for confirmations, system prompts and titles, and the base class for forms."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MOST_USED, OTHER_KEYS = Binding.Group("Most used"), Binding.Group("Other keys")
 
 COMMANDS_PART, MESSAGE_PART = "Commands", "Keys for the selected message"
 CHAT_LIST_PART, MODEL_LIST_PART = "Keys for the list of chats", "Keys for the list of models"
-"""Headings of parts at which the help page can open."""
+"""Headings at which the help page can open."""
 
 _LABEL_WIDTH = 21
 _MOST_USED = (
@@ -69,7 +69,7 @@ _SELECTION_KEYS = (
 
 
 def sections(bindings: Sequence[BindingType]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the sections of the help page: a heading, and keys or commands with their descriptions.
+    """Return the sections of the help page, each with a heading and descriptions of keys or commands.
 
     Args:
         bindings: The key bindings of the chat screen.

@@ -41,8 +41,8 @@ __all__ = ["ModelsScreen", "default_for_chats"]
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
 _TICK_SECONDS = 0.5
-# Seconds for which a row must be highlighted before it is planned, so that moving through the list stays
-# fast.
+# Seconds for which a row must be highlighted before its model is planned, so that moving through the list
+# stays fast.
 _PLAN_DELAY_SECONDS = 0.3
 # Minimum terminal width, in columns, at which the frame names more than two keys.
 _WIDE_COLUMNS = 64
@@ -58,7 +58,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         runtime: The loaded model, whose memory budget also applies to the other models.
         plan_model: Plans a model on this machine, given its reference and a memory limit in bytes.
         downloads: The downloads whose progress the list shows. Enter on a running download stops it.
-        is_writing: Whether a reply is being generated. The machine cannot be measured at the same time.
+        is_writing: Whether a reply is being generated. If so, the machine's speed cannot be measured.
         typed: Initial text of the filter.
     """
 
@@ -229,7 +229,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     def _with_plan(self, model: AvailableModel) -> AvailableModel:
-        """Return `model` with its planned draft model, and whether both fit in memory."""
+        """Return `model`, updated with its planned draft model and with whether both fit in memory."""
         preview = self._plans.get(model.reference)
         if preview is None:
             return model
@@ -346,7 +346,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     @work(exclusive=True, group="measure")
     async def action_measure(self) -> None:
-        """Measure this machine, so that the list shows the expected speeds."""
+        """Measure this machine's speed, so that the list can show expected speeds."""
         plan = self._runtime.plan
         if self._is_writing:
             self._message = (

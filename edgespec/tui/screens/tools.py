@@ -22,10 +22,10 @@ from edgespec.tui.tool_access import CallDecision, ToolAccess, readable_argument
 __all__ = ["ApprovalScreen", "ToolsScreen"]
 
 _MAX_DESCRIPTION = 100
-# Seconds between checks for servers that have started or ended.
+# Seconds between checks for servers that have started or exited.
 _TICK_SECONDS = 0.5
-# Seconds without typing after which the dialog accepts keys. The dialog can open while the user is typing, so
-# it ignores all keys until then.
+# Seconds without a key press before the dialog accepts keys. It can open while the user is typing, so it
+# ignores all keys until then.
 _QUIET_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 
@@ -63,7 +63,7 @@ class ToolsScreen(ModalScreen[None]):
         self.set_interval(_TICK_SECONDS, self._follow_servers)
 
     def _follow_servers(self) -> None:
-        """Refresh the list if a server has started or ended."""
+        """Refresh the list if a server has started or exited."""
         if self._states != self._shown_states:
             self._refresh()
 

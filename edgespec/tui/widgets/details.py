@@ -52,7 +52,7 @@ class StatusFacts:
     """Values shown in the status line.
 
     Attributes:
-        speed_up: Two-word summary of the speed-up.
+        speed_up: Short summary of the speed-up.
         writing: Whether a reply is being generated.
         tokens_per_second: Speed of the current or last reply. None before the first token.
         acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted, or if the
@@ -104,7 +104,7 @@ class StatusLine(Widget):
     facts: reactive[StatusFacts] = reactive(StatusFacts, layout=False)
 
     def watch_facts(self, before: StatusFacts, now: StatusFacts) -> None:
-        """Update the layout only if the number of lines changes. Doing so per token would flicker."""
+        """Update the layout only if the number of lines changes, to avoid flicker with every token."""
         width = self.content_size.width
         if width and _line_count(before, width) != _line_count(now, width):
             self.refresh(layout=True)
@@ -325,7 +325,7 @@ class SpeedHistory:
         self._tokens[place] += tokens
 
     def rates(self) -> list[float]:
-        """Return the tokens per second of each complete interval. Empty if there are too few intervals."""
+        """Return the tokens per second in each complete interval, or an empty list if there are too few."""
         complete = self._tokens[:-1]
         return [tokens / self._bar_seconds for tokens in complete] if len(complete) >= _MIN_BARS else []
 

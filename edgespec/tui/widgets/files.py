@@ -212,7 +212,7 @@ class FileChips(Static):
         self._shown: Sequence[str] = ()
 
     def use_runtime(self, runtime: ChatModel) -> None:
-        """From now on, count tokens with another model, and check whether the files fit its context."""
+        """Switch to another model for counting tokens and for checking whether the files fit its context."""
         self._reader = AttachmentReader(runtime)
         self._references = ()
 

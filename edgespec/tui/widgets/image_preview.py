@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ImagePreview"]
 
-# Maximum size of a preview in cells, and maximum number of images that a message shows.
+# Maximum width and height of a preview in cells, and maximum number of images shown per message.
 _MAX_COLUMNS, _MAX_ROWS, _MAX_IMAGES = 120, 12, 8
 _GAP_COLUMNS = 2
 # Colour systems of terminals with at least 256 colours.
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 class ImagePreview(Widget, can_focus=False):
     """The images of a message side by side, or their names and sizes if the terminal has too few colours.
 
-    The widget has its final size at once, and is empty until the images are decoded in another thread.
+    The widget has its final size at once, but stays empty until another thread has decoded the images.
 
     Args:
         images: The images.

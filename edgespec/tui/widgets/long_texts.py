@@ -88,14 +88,14 @@ def hidden_note(characters: int, advice: str = "") -> str:
 
 
 def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
-    """Yield each line with the estimated seconds that it takes to draw. Omit the end of a very long text."""
+    """Yield each line with its estimated drawing time in seconds. Omits the end of very long text."""
     for line in markdown[: int(_MAX_SECONDS / _CHARACTER_SECONDS)].splitlines(keepends=True):
         items = line.count("|") + bool(line.strip())
         yield line, len(line) * _CHARACTER_SECONDS + items * _ITEM_SECONDS
 
 
 class PastedTexts:
-    """Long texts that were pasted into the input, keyed by the labels that stand for them.
+    """Long pasted texts, keyed by the labels that stand for them in the input.
 
     They are kept until the chat ends, because undo can bring back a label.
     """
@@ -109,10 +109,10 @@ class PastedTexts:
         return len(text) > _MAX_PASTED_CHARACTERS or len(text.splitlines()) > _MAX_PASTED_LINES
 
     def fold(self, text: str, token_count: int | None) -> str:
-        """Store a text, and return the label that stands for it in the input.
+        """Store pasted text, and return the label that stands for it in the input.
 
         Args:
-            text: The text.
+            text: The pasted text.
             token_count: Its number of tokens, or None if it is unknown.
         """
         text = _LINE_BREAK.sub("\n", text)

@@ -33,7 +33,7 @@ __all__ = [
 _GetStyle: TypeAlias = Callable[[str | Style], Style]
 _TAB_CELLS = 8
 _LINE_STYLE = "$foreground 20%"
-# Cells that a table cell needs besides its text: a space on each side, and a line.
+# Cells that a table cell needs besides its text: a space on each side, and a border line.
 _CELL_FRAME = 3
 _BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")
 _INLINE_STYLES = {"strong": "bold", "em": "italic", "s": "strike"}
@@ -42,7 +42,7 @@ _SPACE = re.compile(r"\s+")
 
 
 class Markdown(NamedTuple):
-    """A parsed Markdown text.
+    """Parsed Markdown text.
 
     Attributes:
         finished: The blocks that do not change when the text grows.
@@ -56,7 +56,7 @@ class Markdown(NamedTuple):
 
 
 def read_markdown(text: str) -> Markdown:
-    """Parse a Markdown text into blocks."""
+    """Parse Markdown text into blocks."""
     parts = SyntaxTreeNode(_parser().parse(text)).children
     blocks = [list(_blocks(part, (), 0, gap=True)) for part in parts]
     for above, below in pairwise(chain.from_iterable(blocks)):
@@ -195,7 +195,7 @@ class _Margin:
 
 
 class Block:
-    """A part of a Markdown text that contains no other blocks, such as a paragraph.
+    """A block of Markdown text that contains no other blocks, such as a paragraph.
 
     Args:
         content: The text.
@@ -250,11 +250,11 @@ class Block:
 
     @property
     def drawn_rows(self) -> list[Row]:
-        """The rows drawn most recently. Empty if the block has not been visible since it was created."""
+        """The most recently drawn rows. Empty if the block has not been drawn."""
         return self._rows[1]
 
     def forget_rows(self) -> None:
-        """Discard the drawn rows, because the theme has changed. They are drawn again when needed."""
+        """Discard the drawn rows, for example after a change of theme. They are drawn again when needed."""
         self._rows = (None, [])
 
     def _plain(self, width: int) -> str:
@@ -309,8 +309,8 @@ class CodeBlock(Block):
     padding = 1
 
     def __init__(self, code: str, language: str, margins: Sequence[_Margin] = (), begins: int = 0) -> None:
-        # Replace tabs and rare line separators here. The highlighter replaces them too, but without moving
-        # its colours.
+        # Replace tabs and rare line separators here, because the highlighter would replace them without
+        # adjusting the positions of its colours.
         lines = code.rstrip().expandtabs(_TAB_CELLS).splitlines()
         super().__init__(Content("\n".join(lines)), margins, begins)
         self.code = code
@@ -413,7 +413,7 @@ def _strip(pieces: Iterable[tuple[str, RichStyle]], y: int) -> Strip:
 
 
 def _wrapped(text: str, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each row of `text`, wrapped at a width in cells."""
+    """Yield the start and end of each row of `text` when it is wrapped to `width` cells."""
     place = 0
     for line in text.split("\n"):
         end = place + len(line)

@@ -73,7 +73,7 @@ class _MessageKey(NamedTuple):
 
     Attributes:
         key: Textual's name of the key.
-        action: The name of what the key does.
+        action: Name of the action that the key triggers.
         label: The key and the action in the hint line. Empty if the hint line does not show them.
         help: Description on the help page.
     """
@@ -101,7 +101,7 @@ MESSAGE_KEYS = (
 
 
 def message_key_hint(width: int, *, versions: bool, fold: str) -> str:
-    """Return the hint line for a selected message: as many keys as fit. F1 lists the others.
+    """Return the hint line for a selected message, with as many keys as fit. F1 lists the others.
 
     Args:
         width: Maximum width of the hint in cells.
@@ -144,7 +144,7 @@ class MessageWidget(Widget, can_focus=True):
 
     @property
     def fold_hint(self) -> str:
-        """What Enter does with the message's reasoning or tool call. Empty if there is none."""
+        """What Enter does with the message's reasoning or tool call, or an empty string if there is none."""
         folds = [fold for fold in self.query(Collapsible) if fold.display]
         if not folds:
             return ""
@@ -308,7 +308,7 @@ class ReplyMessage(MessageWidget):
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
         self.writing = False
-        # Parse the whole text again, because the end of a text can define links for its start.
+        # Parse the whole text again, because a link can be defined after its use.
         self.text, self._drawn = text, limited_markdown(text)
         self._markdown.colours = self._colours()
         self._markdown.replace(self._drawn)
@@ -408,7 +408,7 @@ class ReplyMessage(MessageWidget):
         )
 
     def _guessers(self) -> str:
-        """Return the source of the guesses in parentheses, or an empty string if nothing was guessed."""
+        """Return the source of the draft tokens in parentheses, or an empty string if there were none."""
         effective = "none" if self.reply is None else self.reply.method.effective
         return "" if effective == "none" else f" ({sources_text(effective)})"
 

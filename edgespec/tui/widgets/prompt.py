@@ -91,14 +91,14 @@ class PromptInput(TextArea):
 
     @property
     def whole_text(self) -> str:
-        """The text of the message, including the pasted texts that are shown as one line."""
+        """The whole message, with pasted-text labels replaced by the text that they stand for."""
         return self._pasted.whole(self.text)
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit the text. The label of a pasted text changes only as a whole."""
+        """Edit the text, treating each pasted-text label as a unit."""
         start, end = edit.top, edit.bottom
         if label := self._label_at(start):
-            # Typing within a label adds text after it. Deleting a part of a label deletes all of it.
+            # Typing inside a label inserts text after it. Deleting part of a label deletes all of it.
             start = start[0], label[1] if start == end else label[0]
         if label := self._label_at(end):
             end = end[0], label[1]
@@ -109,7 +109,7 @@ class PromptInput(TextArea):
     def _label_at(self, location: Location) -> tuple[int, int] | None:
         """Return the first and end columns of the label that encloses a location, or None."""
         row, column = location
-        # Textual deletes to the end of the text by deleting to a line that does not exist.
+        # To delete to the end of the text, Textual passes a line number after the last line.
         if row >= self.document.line_count:
             return None
         return self._pasted.label_at(self.document.get_line(row), column)
@@ -142,7 +142,7 @@ class PromptInput(TextArea):
 
     @property
     def _open_path(self) -> tuple[str, int] | None:
-        """The path at the cursor, as a reference or as the argument of a command, and its first column."""
+        """The path before the cursor (a reference or a command's argument) and its first column, or None."""
         line = self._line_before_cursor
         return typed_path(line if line == self.text else "") or open_reference(line)
 

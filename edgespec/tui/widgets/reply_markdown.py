@@ -1,6 +1,6 @@
 """Draw a reply's Markdown in a single widget, because a widget per block would make scrolling slow.
 
-Words can be coloured by their origin: accepted guesses, or the model itself.
+Words can be coloured by their origin: accepted draft tokens, or the model itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edgespec.tui.widgets.markdown_blocks import Block, CodeBlock, Row, gap_row,
 __all__ = ["GUESSED_STYLE", "OWN_STYLE", "OriginColours", "ReplyMarkdown"]
 
 GUESSED_STYLE, OWN_STYLE = "$success", "$warning"
-"""The styles of words that were guessed correctly, and of words from the model itself."""
+"""Styles of words from accepted draft tokens, and of words from the model itself."""
 _COPY_MARK = " copy "
 _WORD = re.compile(r"\S+")
 # Maximum number of characters of markup, such as the address of a link, between two words, and between two
@@ -39,8 +39,8 @@ class ReplyMarkdown(Widget):
     """Markdown whose code blocks can be copied with the mouse. It draws only the rows that are visible.
 
     Attributes:
-        colours: The colours of the words by their origin, or None. They apply to text that is added later,
-            so call `replace` after changing them.
+        colours: Colours of the words by their origin, or None. A change applies only to text added later, so
+            call `replace` afterwards.
 
     Args:
         text: The Markdown text.
@@ -59,7 +59,7 @@ class ReplyMarkdown(Widget):
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     class CopyCode(Event):
-        """Posted when the user clicks the “copy” mark of a code block."""
+        """Posted when the user clicks the copy button of a code block."""
 
         def __init__(self, code: str) -> None:
             super().__init__()
@@ -80,7 +80,7 @@ class ReplyMarkdown(Widget):
         self._read(text)
 
     def replace(self, text: str) -> None:
-        """Show another text."""
+        """Replace the whole text."""
         self._finished, self._last_text, self._last_first = [], "", 0
         self.append(text)
 
@@ -97,7 +97,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def _same_rows(self, before: Sequence[Block], width: int) -> int:
-        """Return how many rows at the top look the same as in the previous blocks, `before`."""
+        """Return the number of rows at the top that look the same as in the previous blocks, `before`."""
         pairs = zip(before, self._blocks, strict=False)
         number = next((number for number, (old, new) in enumerate(pairs) if old is not new), len(before))
         top = self._bottoms_at(width)[number - 1] if number else 0
@@ -206,7 +206,7 @@ class ReplyMarkdown(Widget):
         self._point_at(None)
 
     def _point_at(self, place: tuple[int, int] | None) -> None:
-        """Show the “copy” mark if there is a code block at this place, and hide any other mark."""
+        """Show the copy button of the code block at this position, and hide any other."""
         block = None if place is None else self._blocks[place[0]]
         pointed = block if isinstance(block, CodeBlock) else None
         if pointed is not self._pointed:
@@ -214,7 +214,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """Copy a code block if its “copy” mark is clicked. Select a block if its text is double-clicked."""
+        """Copy a code block if its copy button is clicked. Select a block if its text is double-clicked."""
         if (place := self._place(event.y)) is None:
             return
         block, row = self._blocks[place[0]], place[1]
@@ -237,21 +237,20 @@ class ReplyMarkdown(Widget):
 class OriginColours:
     """The origin of each character of a reply's Markdown text.
 
-    The parser does not report where in the text a word comes from. Each word is therefore searched for in the
-    text, starting after the preceding word. Since the search takes the first possible match, it never skips
-    the right place for a later word. A word that also occurs in the markup before it can get the markup's
-    colour.
+    The parser does not report where in the text a word comes from, so each word is searched for, starting
+    after the preceding one. Because the search takes the first match, it never skips the right place for a
+    later word. A word that also occurs in the markup before it can get the markup's colour.
 
     Args:
         uncoloured: Number of characters at the start whose origin is unknown.
     """
 
     def __init__(self, uncoloured: int = 0) -> None:
-        # The end and the style of each run of text in one style.
+        # End index and style of each run of text with the same style.
         self._ends, self._styles = [uncoloured], [""]
 
     def add(self, text: str, *, accepted: bool) -> None:
-        """Append text. `accepted` says whether it was guessed correctly."""
+        """Append text. `accepted` says whether it comes from accepted draft tokens."""
         style = GUESSED_STYLE if accepted else OWN_STYLE
         if self._styles[-1] != style:
             self._ends.append(self._ends[-1])
@@ -277,7 +276,7 @@ class OriginColours:
                     place = at + len(word[0])
                     self._add_spans(found, word.start(), first + at, len(word[0]))
                     continue
-                # The word was not found as a whole, so it contains markup.
+                # The word was not found as a whole, so it contains markup. Search for its letters one by one.
                 for index, letter in enumerate(word[0], word.start()):
                     at = markdown.find(letter, place, place + _MAX_INNER_MARKUP)
                     if at >= 0:

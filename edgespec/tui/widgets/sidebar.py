@@ -118,7 +118,7 @@ class Sidebar(ScrollView, can_focus=True):
 
     def _title(self, found: FoundChat, width: int) -> Content:
         title = found.chat.title
-        # Never cut off the suffix, because it distinguishes a fork from the chat that it was made from.
+        # Never cut off the suffix, because it distinguishes a fork from the original chat.
         suffix = FORK_SUFFIX if title.endswith(FORK_SUFFIX) else ""
         mark = "• " if found.chat.id == self._open else "  "
         shown = Content.assemble((mark, "$primary"), title.removesuffix(suffix))
@@ -194,5 +194,5 @@ class Sidebar(ScrollView, can_focus=True):
 
 
 def chat_list_hint(*, narrow: bool) -> str:
-    """Return the hint line while the list has the focus. The frame of the list names the other keys."""
+    """Return the hint line shown while the list has focus. The list's border names the other keys."""
     return "Enter opens · Esc back" if narrow else "Enter opens · Ctrl+R renames · Ctrl+P pins · Esc back"

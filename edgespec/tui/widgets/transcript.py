@@ -1,7 +1,7 @@
 """The scrolling view of the conversation. It follows the running reply until the user scrolls away.
 
-The messages are divided into pages that fill the view. When the width of the view changes, the text at its
-top stays there.
+Messages are added and removed in pages that fill the view. When the width of the view changes, the text at
+its top stays in place.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Transcript(VerticalScroll):
         self._first = self._end = 0
         self._dropped = 0
         self._extending = Lock()
-        # A message, and the screen row at which it stays until the added messages are laid out.
+        # The message to hold in place while added messages are laid out, and its screen row.
         self._held: tuple[MessageWidget, int] | None = None
         self.origin = False
-        # The width in the last layout, and the text at the top.
+        # Width of the view in the last layout, and the text at its top.
         self._width = 0
         self._position = _TextPosition()
 
@@ -156,7 +156,7 @@ class Transcript(VerticalScroll):
         held = self.message_at(self._first)
         row = 0 if held is None else held.region.y
         self._first = start
-        # Without the batch, the screen computes its layout again after each widget.
+        # Without the batch, the screen would compute its layout again after each widget.
         with self.app.batch_update():
             await self._column.mount_all(widgets, after=self._earlier)
             end = min(self._end, self._pages(start, 1))
@@ -194,7 +194,7 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def page(self, pages: int) -> None:
-        """Scroll by `pages` pages, up if negative. Show more messages if fewer are left."""
+        """Scroll by `pages` pages, up if negative, adding messages as needed."""
         await self._extend(pages)
         rows = pages * self.scrollable_content_region.height
         if self._held is None:
@@ -221,7 +221,7 @@ class Transcript(VerticalScroll):
                 await (self.show_earlier() if step < 0 else self.show_later())
 
     def _hold(self, message: MessageWidget | None, row: int) -> None:
-        """Keep a message at this row of the screen when the messages added above it are laid out."""
+        """Hold a message at this screen row while added messages are laid out."""
         self._held = None if message is None else (message, row)
         self.call_after_refresh(self._release_held)
 
@@ -369,7 +369,7 @@ class Transcript(VerticalScroll):
             reply.show_origin(origin)
 
     def toggle_thoughts(self) -> bool:
-        """Expand or collapse the last reasoning shown. Return False if there is none."""
+        """Expand or collapse the most recent reasoning. Return False if there is none."""
         replies = [reply for reply in self._messages if isinstance(reply, ReplyMessage) and reply.reasoning]
         if replies:
             replies[-1].thoughts.collapsed = not replies[-1].thoughts.collapsed
@@ -432,7 +432,7 @@ def _more(name: str) -> Static:
 def _page_end(
     entries: Sequence[ChatEntry], start: int, step: int, view: Size, most: int = _PAGE_MESSAGES
 ) -> int:
-    """Return the index at which a page ends. It contains as many messages as fill the view.
+    """Return the index at which a page ends, so that its messages just fill the view.
 
     Args:
         entries: The messages of the current branch.

@@ -14,10 +14,11 @@ from edgespec.model.base import LanguageModel, Vocabulary
 
 __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 
-# Number of preceding tokens to retokenize together with the drafted text, because tokens can merge with it.
+# Number of preceding tokens to retokenize together with the drafted text, because tokens can merge across the
+# boundary.
 _CONTEXT_TOKENS = 8
-# Maximum number of missing tokens in the draft model's KV cache to process as part of drafting. If more are
-# missing, they are prefilled separately.
+# If at most this many tokens are missing from the draft model's KV cache, they are processed as part of
+# drafting. If more are missing, they are prefilled separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
 # When text is appended, the last 64 to about 256 bytes before it are retokenized, because their tokens can
 # change.

@@ -19,7 +19,8 @@ from edgespec.model.base_model import WrappedModel, wrapped_capabilities
 
 __all__ = ["TranslatedLogits", "TranslatedModel"]
 
-# Number of extra tokens to request from the draft model, because the target's vocabulary may lack some.
+# Number of extra tokens to request from the draft model, because some may be missing from the target's
+# vocabulary.
 _EXTRA_TOKENS = 16
 
 

@@ -16,8 +16,8 @@ from edgespec.model.base import MAX_VOCAB_PADDING, Vocabulary
 
 __all__ = ["TokenTranslation", "VocabularyComparison", "compare_vocabularies"]
 
-# Maximum number of draft model tokens that spell a target token missing from the draft model's vocabulary. If
-# more are needed, only the last ones are used.
+# Maximum number of draft model tokens used to spell a target token that the draft model lacks. If more are
+# needed, only the last ones are used.
 MAX_SPELLING_TOKENS = 16
 MappingKind = Literal["same", "translated", "retokenised"]
 
@@ -61,7 +61,7 @@ class ByteTokenizer:
             text = data.decode()
         except UnicodeDecodeError:
             return self._longest_match(data)
-        # Also try the text after other characters, because some tokenizers add a leading space.
+        # Also try tokenizing the text after another character, because some tokenizers add a leading space.
         for prefix in ("", "\n", "a"):
             tokens = self._vocabulary.tokenize(prefix + text, special=False, start=False)
             suffix = self._suffix_with_bytes(tokens, data)

@@ -273,7 +273,7 @@ class SavedReplies:
 def delete_saved_replies(folder: Path | None = None) -> int:
     """Delete the saved replies for all vocabularies, and return the number of bytes freed.
 
-    The current turn of a running chat will not be saved.
+    If a chat is running, its current turn will not be saved.
 
     Raises:
         OSError: A file cannot be deleted, or the deletion cannot be recorded.

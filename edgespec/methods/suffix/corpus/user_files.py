@@ -29,7 +29,7 @@ from edgespec.system.files import (
 __all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
-# Size limit for files in bytes. People rarely edit larger text files by hand.
+# Maximum file size in bytes. People rarely edit larger text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
 # Maximum number of folder entries to read. A larger folder is probably a whole disk.
