@@ -52,7 +52,7 @@ class TestControlGroups:
                 "proc/self/cgroup": "0::/\n",
                 "sys/fs/cgroup/memory.max": "5000",
                 "sys/fs/cgroup/memory.current": "2100",
-                "sys/fs/cgroup/memory.stat": "anon 100\ninactive_file 1400\nactive_file 100\nunevictable 300\n",
+                "sys/fs/cgroup/memory.stat": "anon 100\ninactive_file 1400\nactive_file 100\nunevictable 9\n",
             },
         )
         assert _found(root) == {"/": 4400}

@@ -95,7 +95,7 @@ class _Caller:
     Attributes:
         waiting_in: The scheduler that the thread is waiting in, or None.
         returned_at: When the thread's last pass of any model ended, or 0 if that pass failed.
-        pause_seconds: Moving average of the time between the thread's passes of any model, or None if unknown.
+        pause_seconds: Moving average of the time between the thread's passes of any model. None if unknown.
     """
 
     waiting_in: PassScheduler | None = None
