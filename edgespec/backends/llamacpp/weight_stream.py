@@ -252,7 +252,7 @@ class WeightStream:
             reason = error.strerror or str(error)
         raise BackendError(
             f"the weights in {self._paths[part.file]} cannot be read: {reason}",
-            "check the file and its disk, then load the model again",
+            "check that the file and its disk are intact, then load the model again",
             code="model_file_unreadable",
         )
 
@@ -290,7 +290,7 @@ class WeightStream:
         except RuntimeError:
             # Python starts no more reads, because the program ends without having closed the model.
             wait(reads)
-            return BackendError("the weights cannot be read, because the program is ending")
+            return BackendError("cannot read the weights, because edgespec is exiting")
         # Wait for all reads, because none may still write when the memory is used, freed or read again.
         wait(reads)
         try:
@@ -347,7 +347,7 @@ class WeightStream:
         finished = self._done - self._first
         if self._missed or (not is_partial and (not finished or finished % len(self._layers))):
             raise CapabilityError(
-                "this model cannot run from disk, because llama.cpp does not name its layers",
+                "this model cannot run from disk, because llama.cpp does not report its layers",
                 "choose a model that fits in memory",
             )
         self._is_intact = True
