@@ -319,6 +319,6 @@ def _as_exception(error: BaseException) -> Exception:
     """Return an error that a queue's thread can survive. Callbacks can raise SystemExit, for example."""
     if isinstance(error, Exception):
         return error
-    failure = EdgespecError(f"the request was ended by {type(error).__name__}", "submit it again")
+    failure = EdgespecError(f"the request failed with {type(error).__name__}", "submit it again")
     failure.__cause__ = error
     return failure

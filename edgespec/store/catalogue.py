@@ -390,7 +390,7 @@ def _user_table(name: str, example: str) -> dict[str, str]:
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(
-            f"the [{name}] table in the alias file {path} has values that are not model references",
+            f"the [{name}] table in the alias file {path} has values that are not model names",
             f"write lines such as {example}",
             code="alias_invalid",
         )

@@ -64,7 +64,7 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             "GPU .M4., .* 7.5 GiB of GPU memory",
             "",
         ),
-        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", "run scripts/setup mlx-cuda"),
+        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without CUDA", "run scripts/setup mlx-cuda"),
         ("cuda", MlxInfo("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
     ],
 )

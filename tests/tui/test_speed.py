@@ -291,7 +291,7 @@ async def test_a_tick_after_the_end_closes_no_other_screen(tmp_path: Path) -> No
 async def test_a_race_without_a_message_and_one_that_fails(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={"acceptance": "rejection"}) as d:
         await d.say("/race")
-        await d.said("There is no message for a race yet")
+        await d.said("There is no message to race with yet")
         await d.send(f"/race {QUESTION}")
         await d.sees("rejection")
         await d.press("escape")

@@ -95,7 +95,7 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
     deadline = time.monotonic() + seconds
     while not connection.poll(_POLL_SECONDS):
         if wait is not None and not wait():
-            raise CancelledError("waiting for the other program was cancelled")
+            raise CancelledError("cancelled while waiting for the other program")
         if time.monotonic() > deadline:
             raise TimeoutError
     kind, value = connection.recv()
@@ -242,7 +242,7 @@ class SharedModel:
     def lost(self) -> WorkerLostError:
         """Return the error to raise if the other program has ended."""
         return WorkerLostError(
-            f"{self.host}, which had loaded the model, has ended or does not answer",
+            f"{self.host}, which had loaded the model, has exited or is not responding",
             "send the message again; the chat then loads the model itself",
         )
 
@@ -304,7 +304,7 @@ class SharedReply:
         # `cancel` runs in any thread, and must not write to a connection that is being closed.
         self._connection_lock = threading.Lock()
         self._has_started = False
-        self._reported = ("waiting for another reply", 0.0)
+        self._reported = ("waiting for another reply to finish", 0.0)
         self.stats = Stats()
         _, (start, method) = self._receive()
         self.method: MethodReport = method

@@ -185,7 +185,7 @@ def _advice(
     if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
         return "To guess only while that saves time, type /set method auto."
     if is_demo:
-        return "The demo model is too small for a large speed-up. /model lists real models."
+        return "The demo model is too small for a large speed-up. To choose a real model, type /model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
     if missing_draft:
