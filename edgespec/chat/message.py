@@ -161,7 +161,7 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         last = f"ends with the role {messages[-1].role}" if messages else "is empty"
         raise OptionError(
             f"the list of messages {last}",
-            "the last message must have the role user or tool",
+            "the last message must have the role `user` or `tool`",
             code="messages_invalid",
         )
     names = {call.id: call.name for message in messages for call in message.tool_calls}
@@ -189,7 +189,7 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
     if not isinstance(item, Mapping):
         raise OptionError(
             f"message {number} must be a Message or a dictionary, not {type(item).__name__}",
-            "pass dictionaries with the keys role and content",
+            "pass dictionaries with the keys `role` and `content`",
             code="messages_invalid",
         )
     role = _ROLES.get(str(item.get("role")))
@@ -358,8 +358,8 @@ def _as_attached_file(number: int, item: object, allows_damage: bool) -> Attache
 
 def _invalid_files(number: int) -> OptionError:
     return OptionError(
-        f"the files of message {number} must be a list of objects with the keys name, text and token_count,"
-        " and, for images, image",
+        f"the files of message {number} must be a list of objects with the keys `name`, `text` and"
+        " `token_count`, and, for images, `image`",
         "pass each file's name, text and token count, or leave `files` out",
         code="messages_invalid",
     )

@@ -103,7 +103,7 @@ _REMEMBERED_IMAGES = 16
 def check_context_full(context_full: str) -> None:
     """Raise OptionError unless `context_full` is `slide` or `refuse`."""
     if context_full not in ("slide", "refuse"):
-        raise OptionError(f"context_full must be slide or refuse, not {context_full!r}")
+        raise OptionError(f"context_full must be `slide` or `refuse`, not {context_full!r}")
 
 
 @dataclass(frozen=True, slots=True)

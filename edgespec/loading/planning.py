@@ -163,7 +163,7 @@ class LoadPlan:
     def notice(self) -> str:
         """Message about what differs from the user's request. Empty if nothing does."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
-        fitted = f"to fit in {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        fitted = f"changed to fit in {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         streaming = f"larger than memory: {self.plan.streaming.text}" if self.plan.streaming else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
         images = ""

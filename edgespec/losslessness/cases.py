@@ -197,7 +197,7 @@ def _messages(entry: Any) -> tuple[Message, ...]:
         raise ValueError("the prompt or the content of a message is not a string")
     broken = [item for item in items if item.get("role") not in _ROLES or not item["content"].strip()]
     if broken or not items or items[-1]["role"] != "user":
-        raise ValueError("the last message must have the role user, and no message may be empty")
+        raise ValueError("the last message must have the role `user`, and no message may be empty")
     return tuple(Message(item["role"], item["content"]) for item in items)
 
 

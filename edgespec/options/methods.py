@@ -275,7 +275,7 @@ def parse_method(method: str) -> tuple[str, ...]:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(
                 f"method {method!r} is unknown",
-                f"{hint}choose auto, none, or {', '.join(known)} joined by +",
+                f"{hint}choose `auto`, `none`, or one or more of these, joined by +: {', '.join(known)}",
                 option="method",
             )
     for at, name in enumerate(names):

@@ -359,7 +359,7 @@ class Branches(Kind):
             value = (count,)
         if not isinstance(value, tuple | list):
             raise OptionError(
-                f"{name} must be auto or positive integers, not {value!r}", "for example, use 3,2"
+                f"{name} must be `auto` or positive integers, not {value!r}", "for example, use 3,2"
             )
         value = tuple(check_integer(name, count, 1, _MAX_BRANCHES) for count in value)
         if math.prod(value) > _MAX_BRANCHES:
@@ -386,8 +386,8 @@ class ExpertPlacement(Kind):
         number = as_integer(value)
         if number is None or not 0 <= number <= _NO_LIMIT:
             raise OptionError(
-                f"{name} must be auto, gpu, cpu or a number of layers, not {value!r}",
-                "for example, use auto or 12",
+                f"{name} must be `auto`, `gpu`, `cpu` or a number of layers, not {value!r}",
+                "for example, use 12",
             )
         return number
 

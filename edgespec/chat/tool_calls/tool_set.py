@@ -356,7 +356,7 @@ def _read_choice(choice: ToolChoice, known: Sequence[str]) -> ReadChoice:
     if isinstance(choice, str) and known:
         raise OptionError(
             f"tool_choice names an unknown tool: {choice!r}"[:300],
-            f"use one of {', '.join(known)}, or auto, none or required",
+            f"use one of {', '.join(known)}, or `auto`, `none` or `required`",
             code="tools_invalid",
         )
     raise OptionError(f"tool_choice is invalid: {choice!r}"[:300], _CHOICE_HINT, code="tools_invalid")

@@ -154,7 +154,7 @@ def _is_same_speed(method: MethodReport) -> bool:
 
 def _reason(method: MethodReport, stats: Stats) -> str:
     if method.requested == "none":
-        return "The method is set to none in this chat or on the command line."
+        return "The method is set to `none` in this chat or on the command line."
     if method.effective == "none":
         return sentences(f"Reason: {reason_text(method)}")
     if stats.acceptance_rate is None:
