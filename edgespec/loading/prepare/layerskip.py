@@ -86,7 +86,7 @@ def prepare_layerskip(
     if not 1 <= exit_layer < source.layer_count:
         raise OptionError(
             f"--exit {exit_layer} is out of range: {path.name} has {source.layer_count} layers",
-            f"use a layer from 1 to {source.layer_count - 1}, or auto",
+            f"use a layer from 1 to {source.layer_count - 1}, or `auto`",
         )
     needed_bytes = sum(one.n_bytes for one in source.tensors.values()) + 3 * source.header_bytes
 
