@@ -75,14 +75,16 @@ def tokenize_texts(
         OptionError: `texts` is not a list of texts, or a text is empty.
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise OptionError(f"texts must be a list, not {type(texts).__name__}", "pass a list of texts")
+        raise OptionError(
+            f"texts must be a list, not {type(texts).__name__}", 'for example, pass ["Hello", "Good morning"]'
+        )
     limit, result = context_tokens - 1, []
     for number, text in enumerate(texts, 1):
         check_cancelled(progress)
         if not isinstance(text, str | Sequence):
             raise OptionError(
-                f"text {number} must be a string or a list of token ids, not {text!r}",
-                "pass a string or token ids",
+                f"text {number} must be a string or a list of token IDs, not {text!r}",
+                "pass a string or token IDs",
             )
         if not text:
             raise OptionError(

@@ -211,8 +211,8 @@ def _unsaved_notice() -> str:
     if not reason:
         return ""
     return (
-        f"the models are checked and measured again at every start, because {reason};"
-        " set EDGESPEC_CACHE_DIR to a folder that you can write to"
+        f"edgespec checks and measures the models again every time it starts, because {reason}; set"
+        " EDGESPEC_CACHE_DIR to a writable folder"
     )
 
 
@@ -221,7 +221,10 @@ def _unused_notice(target: Resolved) -> str:
     names = [name for name in target.unused if name != "template"]
     if not names:
         return ""
-    return f"not used from Ollama's {target.name}: {', '.join(names)}; pass them as options, such as --system"
+    return (
+        f"edgespec ignores these settings of Ollama's {target.name}: {', '.join(names)}; to use them, pass"
+        " them as options, such as --system"
+    )
 
 
 def _mapped_files(pair: ModelPair, options: LoadOptions, drafters: Collection[str]) -> MappedFiles:

@@ -319,6 +319,6 @@ def _as_exception(error: BaseException) -> Exception:
     """Convert an error to one that cannot stop a queue thread, because callbacks can raise SystemExit."""
     if isinstance(error, Exception):
         return error
-    failure = EdgespecError(f"the request was ended by {type(error).__name__}", "submit it again")
+    failure = EdgespecError(f"the request failed with {type(error).__name__}", "submit it again")
     failure.__cause__ = error
     return failure

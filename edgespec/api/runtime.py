@@ -355,7 +355,7 @@ class Runtime(Replies[ReplyStream]):
         if tools.required:
             raise OptionError(
                 f"{constraint.option} cannot be used together with a tool_choice that requires a call",
-                f"remove {constraint.option}, or use tool_choice auto or none",
+                f"remove {constraint.option}, or use tool_choice `auto` or `none`",
                 code="option_conflict",
             )
         return self._constraints.answer_rule(constraint)

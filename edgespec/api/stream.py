@@ -36,7 +36,7 @@ def finished(reply: Reply | None) -> Reply:
     """Return the reply from a stream. Raises EdgespecError if the stream has not ended."""
     if reply is None:
         raise EdgespecError(
-            "the reply is not finished", "iterate over the stream to its end first", code="reply_unfinished"
+            "the reply is not finished", "iterate over the whole stream first", code="reply_unfinished"
         )
     return reply
 

@@ -26,7 +26,7 @@ def attach(prompt: str, *paths: str | Path) -> str:
     for file in files:
         if file.image:
             raise AttachmentError(
-                f"{file.name} is an image, which is no part of the text of a prompt",
+                f"{file.name} is an image, and images cannot be part of the prompt's text",
                 "pass it as `images` to `generate` or `stream`",
                 code="attachment_not_text",
             )

@@ -78,10 +78,13 @@ def _clipboard() -> bytes | list[str] | None:
             return file.getvalue()
     except NotImplementedError:
         # Pillow found no program that reads the clipboard.
-        reason, advice = "no program that reads it is installed", f"install {_helper()}"
+        reason, advice = "no program that can read it is installed", f"install {_helper()}"
     except Exception as error:
         # Pillow's parsers can raise almost any exception.
-        reason, advice = " ".join(error_reason(error).split()), "save the image to a file, and attach that"
+        reason, advice = (
+            " ".join(error_reason(error).split()),
+            "save the image to a file, and attach the file",
+        )
     raise AttachmentError(f"the clipboard cannot be read: {reason}", advice, code="attachment_unreadable")
 
 

@@ -85,7 +85,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
         for each in listing.paths
         if _matches(each.split("/"), pattern) and os.path.lexists(folder / each)
     ]
-    smaller = "attach a smaller folder, or a pattern such as @src/*.py"
+    smaller = "attach a smaller folder, or use a pattern such as @src/*.py"
     if len(found) > _MAX_FILES:
         raise AttachmentError(
             f"{path} contains {len(found):,} files, but at most {_MAX_FILES} can be attached",
@@ -94,7 +94,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
         )
     if not listing.complete:
         raise AttachmentError(
-            f"the folder {shown_path(folder)} has too many files to search",
+            f"the folder {shown_path(folder)} contains too many files to search",
             smaller,
             code="attachment_too_large",
         )

@@ -40,10 +40,10 @@ def _extracted(data: bytes) -> tuple[str, str]:
     reader = PdfReader(io.BytesIO(data))
     try:
         if len(reader.pages) > _MAX_PAGES:
-            return "", f"it has {len(reader.pages):,} pages, but at most {_MAX_PAGES:,} can be read"
+            return "", f"it has {len(reader.pages):,} pages, but edgespec reads at most {_MAX_PAGES:,}"
         pages = [page.extract_text().strip() for page in reader.pages]
     except (DependencyError, FileNotDecryptedError):
-        return "", "it is protected by a password"
+        return "", "it is password-protected"
     text = "\n\n".join(filter(None, pages))
     return (
         (text, "")

@@ -83,7 +83,7 @@ def read_files(path: str) -> ReadFiles:
     for each in paths:
         if (left_seconds := deadline - monotonic()) <= 0:
             raise AttachmentError(
-                f"reading the files in {path} takes more than {_MAX_SECONDS:.0f} seconds",
+                f"reading the files in {path} took longer than {_MAX_SECONDS:.0f} seconds",
                 "attach fewer files",
                 code="attachment_too_large",
             )
@@ -101,7 +101,7 @@ def read_files(path: str) -> ReadFiles:
             )
     if problem and not files:
         raise AttachmentError(
-            f"none of the {len(paths)} files in {path} can be attached", problem.what, code=problem.code
+            f"edgespec cannot attach any of the {len(paths)} files in {path}", problem.what, code=problem.code
         )
     return ReadFiles(tuple(files), len(paths) - len(files))
 
@@ -122,7 +122,7 @@ def _read(path: Path, max_seconds: float, *, takes_images: bool) -> AttachedFile
     if looks_like_image(start) or (is_named_like_image(name) and not is_pdf):
         if not takes_images:
             raise AttachmentError(
-                f"{name} is an image", "attach images one by one", code="attachment_not_text"
+                f"{name} is an image", "attach each image separately", code="attachment_not_text"
             )
         return AttachedFile(name, "", image=Image.read(data, name))
     return AttachedFile(name, _pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
@@ -143,7 +143,7 @@ def _decoded(name: str, data: bytes) -> str:
         text = "\0"
     if "\0" in text:
         raise AttachmentError(
-            f"{name} is not a text file in UTF-8 or UTF-16",
+            f"{name} is not a UTF-8 or UTF-16 text file",
             "if it is text, convert it to UTF-8, for example with iconv",
             code="attachment_not_text",
         )
@@ -220,7 +220,7 @@ def _pdf_text(name: str, data: bytes, max_seconds: float) -> str:
 
     def poll() -> None:
         if monotonic() > deadline:
-            raise _pdf_failure(name, f"extracting the text takes more than {max_seconds:.0f} seconds")
+            raise _pdf_failure(name, f"extracting the text took longer than {max_seconds:.0f} seconds")
         if process.memory_bytes > _PDF_MEMORY_BYTES:
             raise _pdf_failure(
                 name, f"extracting the text needs more than {format_bytes(_PDF_MEMORY_BYTES)} of memory"

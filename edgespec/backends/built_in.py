@@ -191,7 +191,9 @@ def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) 
 
     if not isinstance(model, MlxModel):
         raise CapabilityError(
-            f"{model.facts.name} has no early exits", "choose another method", code="early_exit_not_supported"
+            f"{model.facts.name} does not support early exit",
+            "choose another method",
+            code="early_exit_not_supported",
         )
     return model.measure_exits(tokens, first)
 

@@ -212,7 +212,7 @@ class HeadView(SelfDraftView[M]):
         """Raise CapabilityError if a draft of `length` tokens is longer than `limit`."""
         if length > limit:
             raise CapabilityError(
-                f"{self.facts.name} drafts at most {limit:,} tokens",
+                f"{self.facts.name} can draft at most {limit:,} tokens at a time",
                 f"use --draft-length {limit} or less",
                 code="draft_too_wide",
             )
@@ -326,7 +326,7 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
-            f"the head {path} is damaged: its logits are not finite",
+            f"the head {path} is damaged: it computes values that are not finite",
             "download it again, or use --head none",
         )
 

@@ -179,7 +179,7 @@ class ReplayModel(BaseModel):
             raise CapabilityError(f"{self.facts.name} cannot verify draft trees with branches", limits.reason)
         if tree.width > limits.max_width:
             raise CapabilityError(
-                f"a verify pass of {tree.width} tokens exceeds the limit of {limits.max_width}",
+                f"verifying {tree.width} tokens at once exceeds the limit of {limits.max_width}",
                 "use a shorter --draft-length",
                 code="draft_too_wide",
             )
@@ -234,8 +234,8 @@ class ReplayModel(BaseModel):
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
-            f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}",
-            "truncate the cache, and process the rest again",
+            f"tokens {start} to {end} cannot be removed from {self.facts.name}, because it is recurrent",
+            "truncate the cache, and process the remaining tokens again",
             code="rollback_not_supported",
         )
 

@@ -106,12 +106,14 @@ def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
         parts = tuple((max(0.0, spent), _SHADES[phase]) for phase, spent in per_token.items())
         bars.append(Bar(each.config.name, parts, f"{sum(per_token.values()):.3g} ms"))
     legend = ", ".join(f"{shade} {phase}" for phase, shade in _SHADES.items())
-    return bar_chart(f"time per token by phase ({legend})", bars, width)
+    return bar_chart(f"time per token, by phase ({legend})", bars, width)
 
 
 def _passes(curve: CostCurve, width: int) -> list[str]:
     bars = [Bar(str(rows), ((curve.v(rows), _FULL),), f"{curve.v(rows):.2f}") for rows in curve.widths]
-    return bar_chart("time per pass, relative to a pass over one token, by number of tokens", bars, width)
+    return bar_chart(
+        "time to check several tokens at once, as a multiple of the time for one token", bars, width
+    )
 
 
 def check_plots() -> None:
@@ -229,9 +231,9 @@ def _plot_passes(report: BenchReport, axes: Axes) -> None:
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.set_xlabel("tokens verified per pass")
+    axes.set_xlabel("tokens checked at once")
     axes.set_ylabel("single-token passes")
-    axes.set_title(f"Time for {report.target} to check several tokens in one pass")
+    axes.set_title(f"Time for {report.target} to check several tokens at once")
     _add_legend(axes)
 
 

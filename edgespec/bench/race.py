@@ -160,9 +160,8 @@ class Race:
             return f"{words.subject(name)} was {self.speed_up:.2f}x as fast as {words.without}: {speeds}."
         if not self.other.reply.stats.drafted_tokens:
             return (
-                f"{name} {words.drafted} nothing here, so a difference in speed comes from the machine:"
-                f" {speeds}."
-                f" The reason for not {words.drafting}: {reason}."
+                f"{name} {words.drafted} nothing here, so any difference in speed comes from the machine:"
+                f" {speeds}. Reason for not {words.drafting}: {reason}."
             )
         if self.speed_up > 1 + EQUAL_SPEEDS:
             return (
@@ -187,24 +186,23 @@ class Race:
             return text
         rate, steps = limits
         text += (
-            f" Trying {words.drafts} may make a reply longer by {rate:.0%} and the time of {steps:g} tokens."
+            f" Trying {words.drafts} may slow a reply down by {rate:.0%} plus the time of {steps:g} tokens."
         )
         if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - EQUAL_SPEEDS:
-            text += " The difference is larger, so the rest probably comes from the machine."
+            text += " The difference is larger than that, so the rest is probably due to the machine."
         return text
 
     def remarks(self) -> list[str]:
         """Return sentences that say whether the replies are identical and how the race was run."""
         how = (
             f"The replies were generated one after the other, with the same seed ({self.plain.reply.seed}),"
-            " and"
-            " are shown at their measured speeds. Reading the prompt does not count."
+            " and are shown at their measured speeds. Reading the prompt is not counted."
         )
         return [self._comparison(), how]
 
     def _comparison(self) -> str:
         if self.is_same_text:
-            return "Both replies are exactly the same."
+            return "Both replies are identical."
         same = 0
         for mine, other in zip(self.plain.reply.tokens, self.other.reply.tokens, strict=False):
             if mine != other:
@@ -216,7 +214,7 @@ class Race:
             reason = exactness.reason
             differ += f" {reason[0].upper()}{reason[1:]}."
         return (
-            f"{differ} To find out whether this is only rounding, run `edgespec verify --methods"
+            f"{differ} To find out whether only rounding caused this, run `edgespec verify --methods"
             f" {self.other.method}`."
         )
 
@@ -237,10 +235,10 @@ class Race:
 def check_race(method: str, options: Mapping[str, Any]) -> None:
     """Raise OptionError if a race is impossible with this method or these options."""
     if method == "none":
-        raise OptionError("a race needs a method other than none", "use --method auto")
+        raise OptionError("a race needs a method other than `none`", "use --method auto")
     if options.get("acceptance") == "rejection":
         raise OptionError(
-            "a race compares replies token by token, which acceptance 'rejection' does not allow",
+            "a race compares replies token by token, so it cannot be used with acceptance 'rejection'",
             "use acceptance 'invariant'",
             code="option_conflict",
         )

@@ -190,7 +190,7 @@ def save_picture(race: Race, prompt: str, path: Path) -> None:
     except OSError as error:
         raise OptionError(
             f"cannot write {str(path)!r}: {error_reason(error)}",
-            "use another file name",
+            "use a writable path",
             code="file_not_written",
         ) from error
 

@@ -103,7 +103,7 @@ class BenchPlan:
         if not self.prompts or not self.temperatures or PLAIN not in self.configs:
             raise OptionError(
                 "the benchmark has nothing to measure",
-                "specify at least one prompt and one temperature, and list none among the methods",
+                "specify at least one prompt and one temperature, and include `none` in the methods",
             )
         for kind, entries in (
             ("prompts", [prompt.name for prompt in self.prompts]),
@@ -112,7 +112,9 @@ class BenchPlan:
         ):
             if len(set(entries)) < len(entries):
                 twice = next(entry for at, entry in enumerate(entries) if entry in entries[:at])
-                raise OptionError(f"the list of {kind} contains {twice} twice", "list each entry once")
+                raise OptionError(
+                    f"the list of {kind} contains {twice} more than once", "list each entry once"
+                )
 
     @property
     def replies(self) -> int:

@@ -268,8 +268,8 @@ def _acceptance(replies: Sequence[Reply]) -> float:
 def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None = None) -> str:
     if limit < MIN_SPEED_UP:
         return (
-            "Drafting cannot help on this machine: checking several tokens in one pass takes as long as"
-            " producing them one by one. Use --method none."
+            "Drafting cannot help on this machine: checking several tokens at once takes as long as"
+            " generating them one by one. Use --method none."
         )
     tried = [result for result in drafters if result.drafted]
     if drafters and not tried:

@@ -135,8 +135,8 @@ def write_export(chat: SavedChat, file: str) -> Path:
     export = FORMATS.get(path.suffix.lower())
     if export is None:
         raise OptionError(
-            f"unknown format of {path.name!r}",
-            f"end the file name with {' or '.join(FORMATS)}, as in chat.md",
+            f"cannot tell the format of {path.name!r}",
+            f"use a file name that ends in {' or '.join(FORMATS)}, such as chat.md",
         )
     data = export(chat).encode("utf-8", "replace")
     is_created = False

@@ -161,7 +161,7 @@ class ExportedChats:
         if not self.read_count:
             raise ChatFileError(
                 f"{self.path.name} contains no chats in a known format",
-                "choose a file that ChatGPT, Claude, Open WebUI or edgespec exported",
+                "choose a file exported from ChatGPT, Claude, Open WebUI or edgespec",
                 code="wrong_file",
             )
 
@@ -179,13 +179,13 @@ class ExportedChats:
         except ItemTooLargeError as error:
             raise ChatFileError(
                 f"cannot read {path}: a chat in it has more than {_MAX_CHAT_CHARACTERS:,} characters",
-                "remove this chat from the file",
+                "remove that chat from the file",
                 code="chat_too_large",
             ) from error
         except (ValueError, RecursionError) as error:
             raise ChatFileError(
                 f"{path.name} is not a chat export: it is not valid JSON",
-                "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
+                "choose a JSON or ZIP file exported from ChatGPT, Claude, Open WebUI or edgespec",
                 code="wrong_file",
             ) from error
 

@@ -161,7 +161,7 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         last = f"ends with the role {messages[-1].role}" if messages else "is empty"
         raise OptionError(
             f"the list of messages {last}",
-            "the last message must have the role user or tool",
+            "the last message must have the role `user` or `tool`",
             code="messages_invalid",
         )
     names = {call.id: call.name for message in messages for call in message.tool_calls}
@@ -189,7 +189,7 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
     if not isinstance(item, Mapping):
         raise OptionError(
             f"message {number} must be a Message or a dictionary, not {type(item).__name__}",
-            "pass dictionaries with the keys role and content",
+            "pass dictionaries with the keys `role` and `content`",
             code="messages_invalid",
         )
     role = _ROLES.get(str(item.get("role")))
@@ -206,7 +206,7 @@ def as_message(number: int, item: Message | Mapping[str, Any], *, allows_damage:
     if not isinstance(content, str):
         raise OptionError(
             f"the content of message {number} must be a string, not {type(content).__name__}",
-            "pass the content as a string",
+            "for example, pass {'role': 'user', 'content': 'Hello'}",
             code="messages_invalid",
         )
     reasoning = item.get("reasoning") or item.get("reasoning_content") or ""
@@ -244,8 +244,10 @@ def _check_images(number: int, images: tuple[Any, ...], content: str) -> None:
     for image in images:
         if not (isinstance(image, PlacedImage) and 0 <= image.at <= len(content)):
             raise OptionError(
-                f"the images of message {number} must be PlacedImage objects within its content",
-                "pass edgespec.PlacedImage(image, at), where `at` is the place of the image in the content",
+                f"the images of message {number} must be PlacedImage objects whose place is within its"
+                " content",
+                "pass edgespec.PlacedImage(image, at), where `at` is the position of the image in the"
+                " content",
                 code="messages_invalid",
             )
 
@@ -256,7 +258,7 @@ def _seconds(number: int, value: object) -> float | None:
     # A Python integer can be larger than any float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise OptionError(
-            f"the reasoning_seconds of message {number} must be a number of seconds, not {value!r}",
+            f"the reasoning_seconds of message {number} must be a non-negative number, not {value!r}",
             "pass a number that is at least 0, or leave it out",
             code="messages_invalid",
         )
@@ -268,7 +270,7 @@ def _text(number: int, item: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise OptionError(
             f"the {key} of message {number} must be a string, not {type(value).__name__}",
-            "pass the value from the tool call",
+            "use the value from the model's tool call",
             code="messages_invalid",
         )
     return value
@@ -347,7 +349,7 @@ def _as_attached_file(number: int, item: object, allows_damage: bool) -> Attache
         if allows_damage:
             return AttachedFile(item["name"], error.what)
         raise OptionError(
-            f"a file of message {number} is not an image: {error.what}",
+            f"a file attached to message {number} is not a usable image: {error.what}",
             error.next_step,
             code="messages_invalid",
         ) from error
@@ -356,9 +358,9 @@ def _as_attached_file(number: int, item: object, allows_damage: bool) -> Attache
 
 def _invalid_files(number: int) -> OptionError:
     return OptionError(
-        f"the files of message {number} must be a list of objects with the keys name, text and token_count,"
-        " and for images the key image",
-        "pass the text of the files, or leave the files out",
+        f"the files of message {number} must be a list of objects with the keys `name`, `text` and"
+        " `token_count`, and, for images, `image`",
+        "pass each file's name, text and token count, or leave `files` out",
         code="messages_invalid",
     )
 

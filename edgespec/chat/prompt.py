@@ -76,7 +76,7 @@ def build_single_prompt(
         return builder.build(messages, progress, settings)
     if system:
         raise TemplateError(
-            "a system prompt requires the model's chat template",
+            "a system prompt can be used only with a chat template",
             "omit --system or --raw, or use an instruct model",
             code="template_missing",
         )
@@ -103,7 +103,7 @@ _REMEMBERED_IMAGES = 16
 def check_context_full(context_full: str) -> None:
     """Raise OptionError unless `context_full` is `slide` or `refuse`."""
     if context_full not in ("slide", "refuse"):
-        raise OptionError(f"context_full must be slide or refuse, not {context_full!r}")
+        raise OptionError(f"context_full must be `slide` or `refuse`, not {context_full!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +254,8 @@ class PromptBuilder:
             prompt = self.build_fitting(messages, fitting_tokens, context_full, progress, settings)
         except ContextFullError as error:
             raise ContextFullError(
-                f"the reply cannot be continued: its {len(start_tokens):,} tokens and the messages before"
-                f" it do not fit in the context of {context_tokens:,} tokens",
+                f"the reply cannot be continued, because its {len(start_tokens):,} tokens and the messages"
+                f" before it do not fit in the context of {context_tokens:,} tokens",
                 "start a new chat, or load the model with a larger --context",
                 prompt_tokens=(error.prompt_tokens or 0) + len(start_tokens),
                 context_tokens=context_tokens,
@@ -333,7 +333,7 @@ class PromptBuilder:
         if context_full == "refuse" or sum(estimates) <= limit_tokens:
             prompt = self.build(messages, progress, settings)
             if context_full == "refuse" and len(prompt.tokens) > limit_tokens:
-                kept = f", of which {context_tokens - limit_tokens} are kept for the reply"
+                kept = f", of which {context_tokens - limit_tokens} are reserved for the reply"
                 raise ContextFullError(
                     f"the prompt has {len(prompt.tokens):,} tokens, but the context holds only"
                     f" {context_tokens:,}" + (kept if len(prompt.tokens) <= context_tokens else ""),

@@ -35,7 +35,7 @@ def text_to_continue(messages: Sequence[Message]) -> str:
     for call in (call for message in messages for call in message.tool_calls):
         raise OptionError(
             f"the last message calls the tool {call.name[:80]!r}, but its result is missing",
-            "add a message with the role tool for each call, or remove the calls",
+            "add a message with the role `tool` for each call, or remove the calls",
             code="messages_invalid",
         )
     if len(messages) == 1:

@@ -116,7 +116,7 @@ class SavedChat:
         data = text.encode("utf-8", "replace")
         if len(data) > _MAX_FILE_BYTES:
             raise ChatFileError(
-                f"the chat has {format_bytes(len(data))}, but a chat can have at most"
+                f"the chat takes up {format_bytes(len(data))}, but a chat can take up at most"
                 f" {format_bytes(_MAX_FILE_BYTES)}",
                 "start a new chat",
                 code="chat_too_large",
@@ -177,12 +177,12 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
             raise ValueError(
-                f"the file has {size_bytes:,} bytes, but at most {_MAX_FILE_BYTES:,} are allowed"
+                f"the file has {size_bytes:,} bytes, which exceeds the limit of {_MAX_FILE_BYTES:,} bytes"
             )
         return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8-sig")))
     except FileNotFoundError:
         raise ChatFileError(
-            f"there is no saved chat at {path}", "choose from the list of chats", code="chat_not_found"
+            f"there is no saved chat at {path}", "choose one from the list of chats", code="chat_not_found"
         ) from None
     except OSError as error:
         raise ChatFileError(
@@ -202,7 +202,7 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
         reason = str(error)
     raise ChatFileError(
         f"{path.name} is not a valid chat file: {reason}",
-        f"repair or move {path}; other chats are not affected",
+        f"repair or move {path}; your other chats are not affected",
     )
 
 

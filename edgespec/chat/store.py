@@ -224,7 +224,7 @@ class ChatStore:
         except OSError as error:
             raise ChatFileError(
                 f"cannot list the chats in {self.folder}: {error_reason(error)}",
-                "set EDGESPEC_DATA_DIR to a folder you can read",
+                "set EDGESPEC_DATA_DIR to a folder that you can read",
                 code="chat_file_unreadable",
             ) from error
         self._entries = dict(map(self._read_entry, found))

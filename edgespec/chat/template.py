@@ -139,7 +139,7 @@ class ChatTemplate:
             ]
             if None in forms:
                 error = error or TemplateError(
-                    f"the model's chat template leaves out the text of {kinds[forms.index(None)]} messages",
+                    f"the model's chat template omits the text of {kinds[forms.index(None)]} messages",
                     "use `edgespec generate --raw` or another model",
                 )
                 continue
@@ -296,7 +296,7 @@ class _TemplateProcess:
             polls += 1
             check_cancelled(progress)
             if polls > _MAX_POLLS:
-                raise _failure("rendering timed out after 20 seconds")
+                raise _failure("rendering it takes more than 20 seconds")
             if process.memory_bytes > memory_limit_bytes(len(data)):
                 raise _failure(_too_much_memory(len(data)))
 
@@ -309,9 +309,9 @@ class _TemplateProcess:
                     raise _failure(_too_much_memory(len(data)))
                 case "output":
                     limit = format_bytes(output_limit_bytes(len(data)))
-                    raise _failure(f"the output exceeds {limit}")
+                    raise _failure(f"its output exceeds {limit}")
                 case "nesting":
-                    raise _failure("the template is too deeply nested")
+                    raise _failure("it is nested too deeply")
             return reply
         except BaseException:
             self.close()
@@ -330,14 +330,14 @@ def _failure(reason: str) -> TemplateError:
 
 
 def _too_much_memory(request_bytes: int) -> str:
-    return f"rendering needs more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
+    return f"rendering it takes more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
 
 
 def _exit_reason(process: ChildProcess) -> str:
     process.close()
     if process.exceeded_cpu_limit:
-        return f"rendering used more than {CPU_SECONDS:g} seconds of CPU time"
-    return f"the rendering process exited with status {process.wait(0)}"
+        return f"rendering it takes more than {CPU_SECONDS:g} seconds of CPU time"
+    return f"the process that renders it exited with status {process.wait(0)}"
 
 
 def _import_folders() -> list[str]:

@@ -95,7 +95,7 @@ def _expected_speed(preview: Preview) -> str:
     drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
     disturbed = (
         " (probably too low, because other programs were busy when this machine was measured; run `edgespec"
-        " recommend` again when they have finished)"
+        " recommend` again when they are idle)"
         if speed.is_disturbed
         else ""
     )

@@ -64,7 +64,7 @@ _ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": 
     "bench",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, *WORKER_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Measure how much faster each method makes replies.",
+    short_help="Measure how much each method speeds up replies.",
     examples=(
         "edgespec bench",
         "edgespec bench --target 8b-q4 --draft 1b-q4 --max-seconds 900 --plots pictures",
@@ -103,7 +103,7 @@ _ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": 
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure replies without the speed-up a second time, to show how much timings vary by chance.",
+    help="Measure replies without the speed-up twice, to show how much timings vary by chance.",
 )
 @max_tokens_option(default=64, help="Maximum number of tokens per reply.")
 @seed_option(help="Random seed for all replies.")
@@ -185,7 +185,9 @@ def _check_outputs(save: Path | None, plots: Path | None) -> None:
     """Raise OptionError if the output files cannot be written. Called before any measurement."""
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
         raise OptionError(
-            f"cannot write to {save}", "specify a file in an existing folder", code="file_not_written"
+            f"cannot write to {save}",
+            "specify a file in an existing, writable folder",
+            code="file_not_written",
         )
     if plots is not None:
         from edgespec.bench.charts import check_plots
@@ -228,7 +230,7 @@ def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
         counted(len(plan.configs), "method"),
     ]
     names = ", ".join(config.name for config in plan.configs)
-    limit = f"; no new ones after {duration_text(max_seconds)}" if max_seconds else ""
+    limit = f"; no new ones start after {duration_text(max_seconds)}" if max_seconds else ""
     replies = f"plan: {plan.replies:,} replies of up to {plan.max_tokens} tokens"
     return f"{replies} ({' x '.join(factors)}: {names}){limit}"
 
@@ -374,7 +376,7 @@ def _verdict(report: BenchReport) -> str:
     # A method that drafted nothing amounts to plain decoding, so any difference in speed is noise.
     drafting = [each for each in of_all if each.drafted_tokens]
     if not drafting:
-        return "No method drafted any tokens, so that none could be faster than plain decoding."
+        return "No method drafted any tokens, so none could be faster than plain decoding."
     best = max(drafting, key=lambda each: each.speed_up or 0.0)
     where = f"at temperature {best.temperature:g}"
     if best.speed_up is None or best.speed_up < _MIN_SPEED_UP:

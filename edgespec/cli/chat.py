@@ -60,12 +60,12 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if REPLY_OPTIONS[name].in_chat
 @click.option(
     "--plain", is_flag=True,
     help="Chat line by line, without colours or a full-screen display, for example with a screen reader."
-    " edgespec does this by itself in pipes and in terminals that cannot show the full-screen chat.",
+         " This is automatic in pipes and in terminals that cannot show the full-screen chat.",
 )  # fmt: skip
 @click.option(
     "--no-mouse",
     is_flag=True,
-    help="Do not use the mouse, so that you can select text as usual in your terminal.",
+    help="Do not capture the mouse, so that you can select text as usual in your terminal.",
 )
 @click.option("--tools", is_flag=True, help="Start your MCP servers, so that the model can call their tools.")
 @click.option(

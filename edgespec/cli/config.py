@@ -288,7 +288,7 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
     if len(path) == 2:
         if not (options := settings_of(path[0])):
             step = suggestion(path[0], [name for name in COMMANDS if settings_of(name)])
-            raise click.UsageError(f"{path[0]!r} is not a command that has settings; {step}", ctx)
+            raise click.UsageError(f"there are no settings for a command {path[0]!r}; {step}", ctx)
     elif len(path) > 2:
         raise click.UsageError(
             f"{'.'.join(path)!r} is not a valid key; use a key such as chat.temperature", ctx

@@ -150,7 +150,7 @@ def _gpu(machine: MachineInfo) -> Check:
 
 def _describe_gpu(gpu: Gpu) -> str:
     if not gpu.has_own_memory:
-        return f"{gpu.description} ({gpu.name}), which shares main memory"
+        return f"{gpu.description} ({gpu.name}), shares main memory"
     free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
     return f"{gpu.description} ({gpu.name}): {free} of {total} free"
 
@@ -165,14 +165,14 @@ def _mlx(machine: MachineInfo) -> Check:
         finding = (
             library.problem
             if wanted
-            else f"{library.problem}; only MLX models need it. To install it, run {install}"
+            else f"{library.problem}; needed only for MLX models. To install it, run {install}"
         )
         return Check("mlx", not wanted, finding, f"run {install}" if wanted else "")
     finding = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
         finding += f", with up to {format_bytes(library.working_set_bytes)} of GPU memory"
     if machine.accelerator == "cuda" and not library.cuda:
-        finding += "; this machine has CUDA, but MLX was installed without it"
+        finding += "; this machine has CUDA, but MLX was installed without CUDA support"
         return Check("mlx", True, finding, f"run {install}")
     return Check("mlx", True, finding)
 

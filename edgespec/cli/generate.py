@@ -75,7 +75,7 @@ _MAX_BYTES = 64 << 20
     "--image", "images", metavar="PATH", multiple=True,
     help="Show a PNG, JPEG, WebP or GIF image to the model, before the prompt. Can be repeated.",
 )  # fmt: skip
-@click.option("--raw", is_flag=True, help="Send the prompt as is, without the model's chat template.")
+@click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")
 @preset_option
 @json_option
 def command(
@@ -135,13 +135,13 @@ def read_stdin() -> str:
         data = sys.stdin.buffer.read(_MAX_BYTES + 1)
     except OSError as error:
         raise OptionError(
-            f"stdin cannot be read: {(error.strerror or str(error)).lower()}",
-            "use a pipe or a text file",
+            f"cannot read standard input: {(error.strerror or str(error)).lower()}",
+            "redirect it from a pipe or a text file",
             code="file_not_read",
         ) from error
     if len(data) > _MAX_BYTES:
         raise OptionError(
-            f"stdin contains more than {format_bytes(_MAX_BYTES)} of text",
+            f"standard input contains more than {format_bytes(_MAX_BYTES)} of text",
             "shorten it to fit the model's context",
             code="input_too_large",
         )

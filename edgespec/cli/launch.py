@@ -202,7 +202,7 @@ def _zed(server: _Server) -> str:
 
 CLIENTS: Mapping[str, _Client] = {
     "openai": _Client(
-        "programs with OpenAI's library, by environment variables",
+        "programs that use OpenAI's library, configured by environment variables",
         _openai,
         'run eval "$(edgespec launch openai)" in the shell from which you start the program',
     ),
@@ -267,8 +267,8 @@ CLIENTS: Mapping[str, _Client] = {
 @click.argument("client", type=click.Choice(list(CLIENTS)), required=False)
 @click.option(
     "--write", is_flag=True,
-    help="Write the configuration to the program's file instead of printing it. A file that it changes is"
-    " copied first.",
+    help="Write the configuration to the program's file instead of printing it. An existing file is backed"
+         " up first.",
 )  # fmt: skip
 @click.option(
     "--model", metavar="NAME",
@@ -292,14 +292,14 @@ def command(
     """
     if client is None:
         if write:
-            raise OptionError("--write needs a program", f"name one of {', '.join(CLIENTS)}")
+            raise OptionError("--write needs the name of a program", f"choose one of {', '.join(CLIENTS)}")
         _list(as_json)
         return
     chosen, url = CLIENTS[client], url.rstrip("/").removesuffix("/v1")
     path = chosen.path() if chosen.path else None
     use = chosen.use.format(path=shlex.quote(str(path)))
     if write and path is None:
-        raise OptionError(f"--write cannot configure {client}", f"without --write, {use}")
+        raise OptionError(f"--write cannot configure {client}", f"omit --write, and {use}")
     server = _server(url, model, api_key)
     text = chosen.configuration(server)
     written = _write(path, text, chosen.shared) if write and path else None
@@ -365,7 +365,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> _Server:
             return _Server(url, model, key)
         raise EdgespecError(
             f"no edgespec server answers at {url}",
-            "start it with `edgespec serve`, or pass its address with --url or the model with --model",
+            "start one with `edgespec serve`, pass its address with --url, or name the model with --model",
             code="server_not_found",
         ) from error
 
@@ -382,7 +382,7 @@ class _Written(NamedTuple):
         """Lines that tell the user what was written."""
         if not self.changed:
             return [f"{self.path} already has this configuration."]
-        copied = [f"Copied the old {self.path} to {self.copy.name}."] if self.copy else []
+        copied = [f"Backed up the old {self.path} as {self.copy.name}."] if self.copy else []
         return [*copied, f"Wrote {self.path}."]
 
 
@@ -398,7 +398,7 @@ def _write(path: Path, text: str, shared: bool) -> _Written:
         old = path.read_text("utf-8-sig") if path.exists() else ""
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{path} is not a UTF-8 text file", "move it elsewhere", code="invalid_encoding"
+            f"{path} is not a UTF-8 text file", "move it elsewhere, then try again", code="invalid_encoding"
         ) from error
     new = _with_entry(old, text) if shared else text
     if new == old:

@@ -421,7 +421,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
 @command.command(
     "pair",
-    short_help="Choose the draft model that is used with a model.",
+    short_help="Choose which draft model to use with a model.",
     examples=(
         "edgespec models pair 70b-q4 1b-q4",
         "edgespec models pair 8b-q4 none",
@@ -431,7 +431,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 @model_reference("target")
 @click.argument("draft", metavar="DRAFT", required=False)
 @click.option(
-    "--remove", is_flag=True, help="Delete your choice and let edgespec choose the draft model again."
+    "--remove", is_flag=True, help="Remove your choice, so that edgespec chooses the draft model again."
 )
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:

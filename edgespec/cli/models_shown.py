@@ -307,7 +307,7 @@ def _info_lines(info: ModelInfo, entry: ModelEntry | None) -> list[tuple[str, st
         ("vocabulary", f"{info.vocab_size:,} tokens ({same})"),
         (
             "KV cache",
-            f"{format_bytes(info.kv_bytes * 1000)} of memory per 1,000 tokens of context, in 16 bits",
+            f"{format_bytes(info.kv_bytes * 1000)} of memory per 1,000 tokens of context, at 16 bits",
         ),
         (
             "has chat template",
@@ -431,7 +431,7 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     where = "" if entry else ", where MODEL is the model that it was trained for"
     return [
         *lines,
-        ("use it with", f"{use}{where} (add --method {method} to use it even when that is slower)"),
+        ("use it with", f"{use}{where} (add --method {method} to use it even when it is slower)"),
     ]
 
 

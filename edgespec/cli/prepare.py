@@ -39,7 +39,7 @@ _to_option = click.option(
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Make files that some ways of speeding up a model need.",
+    short_help="Prepare the files that some speed-up methods need.",
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
@@ -52,7 +52,7 @@ def command() -> None:
 
 @command.command(
     "layerskip",
-    short_help="Let the first layers of a model work as its draft model.",
+    short_help="Prepare a model so that its first layers can act as its draft model.",
     examples=(
         "edgespec prepare layerskip demo --exit 4",
         "edgespec prepare layerskip ./my.gguf --exit 8 --to ./my-layerskip",
@@ -102,7 +102,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
 @command.command(
     "lowbit",
-    short_help="Make a smaller copy of a model that works as its draft model.",
+    short_help="Make a smaller copy of a model to use as its draft model.",
     examples=(
         "edgespec prepare lowbit ./my-f16.gguf",
         "edgespec prepare lowbit ./my-f16.gguf --type Q2_K",
@@ -269,7 +269,9 @@ def _exit(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"--exit cannot be {text!r}", "use a layer number or auto") from None
+        raise OptionError(
+            f"--exit must be a layer number or `auto`, not {text!r}", "for example, use --exit 8"
+        ) from None
 
 
 def _resolve_and_prepare(
@@ -283,11 +285,14 @@ def _resolve_and_prepare(
             found = resolve(reference, progress=progress)
             if not found.file_format.preparations:
                 raise OptionError(
-                    f"{found.name} needs no preparation: {found.backend.name} drafts with the original file",
+                    f"{found.name} needs no preparation, because {found.backend.name} can draft with the"
+                    " original file",
                     "use the method directly, for example `edgespec chat --method layerskip`",
                 )
             if kind not in found.file_format.preparations:
-                raise OptionError(f"{found.path} is already prepared", "use the GGUF file it was made from")
+                raise OptionError(
+                    f"{found.path} is already prepared", "pass the GGUF file that it was made from"
+                )
             return make(found.path, progress)
 
     return interruptible(work)

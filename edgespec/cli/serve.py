@@ -69,8 +69,8 @@ class _ServeCommand(HelpfulCommand):
 )  # fmt: skip
 @click.option(
     "--api-key", metavar="KEY", envvar="EDGESPEC_API_KEY", cls=SectionOption,
-    help="Key that programs must send. Other users of this machine can see options, so it is safer to set the"
-    " environment variable EDGESPEC_API_KEY.",
+    help="Key that programs must send. Other users of this machine can see command-line options, so it is"
+         " safer to set the environment variable EDGESPEC_API_KEY.",
 )  # fmt: skip
 @click.option(
     "--allow-origin", metavar="ORIGIN", multiple=True, cls=SectionOption,
@@ -80,12 +80,13 @@ class _ServeCommand(HelpfulCommand):
 @click.option(
     "--idle-unload", default=300.0, type=click.FloatRange(0.0), metavar="SECONDS",
     cls=SectionOption,
-    help="Unload a model that was not used for this long; 0 keeps models loaded. [default: 300]",
+    help="Unload a model after it has not been used for this many seconds; 0 keeps models loaded. [default:"
+        " 300]",
 )  # fmt: skip
 @click.option(
     "--max-waiting", default=16, type=click.IntRange(0, 1000), metavar="N",
     cls=SectionOption,
-    help="Number of requests that may wait for each model. More get an error. [default: 16]",
+    help="Number of requests that may wait for each model. Further requests get an error. [default: 16]",
 )  # fmt: skip
 @click.option(
     "--chat", is_flag=True, cls=SectionOption,

@@ -85,7 +85,8 @@ def _training_options(example: str) -> Decorator:
             metavar="DIR",
             required=True,
             type=OutputPath(example=example, path_type=Path, file_okay=False),
-            help="Folder in which to save the result. Only a better one replaces an earlier result in it.",
+            help="Folder in which to save the result. An earlier result there is replaced only by a better"
+            " one.",
         ),
         click.option(
             "--weights",
@@ -214,7 +215,7 @@ def _run(request: _Request) -> TrainingResult:
     return interruptible(
         lambda stop: _train(stop, request, prompts),
         first_message="stopping after this step; press Ctrl-C again to stop now",
-        second_message=f"interrupted: what was done since the progress was last saved is lost; {_CONTINUE}",
+        second_message=f"interrupted: the work since the progress was last saved is lost; {_CONTINUE}",
     )
 
 

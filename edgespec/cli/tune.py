@@ -53,8 +53,8 @@ _SKILLS = ("code", "copy", "explain", "howto")
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Also try this method, such as layerskip or lookahead. Methods that need no preparation are tried in"
-    " any case.",
+    help="Also try this method, such as layerskip or lookahead. Methods that need no preparation are always"
+    " tried.",
 )
 @json_option
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:

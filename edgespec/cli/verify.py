@@ -44,10 +44,10 @@ _REASONS = {
     " cache",
     "stale_cache": "the reply is wrong because of what earlier replies left in the model's cache",
     "other_replies": "the reply depends on the replies that were generated at the same time",
-    "not_repeatable": "the same passes of the model give different results each time",
+    "not_repeatable": "the model gives different results each time it runs the same computation",
     "ending": "the reply ends too early or too late",
-    "not_reproduced": "the passes of the reply give other tokens: its drafter changed the model's cache, or"
-    " wrong tokens were accepted",
+    "not_reproduced": "recomputing the reply gives other tokens, so its drafter changed the model's cache,"
+    " or wrong tokens were accepted",
 }
 
 _COLUMNS = {
@@ -78,8 +78,9 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    help="Methods to check. Others, such as auto, are checked only if you name them. [default: the methods"
-    " that use repeated text, and those of the loaded heads; with a draft model, also model and model+suffix]"
+    help="Methods to check. Others, such as `auto`, are checked only if you name them. [default: the methods"
+    " that use repeated text, and those of the loaded heads; with a draft model, also model and"
+    " model+suffix]"
 )
 @prompts_option(
     help="JSON Lines file with a `prompt` or `messages` on each line. [default: 18 built-in prompts]"

@@ -51,8 +51,8 @@ _DEFAULT_ADDRESS = "127.0.0.1:50052"
 )  # fmt: skip
 @click.option(
     "--cache", type=KindType(Size()), metavar="SIZE",
-    help="Keep up to SIZE of the models' weights on disk, so that they need not be sent again the next time."
-    " [default: keep none]",
+    help="Cache up to SIZE of the models' weights on disk, so that they need not be sent again next time."
+         " [default: keep none]",
 )  # fmt: skip
 @click.option(
     "--threads", type=KindType(Integer(1, 1024)), metavar="N",
@@ -60,8 +60,8 @@ _DEFAULT_ADDRESS = "127.0.0.1:50052"
 )  # fmt: skip
 @click.option(
     "--i-trust-this-network", "trusts_network", is_flag=True,
-    help="Allow an address that other machines can reach. There is no password and no encryption: anyone in"
-    " the network can use this machine's memory and read your chats.",
+    help="Allow an address that other machines can reach. There is no password and no encryption: anyone on"
+         " the network can use this machine's memory and read your chats.",
 )  # fmt: skip
 def command(trusts_network: bool, **options: Any) -> int:
     """Let a model that runs on another machine use the memory and processors of this one.
@@ -81,7 +81,7 @@ def command(trusts_network: bool, **options: Any) -> int:
     host, port = parse_address("listener", options["listen"], hint, accepts=_any_port)
     if not (trusts_network or _is_loopback(host)):
         raise OptionError(
-            f"--listen {options['listen']} can be reached by other machines, and workers have no password",
+            f"other machines can reach --listen {options['listen']}, and workers have no password",
             "use --workers ssh://HOST on the other machine, or add --i-trust-this-network",
         )
     interruptible(lambda stop: _serve(stop, host, port, options))

@@ -124,9 +124,10 @@ def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, libr
     wanted = address.memory_bytes
     if wanted is not None and wanted > status.memory_bytes:
         raise MemoryBudgetError(
-            f"the worker {address} offers {format_bytes(status.memory_bytes)} of memory, but --workers asks"
-            f" for {format_bytes(wanted)}",
-            "close programs there, ask for less, or start the worker with more --memory if it has a limit",
+            f"the worker {address} offers only {format_bytes(status.memory_bytes)} of memory, but --workers"
+            f" requests {format_bytes(wanted)}",
+            "close programs there, request less memory, or restart the worker with a higher --memory limit"
+            " if it has one",
         )
     return status.memory_bytes if wanted is None else wanted
 
@@ -167,7 +168,7 @@ class Link:
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
     def _watch(self, on_lost: Callable[[str, str], None]) -> None:
-        why = "ended, or the connection to it broke"
+        why = "exited, or the connection to it broke"
         self._connection.settimeout(SILENCE_SECONDS)
         try:
             while self._connection.recv(4096):
@@ -175,7 +176,7 @@ class Link:
         except TimeoutError:
             why = f"has not responded for {SILENCE_SECONDS:g} seconds"
         except OSError as error:
-            why = f"is not reachable any more ({error.strerror})"
+            why = f"can no longer be reached ({error.strerror})"
         if not self._is_closed:
             on_lost(f"the worker {self.address} {why}", self.address.restart_advice)
 
@@ -219,7 +220,7 @@ def _connect(address: WorkerAddress) -> socket.socket:
         reason = "it did not answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise WorkerError(
             f"the worker {address} is unreachable: {reason}",
-            "start `edgespec worker` there, and check the address and the firewall",
+            "check the address and the firewall, and make sure that `edgespec worker` is running there",
         ) from error
     set_timeouts(connection)
     connection.settimeout(SILENCE_SECONDS)
@@ -233,12 +234,12 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
     except TimeoutError as error:
         raise WorkerError(
             f"the worker {address} accepted the connection, but did not report its status in time",
-            "check the port, and start `edgespec worker` there again",
+            "check the port, and restart `edgespec worker` there",
         ) from error
     except (OSError, ValueError) as error:
         raise WorkerError(
             f"{address} did not answer as an edgespec worker",
-            "check the port, and start `edgespec worker` there",
+            "check the port, and make sure that `edgespec worker` is running there",
         ) from error
 
 
@@ -250,7 +251,7 @@ def _line(connection: socket.socket) -> bytes:
         if time.monotonic() > end:
             raise TimeoutError
         if not more or len(line) > MAX_STATUS_BYTES:
-            raise ValueError("the connection closed before a complete status line arrived")
+            raise ValueError("the connection closed before the worker reported its status")
         line += more
     return line
 
@@ -284,8 +285,8 @@ def measure_link(address: WorkerAddress) -> LinkSpeed:
                 size *= _GROWTH
         except OSError as error:
             raise WorkerError(
-                f"the connection to the worker {address} broke while it was being measured",
-                "check the network, and that the worker runs the same version of edgespec",
+                f"the connection to the worker {address} broke while its speed was being measured",
+                "check the network, and make sure that the worker runs the same version of edgespec",
             ) from error
     # The data transfer and the round trip partly overlap, so subtract at most half of the measured time.
     return LinkSpeed(round_trip, size / max(seconds - round_trip, seconds / 2))

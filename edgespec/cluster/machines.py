@@ -53,8 +53,8 @@ class WorkerAddress:
     def restart_advice(self) -> str:
         """Advice to show when the worker is lost."""
         if self.ssh_url:
-            return "check that this machine runs and is reachable, then try again"
-        return "start `edgespec worker` there again, then try again"
+            return "check that this machine is running and can be reached, then try again"
+        return "restart `edgespec worker` there, then try again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +101,28 @@ def parse_machines(name: str, text: str) -> Machines:
             host, port = parse_address(f"worker in {name}", place, _HINT)
             workers.append(WorkerAddress(host, port, memory_bytes))
         elif memory_bytes is None or local_bytes:
-            raise OptionError(f"{name} must state the memory of this machine once", "add local=8GiB")
+            raise OptionError(
+                f"{name} must state exactly once how much memory of this machine to use",
+                "for example, add local=8GiB",
+            )
         else:
             local_bytes = memory_bytes
     if not workers:
-        raise OptionError(f"{name} {text!r} contains no worker", _HINT)
+        raise OptionError(f"{name} {text!r} does not name any worker", _HINT)
     if len(workers) > _MAX_WORKERS:
-        raise OptionError(f"{name} lists {len(workers)} workers", f"list at most {_MAX_WORKERS}")
+        raise OptionError(f"{name} lists {len(workers)} workers", f"list at most {_MAX_WORKERS} workers")
     names = [str(worker) for worker in workers]
     if twice := next((each for each in names if names.count(each) > 1), None):
-        raise OptionError(f"{name} lists {twice} twice", "list each worker once")
+        raise OptionError(f"{name} lists {twice} more than once", "list each worker once")
     return Machines(tuple(workers), local_bytes)
 
 
 def _check_ssh_url(name: str, text: str) -> str:
     match = _SSH_URL.fullmatch(text)
     if match is None:
-        raise OptionError(f"an SSH address in {name} must be ssh://user@host:port, not {text!r}", _HINT)
+        raise OptionError(
+            f"an SSH address in {name} must have the form ssh://user@host:port, not {text!r}", _HINT
+        )
     if match["port"] and not 0 < int(match["port"]) <= _MAX_PORT:
         raise OptionError(f"the port of {text!r} must be between 1 and {_MAX_PORT}", _HINT)
     return text
@@ -136,7 +141,7 @@ def parse_address(
     """
     host, _, port = text.rpartition(":")
     if not _HOST.fullmatch(host) or not re.fullmatch(r"[0-9]{1,5}", port):
-        raise OptionError(f"the address of a {what} must be host:port, not {text!r}", hint)
+        raise OptionError(f"the address of a {what} must have the form host:port, not {text!r}", hint)
     if int(port) > _MAX_PORT or not accepts(int(port)):
         raise OptionError(f"the port of {text!r} must be between 1 and {_MAX_PORT}", hint)
     return host, int(port)

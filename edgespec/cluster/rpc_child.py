@@ -74,7 +74,7 @@ class RpcChild:
         if not line:
             raise WorkerError(
                 "llama.cpp's RPC server exited during startup",
-                "run `edgespec doctor`",
+                "run `edgespec doctor` to check the installation",
                 code="worker_not_started",
             )
         started: dict[str, Any] = json.loads(line)
@@ -91,7 +91,7 @@ class RpcChild:
                 if time.monotonic() > end or not self._process.alive:
                     raise WorkerError(
                         f"llama.cpp's RPC server did not start: {error}",
-                        "run `edgespec doctor`",
+                        "run `edgespec doctor` to check the installation",
                         code="worker_not_started",
                     ) from error
                 time.sleep(0.05)

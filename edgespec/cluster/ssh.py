@@ -126,7 +126,7 @@ def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress
                 if attempts[machine] == _ATTEMPTS:
                     raise WorkerError(
                         f"no free port was found for the worker on {machine}: {error}",
-                        "if ~/.ssh/config forwards a port for this host, close the SSH connections to it",
+                        "if ~/.ssh/config forwards a port for this host, close other SSH connections to it",
                         code="worker_not_started",
                     ) from error
                 attempts[machine] += 1
@@ -213,7 +213,7 @@ class _Ssh:
             return _connection_error(self._machine, text, last)
         if status == _NOT_FOUND:
             return WorkerError(
-                f"edgespec was not found on {self._machine}: {last}",
+                f"edgespec is not installed on {self._machine}, or is not on its PATH: {last}",
                 "install it there with `scripts/setup workers`, then run `mkdir -p ~/.local/bin && ln -s"
                 " $PWD/.venv/bin/edgespec ~/.local/bin/` in its source folder",
                 code="worker_not_started",
@@ -256,7 +256,7 @@ class _Ssh:
 def _connection_error(machine: SshAddress, text: str, last: str) -> Exception:
     if "Address already in use" in text or "forwarding failed" in text:
         return _PortTakenError(last)
-    by_hand = f"`ssh {machine}` must connect without asking for a password or for anything else"
+    by_hand = f"set up SSH so that `ssh {machine}` connects without asking for a password or anything else"
     if "Permission denied" in text or "Too many authentication failures" in text:
         return WorkerError(f"{machine} refused the SSH key: {last}", by_hand, code="access_denied")
     if "Host key verification failed" in text:

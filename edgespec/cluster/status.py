@@ -112,10 +112,10 @@ class WorkerStatus:
                 mlx_lm=_short(given["mlx_lm"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError("the line is not a worker status") from error
+            raise ValueError("the response is not the status of a worker") from error
         sizes = (status.memory_bytes, *(device.free_bytes for device in devices))
         if not devices or not all(0 <= size < _MAX_BYTES for size in sizes):
-            raise ValueError("the line is not a worker status")
+            raise ValueError("the response is not the status of a worker")
         return status
 
 

@@ -96,7 +96,7 @@ class WeightCache:
             if (free := free_bytes(self.folder)) < _LOW_DISK_BYTES:
                 return (
                     f"the disk of the weight cache {self.folder} has only {format_bytes(free)} free, so it"
-                    " may not keep all weights; free some space on this disk, or omit --cache"
+                    " may not be able to keep all weights; free some space on this disk, or omit --cache"
                 )
         return ""
 

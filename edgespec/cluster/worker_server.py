@@ -253,7 +253,7 @@ class WorkerServer:
             self._leader = connection
         finally:
             self._lock.release()
-        self._note("a model uses this worker")
+        self._note("a model is using this worker")
         try:
             connection.settimeout(None)
             _end_if_unreachable(connection)
@@ -308,7 +308,7 @@ class WorkerServer:
             if child is not self._child or self._is_closed:
                 return
             if (leader := self._leader) is not None:
-                self._note("llama.cpp's RPC server ended; it starts again")
+                self._note("llama.cpp's RPC server exited and is being restarted")
                 with suppress(OSError):
                     # `_lead` then replaces the RPC server.
                     leader.shutdown(socket.SHUT_RDWR)

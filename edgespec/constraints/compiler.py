@@ -71,8 +71,8 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "schema": _Kind("JSON schema", "change this part of the schema, or remove it"),
-    "regex": _Kind("regular expression", "use the syntax of Rust's regex package, without look-around"),
+    "schema": _Kind("JSON schema", "change or remove this part of the schema"),
+    "regex": _Kind("regular expression", "use the syntax of Rust's regex crate, without look-around"),
     "grammar": _Kind("grammar", "correct the grammar; llguidance's documentation describes the syntax"),
     "choice": _Kind("list of choices", "use one or more non-empty strings"),
 }
@@ -209,8 +209,8 @@ class ConstraintCompiler:
             raise _refused(option, text, message)
         if option == "schema" and _is_endless(text):
             raise OptionError(
-                "the JSON schema cannot be used: no finite text satisfies it, because each value must contain"
-                " another value of the same kind",
+                "the JSON schema cannot be used: no finite text satisfies it, because each value must"
+                " contain another value of the same kind",
                 "make the property that refers to its own schema optional",
                 code="constraint_not_supported",
             )
@@ -267,7 +267,8 @@ def _refused(option: str, text: str, message: str) -> OptionError:
     if option == "regex" and (look := _LOOK_AROUND.search(message)):
         return OptionError(
             f"the regular expression {_shortened(text)!r} cannot be used: {_LOOKS[look[1]]} is not supported",
-            "remove it, because the whole reply must match anyway, or write out what may stand there",
+            "remove it, because the whole reply must match anyway, or spell out the text that is allowed"
+            " there",
             code="constraint_not_supported",
         )
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
@@ -352,12 +353,12 @@ class ConstraintTrial:
                 return int(answer)
         except Empty:
             process.close()
-            return f"compiling it takes more than {_MAX_TRIAL_SECONDS:.0f} seconds"
+            return f"processing it takes more than {_MAX_TRIAL_SECONDS:.0f} seconds"
         # The process has closed its output, so it is about to exit. Its exit status indicates the reason.
         process.wait(_TRIAL_EXIT_SECONDS)
         process.close()
         if process.exceeded_cpu_limit:
-            return f"compiling it takes more than {_TRIAL_CPU_SECONDS:g} seconds"
+            return f"processing it takes more than {_TRIAL_CPU_SECONDS:g} seconds"
         return "it is nested too deeply, or needs too much memory"
 
     def close(self) -> None:

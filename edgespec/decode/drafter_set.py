@@ -43,7 +43,7 @@ class ReplyKind(NamedTuple):
 
 
 ANY_REPLY = ReplyKind()
-_UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose another method")
+_UNKNOWN_DRAFTER = MissingDrafter("this model does not support this method", "choose another method")
 
 
 class DrafterSet:
@@ -166,15 +166,16 @@ class DrafterSet:
         names, _ = self._resolve(method)
         if limited and method == "none":
             raise OptionError(
-                "max_loss limits what drafting can cost, but the method none drafts nothing",
+                "max_loss limits how much drafting can slow a reply down, but the method `none` does not"
+                " draft",
                 "leave max_loss out, or choose another method",
                 option="max_loss",
                 code="option_without_effect",
             )
         if limited and names and self._auto_config is None:
             raise OptionError(
-                "max_loss needs measured costs, which this model was loaded without",
-                "load it with the method auto, or with max_loss",
+                "max_loss needs speed measurements, but this model was loaded without them",
+                "load it with the method `auto`, or with max_loss",
                 option="max_loss",
                 code="option_not_supported",
             )

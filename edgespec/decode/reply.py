@@ -12,8 +12,8 @@ from edgespec.model.model_facts import Exactness
 __all__ = ["MethodReport", "Reply", "TextChunk", "TokenLogprobs", "exactness_for"]
 
 _REJECTION = (
-    "can differ from plain decoding, because acceptance 'rejection' draws other tokens with the same"
-    " probabilities"
+    "can differ from plain decoding, because acceptance 'rejection' can choose other tokens (with the same"
+    " probabilities)"
 )
 
 

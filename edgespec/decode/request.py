@@ -184,7 +184,7 @@ def checked_prompt(
         tokens = tuple(tokens)
     except TypeError:
         raise OptionError(
-            f"the prompt must be a list of token ids, not {tokens!r}", "use `Runtime.stream` for text"
+            f"the prompt must be a list of token IDs, not {tokens!r}", "use `Runtime.stream` for text"
         ) from None
     if not tokens:
         raise OptionError("the prompt is empty", "enter at least one word", code="prompt_empty")
@@ -197,7 +197,9 @@ def checked_prompt(
         )
     if images and contains_image(tokens[-1:]):
         raise OptionError(
-            "no text follows the images", "add a question about them to the prompt", code="prompt_empty"
+            "there is no text after the images",
+            "add a question about them to the end of the prompt",
+            code="prompt_empty",
         )
     check_vocabulary("prompt", text_tokens(tokens) if images else tokens, facts)
     return tokens
@@ -209,7 +211,7 @@ def _adapter_scales(given: Mapping[str, float], facts: ModelFacts) -> tuple[floa
     for name in given:
         if name not in names:
             raise OptionError(
-                f"{facts.name} was loaded without an adapter called {name!r}",
+                f"{facts.name} was loaded without an adapter named {name!r}",
                 f"use one of {', '.join(names)}" if names else "load the adapter with --adapter",
             )
     return tuple(given.get(name, 0.0) for name in names)
@@ -235,7 +237,7 @@ def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> N
     unknown = [value for value in tokens if not is_token(value)]
     if unknown:
         raise OptionError(
-            f"token {unknown[0]!r} in the {source} is not in the vocabulary of {facts.name}",
-            f"use token ids from 0 to {facts.vocab_size - 1}",
+            f"token ID {unknown[0]!r} in the {source} is not in the vocabulary of {facts.name}",
+            f"use token IDs from 0 to {facts.vocab_size - 1}",
             code="token_unknown",
         )

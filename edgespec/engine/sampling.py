@@ -115,14 +115,15 @@ class Sampler:
     def _check(self, peak: float) -> None:
         if not math.isfinite(peak):
             raise BackendError(
-                f"the model returned non-finite logits at position {self.position}",
-                "try --kv-type f16, or download the model again in case its file is damaged",
+                f"the model returned values that are not finite at position {self.position}",
+                "try --kv-type f16; if that does not help, the model file may be damaged, so download it"
+                " again",
                 code="logits_not_finite",
             )
 
     def _nothing_left(self) -> BackendError:
         return BackendError(
-            f"logit_bias or a constraint forbids every token at position {self.position}",
+            f"logit_bias or a constraint rules out every token at position {self.position}",
             "allow at least one token",
             code="every_token_forbidden",
         )

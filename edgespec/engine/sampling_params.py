@@ -91,7 +91,7 @@ class SamplingParams:
         if not isinstance(biases, Mapping):
             raise OptionError(
                 f"logit_bias must be a dict, not {biases!r}",
-                'map token ids to numbers, such as {"1523": -2.5}',
+                'map token IDs to numbers, such as {"1523": -2.5}',
                 option="logit_bias",
             )
         plain: dict[int, float] = {}
@@ -99,7 +99,7 @@ class SamplingParams:
             token_id, number = _plain(token, Integral), _plain(bias, Real)
             if token_id is None or token_id < 0:
                 raise OptionError(
-                    f"logit_bias contains an invalid token id: {token!r}",
+                    f"logit_bias contains an invalid token ID: {token!r}",
                     "use non-negative integers",
                     option="logit_bias",
                 )

@@ -145,7 +145,9 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
     # A model that rolls back by rerunning tokens may rerun them in a pass of any width.
     replays_exactly = capabilities.partial_truncate or found.block_tokens == 1
     if found.max_width == 1 or not replays_exactly:
-        reason = "no pass over several tokens gives the same bits as a pass over one token"
+        reason = (
+            "checking several tokens at once does not give exactly the same results as one token at a time"
+        )
         return replace(
             restricted,
             rollback=False,
@@ -156,8 +158,8 @@ def restricted_to(capabilities: Capabilities, found: WidthClass) -> Capabilities
             self_draft_refusals=dict.fromkeys(capabilities.self_draft_methods, reason),
         )
     refused = set() if found.is_contiguous else capabilities.self_draft_methods & {EarlyExit.method}
-    reason = f"it keeps passes over single tokens, but only {found.text} tokens give the same bits"
-    no_trees = "passes over trees do not give the same bits as passes over one token"
+    reason = f"it computes single tokens, but only {found.text} tokens at once give exactly the same results"
+    no_trees = "checking drafts with branches does not give exactly the same results as one token at a time"
     return replace(
         restricted,
         max_width=min(found.max_width, capabilities.max_width),

@@ -109,7 +109,7 @@ class _DrafterFactory:
         draft = self._draft
         if draft is None and self._arguments["learn"]:
             raise OptionError(
-                "--learn trains the draft model, but no draft model is loaded",
+                "--learn trains the draft model, but there is no draft model",
                 "pass an MLX draft model with --draft MODEL",
                 option="learn",
                 code="draft_missing",
@@ -143,7 +143,7 @@ class _DrafterFactory:
             made: Drafter | MissingDrafter = method.make(self._context)
             return made
         return MissingDrafter(
-            f"{method.name} was not requested when the model was loaded",
+            f"the model was loaded without the method {method.name}",
             f"load the model with --method {method.name} (in Python, use the option `method` or `methods`)",
         )
 

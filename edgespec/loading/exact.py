@@ -194,9 +194,12 @@ def _why_unrestricted(options: LoadOptions, requested: str) -> str:
     if requested == "off":
         return f"{rounding}, because --exactness off allows it"
     if options.workers is not None:
-        return f"{rounding}, because passes on workers are not tested"
+        return f"{rounding}, because edgespec does not test this with workers"
     if options.parallel > 1:
-        return f"{rounding}, because replies share passes (--parallel); --exact runs them one after the other"
+        return (
+            f"{rounding}, because replies are computed together (--parallel); --exact runs them one after"
+            " the other"
+        )
     return ""
 
 
@@ -395,7 +398,10 @@ def _exactness(requested: str, choice: _Choice) -> Exactness:
             " --exactness off allows drafting, but rounding can then change replies"
         )
     else:
-        outcome = f"are identical to plain decoding: passes of {found.text} tokens agree bit for bit"
+        outcome = (
+            f"are identical to plain decoding: checking {found.text} tokens at once gives exactly the same"
+            " results"
+        )
         if more_time:
             outcome += f"; --exactness off is up to {more_time} faster, but rounding can then change replies"
     return Exactness(requested, True, outcome, found.widths, speed)

@@ -66,7 +66,7 @@ def find_heads(
     if drafting.head != "auto":
         if not target.file_format.heads:
             raise OptionError(
-                f"a head needs a GGUF model, but {target.name} is not one",
+                f"a head can be used only with a GGUF model, which {target.name} is not",
                 "use --head none, or a GGUF version of the model",
                 option="head",
                 code="option_not_supported",
@@ -95,7 +95,7 @@ def find_heads(
     wanted = [each for each in options if not each.problem and (automatic or each.method in named)]
     published = next((each for each in wanted if each.head is None), None)
     suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
-    places = f"in the files of {target.name}, beside them or in the Hugging Face cache"
+    places = f"in the files of {target.name}, next to them or in the Hugging Face cache"
     advice = ""
     if wanted:
         download = f", a download of {format_bytes(wanted[0].size_bytes)}" if wanted[0] is published else ""
@@ -155,7 +155,11 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
     others = [option.name for option in options if option.is_usable and option not in chosen]
     if not others:
         return start
-    count = f"{len(others)} other heads fit" if len(others) > 1 else "another head fits"
+    count = (
+        f"{len(others)} other heads also work with this model"
+        if len(others) > 1
+        else "another head also works with this model"
+    )
     return f"{start}; {count}: {', '.join(others)} (choose with --head)"
 
 

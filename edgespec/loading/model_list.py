@@ -212,7 +212,7 @@ def measure_speed(progress: Progress | None = None) -> str:
         raise MemoryBudgetError(
             f"measuring the speed of this machine needs {format_bytes(MEASURING_BYTES)} of memory, but only"
             f" {format_bytes(free_bytes)} is free",
-            "close other programs",
+            "close other programs, then try again",
             code="out_of_memory",
         )
     return measure_machine(format_of("gguf"), progress).notice

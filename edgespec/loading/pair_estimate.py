@@ -103,10 +103,10 @@ class PairEstimator:
 
     def _why_in_turns(self) -> str:
         if self._drafting.arguments["exactness"] == "bits":
-            return "--exactness bits does not let replies share passes"
+            return "with --exactness bits, replies cannot be computed together"
         for estimator in (self.target, *(estimator for _, estimator in self._drafts.values())):
             if estimator.why_not_shared:
-                return f"{estimator.name} cannot run several at once, because {estimator.why_not_shared}"
+                return f"{estimator.name} cannot generate several at once, because {estimator.why_not_shared}"
         return ""
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:

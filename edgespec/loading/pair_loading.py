@@ -127,8 +127,8 @@ def _adapted_to_target(
         ratio = 1 if compared.translation is None else TOKEN_RATIO
         model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
         notices.append(
-            f"{name} reads only {window.description} of a longer text, because its context is smaller than"
-            " that of the model, so its guesses can be worse there"
+            f"{name} sees only {window.description} of a longer text, because its context is smaller than"
+            " the model's, so its guesses can be worse in long chats"
         )
     notice = " · ".join(filter(None, notices))
     if compared.translation is None:
@@ -137,7 +137,7 @@ def _adapted_to_target(
         return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
     if drafting.arguments["draft_branches"]:
         raise OptionError(
-            f"{name} cannot draft branches, because its vocabulary differs from {pair.target.name}'s",
+            f"{name} cannot draft branches, because its vocabulary differs from that of {pair.target.name}",
             "omit --draft-branches",
             option="draft_branches",
             code="option_not_supported",
@@ -164,7 +164,7 @@ def _check_trainable(
         why = f"its vocabulary differs from that of {target.name}"
         hint = "use a draft model with the same vocabulary"
     elif window:
-        why, hint = "it reads only the end of the text", "use --draft-window 0"
+        why, hint = "it sees only the end of the text", "use --draft-window 0"
     else:
         return
     raise OptionError(

@@ -184,12 +184,12 @@ def find_pair(
         drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
         found = _prepared_target(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.heads:
-        heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
+        heads = without_heads(heads, f"{found.name} runs in the version that was prepared for early exit")
     if not found_draft and drafting.needs_draft_model:
         needing = {each.name for each in methods() if each.needs == "draft model"}
         method = next(method for method in drafting.methods if needing & {*method.split("+")})
         raise OptionError(
-            f"method {method!r} needs a draft model: {why_none}",
+            f"the method {method!r} needs a draft model: {why_none}",
             "choose a draft model with --draft MODEL",
             option="method",
             code="draft_missing",
@@ -229,9 +229,9 @@ def with_projector(options: LoadOptions, target: Resolved, choice: str) -> LoadO
     if not target.file_format.projectors or options.workers is not None:
         if choice in ("auto", "none"):
             return options
-        why = "its layers are on workers" if options.workers else "only whole GGUF models can"
+        why = "its layers are on workers" if options.workers else "only complete GGUF models can"
         raise OptionError(
-            f"{target.name} cannot use a projector, because {why}",
+            f"{target.name} cannot use an image projector, because {why}",
             "omit --mmproj, or use the model's original GGUF file on this machine",
             option="mmproj",
             code="option_not_supported",
@@ -267,7 +267,7 @@ def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: Dra
     if replaced := form.preparations.intersection(named):
         name = min(replaced)
         raise OptionError(
-            f"method {name!r} cannot be used with adapters for a GGUF model, because the files that"
+            f"the method {name!r} cannot be used with adapters for GGUF models, because the files that"
             f" `edgespec prepare {name}` makes do not support adapters",
             "omit --adapter, or use another method, such as suffix",
             option="method",
@@ -304,7 +304,7 @@ def _find_draft(
         return DraftChoice(None, "no draft model was requested")
     if draft != "auto":
         with about_option("draft"):
-            return DraftChoice(find_model(draft), "you named it", source="user")
+            return DraftChoice(find_model(draft), "you chose it", source="user")
     return choose_draft(target, options.memory_bytes, options.context_tokens, failed=failed)
 
 

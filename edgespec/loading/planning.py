@@ -163,14 +163,14 @@ class LoadPlan:
     def notice(self) -> str:
         """Message that explains how the plan differs from the user's request, or an empty string."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
-        fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        fitted = f"changed to fit in {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         streaming = f"larger than memory: {self.plan.streaming.text}" if self.plan.streaming else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
         images = ""
         if self.dropped_projector:
             images = f"images are off to save memory: --mmproj {self.dropped_projector} turns them on"
         elif self.options.small_images:
-            images = "images are reduced to about a megapixel to save memory: raise --memory to avoid it"
+            images = "images are reduced to about a megapixel to save memory; raise --memory to avoid this"
         return " · ".join(filter(None, (streaming, fitted, in_turns, images, self.plan.unused_experts)))
 
 
@@ -309,8 +309,10 @@ def _plan_pair(
         pair = replace(pair, draft=None, why_no_draft=why)
     if choice.heads < len(pair.heads):
         names = [head.name for head in pair.heads[choice.heads :]]
-        heads = f"heads {' and '.join(names)} do" if len(names) > 1 else f"head {names[0]} does"
-        why = f"the {heads} not fit in memory"
+        if len(names) > 1:
+            why = f"the heads {' and '.join(names)} do not fit in memory"
+        else:
+            why = f"the head {names[0]} does not fit in memory"
         pair = replace(pair, heads=pair.heads[: choice.heads], why_no_head=why, why_heads="")
     drafting = replace(
         drafting,
@@ -430,9 +432,9 @@ def check_fits(planned: LoadPlan) -> None:
     if not planned.context_is_fixed:
         context += ", the smallest that edgespec chooses,"
     raise MemoryBudgetError(
-        f"{planned.pair.target.name} with {context} needs"
-        f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
-        f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}); the largest parts are {named}",
+        f"{planned.pair.target.name} with {context} needs {format_bytes(plan.planned_bytes(pool))}{where},"
+        f" but only {format_bytes(plan.budget_bytes(pool))} can be used ({plan.budget.source}); the largest"
+        f" parts are {named}",
         planned.advice,
     )
 
@@ -468,7 +470,7 @@ def _find_advice(
     for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _weight_bytes_if_it_fits(smaller, options, room, headroom_bytes):
             size = format_bytes(weight_bytes)
-            return f"choose {smaller.name} ({size}), which fits and is on this machine, or {more}"
+            return f"choose {smaller.name} ({size}), which fits and is already on this machine, or {more}"
     fitting = [
         entry
         for entry in load_catalogue().entries

@@ -69,7 +69,10 @@ def create_prefix_cache(
         if states_before and file_states(Path(target.facts.path), load_options.adapters) == states_before:
             disk = PrefixCacheDisk(identity, disk_bytes)
         else:
-            notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
+            notice = (
+                "earlier chats are not cached on disk, because the model's files changed while they were"
+                " being loaded"
+            )
     return PrefixCache(
         target,
         plan.prefix_cache_bytes,

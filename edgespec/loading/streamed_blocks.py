@@ -53,7 +53,7 @@ def prepare_substitutes(
     type_name = parse_quantisation_type(type_name)
     if path.is_dir():
         raise OptionError(
-            f"{path} was prepared for early exit, so it cannot be larger than memory",
+            f"{path} was prepared for early exit, so it cannot run from disk",
             "use the GGUF file that it was made from, or omit --for-memory",
         )
     check_loadable([TrialModel(path.name, path, format_at(path), runs=False)], progress)
@@ -98,7 +98,7 @@ def _streamed(planned: LoadPlan, path: Path, memory_bytes: int) -> list[int]:
         )
     if not plan.fits or plan.streaming is None or not plan.streaming.substitute_bytes:
         raise MemoryBudgetError(
-            f"{path.name} with low-bit copies of its blocks does not fit in {format_bytes(memory_bytes)}",
-            "pass more memory, or choose a --type with fewer bits",
+            f"{path.name} with low-bit copies of its layers does not fit in {format_bytes(memory_bytes)}",
+            "pass more memory, or choose a lower-bit --type",
         )
     return [each.layer for each in choose_streamed(streamable_layers(path), planned.options)]

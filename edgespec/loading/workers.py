@@ -66,7 +66,7 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
     unsupported = drafting.named_drafters.difference(supported)
     if unsupported:
         raise OptionError(
-            f"method {min(unsupported)!r} does not work with --workers yet",
+            f"the method {min(unsupported)!r} does not work with --workers yet",
             f"use {', '.join(supported)}, auto or none",
             option="method",
             code="option_not_supported",
@@ -75,8 +75,8 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
     uses_head = not drafting.named_drafters.isdisjoint(head_names())
     if drafting.names_head and not uses_head:
         raise OptionError(
-            f"--head {drafting.head} would slow down all passes on workers, also those without drafts, so "
-            "the method auto does not use it",
+            f"with workers, --head {drafting.head} would slow down every token, even those without drafts,"
+            " so the method `auto` does not use it",
             "select the head's method, such as --method eagle, or omit --head",
             option="head",
             code="option_not_supported",
@@ -117,7 +117,7 @@ def connect_workers(
     if machines.local_bytes and pair.target.backend.graphics_cards():
         raise OptionError(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
-            "start `edgespec worker` on this machine too, and name 127.0.0.1:50052 instead of local",
+            "start `edgespec worker` on this machine too, and use 127.0.0.1:50052 instead of local",
             option="workers",
             code="option_not_supported",
         )
@@ -134,11 +134,11 @@ def _check_tensor_split(machines: Machines, name: str, form: FileFormat) -> None
         reason = f"works only with MLX models, but the format of {name} is {form.label}"
         next_step = "use an MLX version of it"
     elif len(machines.workers) < 2:
-        reason, next_step = "needs at least two workers", "name more workers"
+        reason, next_step = "needs at least two workers", "list more workers"
     elif machines.local_bytes:
         reason, next_step = (
             "does not support local=SIZE",
-            "start `edgespec worker` on this machine too, and name its address instead of local",
+            "start `edgespec worker` on this machine too, and use its address instead of local",
         )
     elif ssh := next((each for each in machines.workers if isinstance(each, SshAddress)), None):
         reason, next_step = (

@@ -112,7 +112,7 @@ def check_at_once(acceptance: str, cases: int) -> None:
         )
     if cases < 2:
         raise OptionError(
-            "there is only one reply, so --parallel has no effect",
+            "--parallel has no effect, because there is only one reply",
             "use more prompts",
             code="option_without_effect",
         )
@@ -153,7 +153,9 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
             data = stream.read(_MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error_reason(error)
+        reason = (
+            "the file is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error_reason(error)
+        )
         raise OptionError(
             f"cannot read prompts from {file}: {reason}", "check the path", code="file_not_read"
         ) from error
@@ -176,7 +178,7 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
         schema = _schema(entry)
     except (ValueError, RecursionError) as error:
         is_json = not isinstance(error, json.JSONDecodeError | RecursionError)
-        reason = shorten(error) if is_json else "the line is not JSON"
+        reason = shorten(error) if is_json else "the line is not valid JSON"
         raise OptionError(
             f"line {number} of {file} is not a valid prompt: {reason}",
             'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
@@ -195,7 +197,7 @@ def _messages(entry: Any) -> tuple[Message, ...]:
         raise ValueError("the prompt or the content of a message is not a string")
     broken = [item for item in items if item.get("role") not in _ROLES or not item["content"].strip()]
     if broken or not items or items[-1]["role"] != "user":
-        raise ValueError("the last message must have the role user, and no message may be empty")
+        raise ValueError("the last message must have the role `user`, and no message may be empty")
     return tuple(Message(item["role"], item["content"]) for item in items)
 
 

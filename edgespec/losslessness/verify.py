@@ -118,7 +118,9 @@ def verify(
         )
     check_integer("samples", samples, 1, 1 << 31)
     if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
-        raise OptionError(f"idle_seconds must be at least 0, not {idle_seconds}", "use 0 or more")
+        raise OptionError(
+            f"idle_seconds must not be negative, but is {idle_seconds}", "use 0, or a positive number"
+        )
     if len({prompt.name for prompt in prompts}) < len(prompts):
         [(repeated, _)] = Counter(prompt.name for prompt in prompts).most_common(1)
         raise OptionError(

@@ -109,7 +109,7 @@ def find_budget(
         size, source = min(map(usable, limits))
     else:
         total = int(psutil.virtual_memory().total)
-        more = f", more than the {format_bytes(total)} of this machine" if memory_bytes > total else ""
+        more = f", more than this machine's {format_bytes(total)}" if memory_bytes > total else ""
         size, source = memory_bytes, f"--memory{more}"
         least, enforced_by = min((usable(limit) for limit in limits if limit.hard), default=(size, ""))
         if least < size:
@@ -128,9 +128,9 @@ def check_room_to_plan() -> None:
     least = min(process_limits(), key=lambda limit: limit.free_bytes)
     if least.free_bytes < PLANNING_BYTES:
         raise MemoryBudgetError(
-            f"planning needs {format_bytes(PLANNING_BYTES)} of memory, but {least.what} leaves"
-            f" {format_bytes(least.free_bytes)}",
-            "close other programs, or raise the limit",
+            f"edgespec needs {format_bytes(PLANNING_BYTES)} of memory to read a model's metadata, but only"
+            f" {format_bytes(least.free_bytes)} is left ({least.what})",
+            "close other programs, or raise the memory limit",
             code="out_of_memory",
         )
 
@@ -173,7 +173,7 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 
     `root` is the folder that contains /proc and /sys.
     """
-    limits = [Limit(int(psutil.virtual_memory().available), "the available memory of this machine")]
+    limits = [Limit(int(psutil.virtual_memory().available), "the memory available on this machine")]
     limits += cgroup_limits(root)
     if limit := address_limit():
         limits.append(limit)
@@ -213,7 +213,7 @@ def address_limit() -> Limit | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     free = soft - int(psutil.Process().memory_info().vms)
     rounded = max(0, free // _ADDRESS_STEP_BYTES * _ADDRESS_STEP_BYTES)
-    return Limit(rounded, "the limit of the address space (ulimit -v)", hard=True)
+    return Limit(rounded, "the limit on address space (ulimit -v)", hard=True)
 
 
 def apple_limit() -> Limit:
@@ -224,10 +224,10 @@ def apple_limit() -> Limit:
     ones.
     """
     total = int(psutil.virtual_memory().total)
-    limit, what = _wired_bytes(), "the wired limit of the GPU (iogpu.wired_limit_mb)"
+    limit, what = _wired_bytes(), "the GPU's limit on wired memory (iogpu.wired_limit_mb)"
     if limit <= 0:
         limit = total * 2 // 3 if total <= 36 * 2**30 else total * 3 // 4
-        what = "the working set that Apple recommends for the GPU"
+        what = "the amount of GPU memory that macOS recommends"
     return Limit(max(0, limit - int(psutil.Process().memory_info().rss)), what)
 
 

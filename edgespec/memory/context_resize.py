@@ -132,7 +132,7 @@ class ResizableContext:
         if tokens > size:
             raise ContextFullError(
                 f"the prompt has {tokens:,} tokens, but there is only enough memory for a context of"
-                f" {size:,} tokens",
+                f" {size:,}",
                 "shorten the prompt, close other programs, or choose a smaller model",
                 code="out_of_memory",
             )

@@ -46,8 +46,8 @@ _RESTORABLE: tuple[PlanOption, ...] = (
 # Effect of each KV cache format on quality. No figures are given, because they depend on the model.
 # `scripts/bench_kv_types.py` measures the effect.
 _QUALITY = {
-    "q8_0": "it needs about half the memory of 16 bits, and replies hardly change",
-    "q4_0": "it needs about a quarter of the memory of 16 bits, but replies can get worse",
+    "q8_0": "it takes about half the memory of a 16-bit cache, and hardly changes replies",
+    "q4_0": "it takes about a quarter of the memory of a 16-bit cache, but can make replies worse",
 }
 
 
@@ -265,7 +265,7 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
 
 
 def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tuple[str, str]]:
-    no_drafter = "replies can still be sped up with repeated text, which takes hardly any memory"
+    no_drafter = "repeated text can still speed up replies, and takes hardly any memory"
     return {
         "context": (
             f"a context of {choice.context_tokens:,} tokens instead of {start.context_tokens:,}",
@@ -274,11 +274,11 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         "kv_type": (f"a KV cache of type {choice.kv_type}", _QUALITY.get(choice.kv_type, "")),
         "draft_kv_type": (
             f"a KV cache of type {choice.draft_kv_type} for the draft model",
-            "its proposals are checked, so replies stay the same",
+            "the model checks its proposals, so replies stay the same",
         ),
         "draft_window": (
             f"the draft model sees only the last {choice.draft_window or 0:,} tokens",
-            "its KV cache then does not grow with the chat",
+            "its KV cache then stops growing with the chat",
         ),
         "float32": (
             "16-bit weights, not converted to float32",
@@ -286,17 +286,17 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         ),
         "draft_form": (
             f"{choice.draft_form} as the draft model",
-            "it is the same model with fewer bits, so slightly fewer of its tokens are accepted",
+            "it is a lower-bit version of the same model, so slightly fewer of its tokens are accepted",
         ),
         "draft": ("no draft model", no_drafter),
-        "copy": ("no copy of the model with fewer bits", no_drafter),
+        "copy": ("no low-bit copy of the model", no_drafter),
         "heads": (f"only {choice.heads} of {start.heads} heads" if choice.heads else "no head", no_drafter),
         "experts": (
             f"the experts of {choice.experts} layers in main memory",
-            "a token uses few of them, so the GPU's memory is better used for the rest",
+            "each token uses only a few of them, so the GPU's memory is better used for the rest",
         ),
         "gpu_layers": (
-            f"only {choice.gpu_layers} layers on graphics cards",
-            "the CPU computes the other layers, but more slowly",
+            f"only {choice.gpu_layers} layers on the GPU",
+            "the CPU runs the other layers, but more slowly",
         ),
     }

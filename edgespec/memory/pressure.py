@@ -71,14 +71,14 @@ class MemoryPressure:
         if not (self._store and self._store.memory_bytes and self.is_low):
             return 0.0
         started = now()
-        self._report("of cached prefixes", self._store.reclaim())
+        self._report("from the cache of earlier chats", self._store.reclaim())
         return now() - started
 
     def reclaim_idle(self) -> None:
         """Evict cached prefixes, and then shrink the context, if memory is low between replies."""
         self.drop_prefixes()
         if self._context.can_shrink and self.is_low:
-            self._report("of unused context", self._context.shrink())
+            self._report("by shrinking the context", self._context.shrink())
 
     def check_during_reply(self) -> None:
         """Evict cached prefixes without writing them to disk, if memory is low during a reply.
@@ -90,7 +90,7 @@ class MemoryPressure:
             return
         self._next_check = clock + CHECK_SECONDS
         if store.memory_bytes and self.is_low:
-            self._report("of cached prefixes", store.reclaim(write=False))
+            self._report("from the cache of earlier chats", store.reclaim(write=False))
             self.notice = " · ".join(filter(None, (self.notice, *self._unreported)))
             self._unreported = []
 

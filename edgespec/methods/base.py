@@ -204,7 +204,7 @@ def check_rollback(model: LanguageModel) -> None:
     """Raise CapabilityError if a model does not support rollback, which a draft model requires."""
     if not model.facts.capabilities.rollback:
         raise CapabilityError(
-            f"{model.facts.name} cannot be a draft model: {model.facts.capabilities.reason}",
-            "choose a draft model that supports rollback, or use --draft none",
+            f"{model.facts.name} cannot be used as a draft model: {model.facts.capabilities.reason}",
+            "choose another draft model, or use --draft none",
             code="rollback_not_supported",
         )

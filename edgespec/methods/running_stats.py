@@ -39,7 +39,10 @@ class RunningMean:
     def restore(self, saved: NDArray[np.float64]) -> None:
         """Restore the mean from an array returned by `saved`. Raises ValueError if the array is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"a saved running mean must consist of a finite mean and a count, not {saved}")
+            raise ValueError(
+                "the saved statistics are damaged: a running mean must consist of a finite mean and a count,"
+                f" not {saved}"
+            )
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), MAX_RESTORED_COUNT)
 
@@ -88,10 +91,11 @@ class AcceptanceCounts:
         expected = (4, *self.accepted.shape)
         if saved.shape != expected or not np.isfinite(saved).all() or (saved < 0.0).any():
             raise ValueError(
-                f"expected finite acceptance counts of shape {expected}, but got shape {saved.shape}"
+                "the saved statistics are damaged: acceptance counts must be finite and have shape"
+                f" {expected}, not {saved.shape}"
             )
         if (saved[0] > saved[1] + 1e-6).any() or (saved[2] > saved[3] + 1e-6).any():
-            raise ValueError("saved acceptance counts contain more accepted than drafted tokens")
+            raise ValueError("the saved statistics are damaged: they count more accepted than drafted tokens")
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:

@@ -131,7 +131,7 @@ class BaseModel(ABC):
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
         raise CapabilityError(
-            f"{self.facts.name} cannot embed texts",
+            f"{self.facts.name} cannot compute embeddings",
             "choose a GGUF model that was not prepared for early exit",
             code="embeddings_not_supported",
         )
@@ -167,7 +167,7 @@ class BaseModel(ABC):
         """Raise CapabilityError with the reason if the model rules out a self-drafting method."""
         if reason := self.facts.capabilities.self_draft_refusals.get(method):
             raise CapabilityError(
-                f"the method {method} does not work with {self.facts.name}: {reason}",
+                f"the {method} method does not work with {self.facts.name}: {reason}",
                 "choose another method, or use --exactness off",
             )
 
@@ -189,7 +189,7 @@ class BaseModel(ABC):
         """See `HiddenStateSource`."""
         raise CapabilityError(
             f"the hidden states of {self.facts.name} cannot be read",
-            "choose a method that needs no head",
+            "choose a method that does not need a head",
         )
 
     def stop_logging(self, log: HiddenStateLog) -> None:
@@ -207,7 +207,7 @@ class BaseModel(ABC):
         self._check(0)
         if context_tokens < max(1, self.length):
             raise ContextFullError(
-                f"{self.length:,} cached tokens do not fit in a context of {context_tokens:,} tokens",
+                f"the {self.length:,} cached tokens do not fit in a context of {context_tokens:,} tokens",
                 "truncate the cache first",
             )
 
@@ -287,7 +287,7 @@ class SelfDraftView(ABC, Generic[M]):
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
         raise self._unsupported(
-            f"{self.facts.name} uses the KV cache of the target and cannot embed texts",
+            f"{self.facts.name} uses the KV cache of the target and cannot compute embeddings",
             "call `embed` on the target",
         )
 
@@ -427,7 +427,7 @@ class WrappedModel(BaseModel):
             tokens = None
         if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.facts.context_tokens:
             raise BackendError(
-                "the saved KV cache belongs to another model or exceeds the context",
+                "the saved KV cache belongs to another model, or does not fit in the context",
                 "process the prompt again",
                 code="state_not_restored",
             )

@@ -85,7 +85,7 @@ class Image:
         image = _opened(name, data)
         if image.width * image.height > _MAX_PIXELS:
             raise AttachmentError(
-                f"{name} has {image.width:,} x {image.height:,} pixels, but edgespec reads at most"
+                f"{name} has {image.width:,} x {image.height:,} pixels, but edgespec supports at most"
                 f" {_MAX_PIXELS // 10**6} megapixels",
                 "reduce its size with an image editor",
                 code="attachment_too_large",
@@ -103,8 +103,8 @@ class Image:
             header, comma, text = text.partition(",")
             if not comma or not header.endswith(";base64"):
                 raise AttachmentError(
-                    f"the data: URL of {name} is not in base64",
-                    "use data:image/png;base64, followed by the file in base64",
+                    f"the data: URL of {name} is not base64-encoded",
+                    "use data:image/png;base64, followed by the base64-encoded file",
                     code="attachment_unreadable",
                 )
         _check_size(name, len(text) * 3 // 4, MAX_IMAGE_BYTES)

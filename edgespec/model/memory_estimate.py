@@ -275,7 +275,8 @@ def check_draft_width(width: int, max_width: int) -> None:
     """Raise CapabilityError if a draft tree of `width` tokens is too large for one pass."""
     if width > max_width:
         raise CapabilityError(
-            f"a draft of {width} tokens exceeds the limit of {max_width} per pass",
+            f"a draft of {width} tokens exceeds the limit of {max_width} tokens that the model can check at"
+            " once",
             "use a shorter --draft-length or fewer --draft-branches",
             code="draft_too_wide",
         )

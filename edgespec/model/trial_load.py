@@ -196,15 +196,15 @@ def why_refused(models: Sequence[TrialModel]) -> list[str]:
 
 def _not_tried(models: Sequence[TrialModel], why: str) -> str:
     names = " and ".join(model.name for model in models)
-    return f"{names} could not be tried in a separate process before loading: {why}"
+    return f"{names} could not be checked in a separate process before loading: {why}"
 
 
 def _failure(model: TrialModel, reason: str) -> ModelFileError:
     return ModelFileError(
         f"{model.tested_path} is damaged or not supported:"
         f" {backend_of(model.form.name).name} crashed while loading it ({reason})",
-        "download it again or choose another model (`edgespec chat --trust` skips this check, but the crash"
-        " would then end edgespec)",
+        "download it again or choose another model (`edgespec chat --trust` skips this check, but then"
+        " edgespec itself could crash)",
     )
 
 
@@ -302,9 +302,9 @@ class _Child:
         if name == "SIGXCPU":
             # Do not report the timeout as a crash, because the CPU may just be slow.
             raise BackendError(
-                f"{model.tested_path} seems to be damaged or not supported: loading it and generating a few"
-                f" tokens took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of"
-                " CPU time",
+                f"{model.tested_path} seems to be damaged or not supported:"
+                f" {backend_of(model.form.name).name} needed more than {self._cpu_seconds} seconds of CPU"
+                " time to load it and generate a few tokens",
                 "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
                 " skips this check",
                 code="trial_failed",
@@ -374,8 +374,9 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
 
 def _stopped(model: TrialModel, why: str) -> BackendError:
     return BackendError(
-        f"the trial of {model.tested_path} in a separate process failed: {why}",
-        "close other programs and try again; if you trust this file, `edgespec chat --trust` skips the trial",
+        f"edgespec could not test {model.tested_path} in a separate process: {why}",
+        "close other programs and try again; if you trust this file, `edgespec chat --trust` skips this"
+        " check",
         code="trial_failed",
     )
 

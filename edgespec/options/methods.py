@@ -275,18 +275,20 @@ def parse_method(method: str) -> tuple[str, ...]:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(
                 f"method {method!r} is unknown",
-                f"{hint}choose auto, none, or {', '.join(known)} joined by +",
+                f"{hint}choose `auto`, `none`, or one or more of these, joined by +: {', '.join(known)}",
                 option="method",
             )
     for at, name in enumerate(names):
         if name in names[:at]:
             raise OptionError(
-                f"method {method!r} contains {name} twice", "list each drafter once", option="method"
+                f"method {method!r} contains {name} more than once",
+                "list each part only once",
+                option="method",
             )
     on_cache = [name for name in names if known[name].uses_target_cache]
     if len(on_cache) > 1:
         raise OptionError(
-            f"method {method!r} contains {len(on_cache)} drafters that need the target's own cache",
+            f"method {method!r} combines {len(on_cache)} methods that need the model's own cache",
             f"use only one of {', '.join(on_cache)}",
             option="method",
         )

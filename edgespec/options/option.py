@@ -305,7 +305,10 @@ class Adapters(Kind):
         else:
             given = [value] if isinstance(value, str | os.PathLike) else value
             if not isinstance(given, Sequence):
-                raise OptionError(f"{name} must be one or more paths, not {value!r}", "pass a path")
+                raise OptionError(
+                    f"{name} must be a path or a list of paths, not {value!r}",
+                    'for example, pass "style.gguf"',
+                )
             pairs = [_path_and_scale(check_path(name, one)) for one in given]
         return tuple(
             (os.path.expanduser(check_path(name, path)), _ADAPTER_SCALE.check(f"the scale of {path}", scale))
@@ -356,7 +359,7 @@ class Branches(Kind):
             value = (count,)
         if not isinstance(value, tuple | list):
             raise OptionError(
-                f"{name} must be auto or positive integers, not {value!r}", "for example, use 3,2"
+                f"{name} must be `auto` or positive integers, not {value!r}", "for example, use 3,2"
             )
         value = tuple(check_integer(name, count, 1, _MAX_BRANCHES) for count in value)
         if math.prod(value) > _MAX_BRANCHES:
@@ -383,8 +386,8 @@ class ExpertPlacement(Kind):
         number = as_integer(value)
         if number is None or not 0 <= number <= _NO_LIMIT:
             raise OptionError(
-                f"{name} must be auto, gpu, cpu or a number of layers, not {value!r}",
-                "for example, use auto, or 12",
+                f"{name} must be `auto`, `gpu`, `cpu` or a number of layers, not {value!r}",
+                "for example, use 12",
             )
         return number
 
@@ -437,10 +440,10 @@ class TextFile(Kind):
             with Path(text).expanduser().open("rb") as file:
                 data = file.read(_MAX_FILE_BYTES + 1)
             if len(data) > _MAX_FILE_BYTES:
-                raise OSError(EFBIG, f"it has more than {format_bytes(_MAX_FILE_BYTES)}")
+                raise OSError(EFBIG, f"it is larger than {format_bytes(_MAX_FILE_BYTES)}")
             return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise OptionError(
                 f"the file {text!r} cannot be read: {reason}",
                 "pass the path of a text file",
@@ -455,8 +458,8 @@ class JsonSchema(TextFile):
         """Return the JSON text of a file. Raises OptionError if it cannot be read or is not a JSON object."""
         if text.lstrip().startswith("{"):
             raise OptionError(
-                f"the schema must be given as the path of a file, not as JSON: {text[:40]!r}",
-                "save the schema to a file, and pass its path",
+                f"the schema must be the path of a file, not JSON text: {text[:40]!r}",
+                "save the schema to a file, and pass the path of that file",
                 code="constraint_invalid",
             )
         schema = super().parse(text)
@@ -472,7 +475,7 @@ class JsonSchema(TextFile):
         if not is_object:
             raise OptionError(
                 f"{text} contains {schema[:40]!r}, but a JSON schema must be a JSON object",
-                "pass the path of a JSON schema",
+                "pass the path of a JSON schema file",
                 code="constraint_invalid",
             )
         return schema
@@ -587,8 +590,8 @@ class Option:
 # fmt: off
 METHOD = Option(MethodName(), "method",
     "How to speed up replies. `auto` uses the draft model and repeated text whenever that is faster. `none`"
-    " turns the speed-up off. You can also name one or more methods joined by +, which are then used even"
-    " when they are slower: " + ", ".join(each.name for each in methods_by_need()) + ".",
+    " turns the speed-up off. You can also name one or more methods joined by +, which are then used even if"
+    " they are slower: " + ", ".join(each.name for each in methods_by_need()) + ".",
     default="auto", common=True, in_chat=("Speed-up method", "auto, none, or e.g. model+suffix"))
 DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"), "method",
     f"Number of tokens that the draft model proposes at a time, from 1 to {MAX_DRAFT_LENGTH}. With `auto`,"
@@ -597,12 +600,13 @@ DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or metho
     in_chat=("Draft length", "tokens to guess at a time, 1 to 64"))
 ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
     "How the model decides which proposed tokens to accept. `invariant`: the same seed gives the same reply"
-    " with every method. `rejection`: every reply is as likely as without the speed-up, but the same seed can"
-    " give a different reply with another method, and, with `auto` or several methods, each time.",
+    " with every method. `rejection`: every reply is as likely as without the speed-up, but the same seed"
+    " can give different replies with different methods. With `auto` or several methods, it can give a"
+    " different reply every time.",
     default="invariant", in_chat=("Acceptance", "invariant (same seed, same reply)"))
 MAX_LOSS = Option(Share(), "drafting",
-    "How much slower than without the speed-up a reply may become, such as 5%. The time of two tokens is"
-    " allowed in addition. If set, this also applies to methods other than `auto`.",
+    "How much slower the speed-up may make a reply in the worst case, such as 5%, in addition to the time"
+    " for two tokens. If set, this also applies to methods other than `auto`.",
     default_text="2% for auto, no limit for other methods")
 # fmt: on
 

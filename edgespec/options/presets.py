@@ -101,7 +101,7 @@ def write_preset(preset: Preset) -> Path:
         write_private_file(path, data)
     except OSError as error:
         raise ConfigurationError(
-            f"the preset {preset.name} cannot be written to {path}: {error_reason(error)}",
+            f"the preset {preset.name} cannot be saved to {path}: {error_reason(error)}",
             write_advice(error, path.parent, "EDGESPEC_CONFIG_DIR"),
             code="file_not_written",
         ) from error

@@ -71,40 +71,38 @@ class ReplyArguments(TypedDict, total=False):
         in_chat=("Maximum length", "maximum tokens in a reply"))]
     min_tokens: Annotated[int, Option(Integer(0, _MAX_SEED), "reply",
         "Minimum number of tokens in a reply: the model cannot end it earlier, but stop strings can. This is"
-        " useful for measuring speeds with replies of the same length.",
+        " useful for comparing speeds with replies of the same length.",
         default=0, per_run=True)]
     seed: Annotated[int | None, Option(Integer(0, _MAX_SEED), "reply",
         "Random seed. The same seed gives the same reply with every method (but see --acceptance).",
         default_text="random", common=True, in_chat=("Seed", "the same seed gives the same reply"))]
     stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
-        "End the reply when this text appears in it. The text itself is left out. Can be repeated.",
+        "End the reply when this text appears in it. The text itself is not included. Can be repeated.",
         default=(), in_chat=("Stop strings", "texts that end the reply: a,b"))]
     schema: Annotated[Mapping[str, Any] | str | type | None, Option(JsonSchema(), "reply",
-        "Let the model answer only with JSON that satisfies the JSON schema in this file.",
+        "Restrict replies to JSON that matches the JSON schema in this file.",
         per_run=True)]
     regex: Annotated[str | None, Option(Text("REGEX"), "reply",
-        "Let the model write only answers that match this regular expression as a whole.",
+        "Restrict replies to text that fully matches this regular expression.",
         per_run=True)]
     grammar: Annotated[str | None, Option(TextFile(), "reply",
-        "Let the model write only answers that satisfy the grammar in this file (in llguidance's Lark"
-        " format).",
+        "Restrict replies to text that matches the grammar in this file (in llguidance's Lark format).",
         per_run=True)]
     choice: Annotated[str | Sequence[str], Option(Choices(), "reply",
-        "Let the model answer only with this text. Can be repeated, so that the model chooses one of several"
-        " texts.",
+        "Restrict replies to this text. Repeat this option to let the model choose one of several texts.",
         default=(), per_run=True)]
     thinking: Annotated[str, Option(Choice(("auto", "on", "off")), "reply",
-        "Whether the model reasons before it answers, for models with which that can be chosen. `auto` is the"
-        " model's default.",
+        "Whether the model reasons before it answers, if the model lets you choose. `auto` uses the model's"
+        " default.",
         default="auto", in_chat=("Reasoning", "auto, on or off"))]
     logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
         "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
-        " command line, use it with --json.",
+        " command line, this needs --json.",
         per_run=True)]
     adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
-        "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters without"
-        " a scale are not used. GGUF models only.",
-        default_text="the scales given to `load`", api_only=True)]
+        "Scale of each loaded adapter for this reply, keyed by the adapter's file name without .gguf."
+        " Adapters without a scale are not used. Only for GGUF models.",
+        default_text="the scales passed to `load`", api_only=True)]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]
@@ -129,15 +127,15 @@ class ReplyArguments(TypedDict, total=False):
         "Make repeated tokens less likely by this factor; 1 turns this off.",
         ("Repetition penalty", "above 1: less repetition; 1 = off"))]
     presence_penalty: Annotated[float, _sampling("X",
-        "Make tokens that were already used less likely, by subtracting X from their logits; 0 turns this"
-        " off.",
+        "Make tokens that have already been used less likely, by subtracting X from their logits; 0 turns"
+        " this off.",
         ("Presence penalty", "avoid tokens already used; 0 = off"))]
     frequency_penalty: Annotated[float, _sampling("X",
-        "Make tokens less likely each time they are used, by subtracting X from their logits; 0 turns this"
-        " off.",
+        "Make tokens less likely each time they are used, by subtracting X from their logits per use; 0"
+        " turns this off.",
         ("Frequency penalty", "avoid frequent tokens; 0 = off"))]
     penalty_window: Annotated[int, _sampling("N",
-        "Number of recent tokens that the penalties look at; -1 means all.",
+        "Number of recent tokens that the penalties apply to; -1 means all.",
         ("Penalty window", "tokens to look back; -1 = all"), int)]
     logit_bias: Annotated[Mapping[int, float], Option(TokenBiases("ID=VALUE"), "sampling",
         "Add VALUE to the logit of the token with this ID, such as 1523=-2.5; -inf bans the token. Can be"

@@ -93,8 +93,8 @@ def unknown_setting(name: str, known: Iterable[str] | None = None) -> tuple[str,
     if option and option.per_run:
         flag = f"--{name.replace('_', '-')}"
         return (
-            f"{name} belongs to a single model or run, so it is not a setting",
-            f"use {flag} where you need it",
+            f"{name} applies to a single model or run, so it cannot be a setting",
+            f"use {flag} when you need it",
         )
     near = nearest(name, SETTINGS if known is None else known)
     advice = f"did you mean {' or '.join(near)}?" if near else "`edgespec config` shows all settings"
@@ -121,7 +121,8 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
             automatic = () if name in unread_options(("auto",)) else ("auto",)
             raise OptionError(
                 f"{name} has no effect with method {', '.join(dict.fromkeys(methods))}",
-                f"remove it, or choose a method that uses it: {', '.join((*automatic, *readers_of(name)))}",
+                "remove it, or choose a method that uses it, such as"
+                f" {', '.join((*automatic, *readers_of(name)))}",
                 option=name,
                 code="option_without_effect",
             )

@@ -100,7 +100,7 @@ def read_text(path: Path) -> str | None:
             where += f", column {place[2]}" if place[2] else ""
         raise ConfigurationError(
             f"{where}: {reason[:1].lower()}{reason[1:]}",
-            'write lines such as target = "8b-q4", or move the file elsewhere',
+            'use lines such as target = "8b-q4", or move the file elsewhere',
         ) from error
     return text
 
@@ -110,7 +110,7 @@ def encoded(path: Path, text: str) -> bytes:
     data = text.encode()
     if len(data) > _MAX_BYTES:
         raise ConfigurationError(
-            f"{path} would have {len(data):,} bytes, but at most {_MAX_BYTES:,} are allowed",
+            f"{path} would have {len(data):,} bytes, which exceeds the limit of {_MAX_BYTES:,} bytes",
             "shorten the longest value, such as the system prompt",
             code="input_too_large",
         )
@@ -147,11 +147,11 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
     except NotEditableError:
         raise ConfigurationError(
             f"{'.'.join(path)} cannot be changed in {file} automatically",
-            "change it in an editor",
+            "change it in a text editor",
         ) from None
     except Timeout as error:
         raise ConfigurationError(
-            f"another program is writing to {file}", "try again when it is done", code="file_in_use"
+            f"another program is writing to {file}", "try again when it has finished", code="file_in_use"
         ) from error
     except OSError as error:
         raise ConfigurationError(

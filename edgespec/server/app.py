@@ -102,8 +102,8 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     message = f"there is nothing at {path[:100]}; {unknown_path_advice(scope)}"
     if path in _MODEL_CHANGES:
         message = (
-            f"the server has no {path}, because it does not change the models on this machine; use `edgespec"
-            " models pull`, `alias` or `remove` there"
+            f"the server does not support {path}, because it does not change the models on its machine; use"
+            " `edgespec models pull`, `alias` or `remove` there"
         )
     error = ApiError(404, message, code="not_found")
     await error_response(_protocol_of(path), error)(scope, receive, send)

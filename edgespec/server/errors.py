@@ -69,7 +69,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str = "inva
 def unsupported_content(kind: str, *, param: str) -> ApiError:
     """Return the error for a content part that is not text, such as audio."""
     return invalid_request(
-        f"{param} has type {kind[:40]!r}, but edgespec's models read only text and, in messages of the user,"
+        f"{param} has type {kind[:40]!r}, but edgespec's models accept only text and, in user messages,"
         " images; remove it, or describe it in words",
         param=param,
         code="unsupported_content",
@@ -105,7 +105,7 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
         case EdgespecError():
             return ApiError(500, str(error), "server_error", error.code)
         case _:
-            message = "the server failed because of a bug; its log shows where"
+            message = "the server failed because of a bug; see its log for details"
             return ApiError(500, message, "server_error", "internal_error")
 
 
@@ -156,9 +156,9 @@ def validation_error(
             flag = f"--{option.replace('_', '-')}"
             hint = f"it is set when a model is loaded, so start the server with {flag}"
         elif place == "keep_alive":
-            hint = "it is the same for all models, so start the server with --idle-unload"
+            hint = "it applies to all models alike, so start the server with --idle-unload"
         elif not near and asks_for_constraint(place, problem["input"]):
-            hint = f"it could constrain the answer, so it cannot be ignored: {CONSTRAINT_HINT}"
+            hint = f"it seems to constrain the answer, so the server does not ignore it: {CONSTRAINT_HINT}"
         else:
             hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
         return invalid_request(

@@ -181,7 +181,7 @@ class Generation:
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Reply) and event.finish_reason == "cancelled":
-                raise CancelledError("the server ended the reply")
+                raise CancelledError("the server stopped the reply")
             unfinished -= isinstance(event, Reply)
             yield index, event
 

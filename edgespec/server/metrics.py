@@ -19,13 +19,13 @@ _HELP = {
     "generated_tokens": "Tokens generated.",
     "drafted_tokens": "Tokens drafted.",
     "accepted_tokens": "Drafted tokens that the model accepted.",
-    "target_passes": "Passes of the model.",
+    "target_passes": "Forward passes of the model.",
     "prefill_seconds": "Time spent processing prompts.",
     "decode_seconds": "Time spent generating tokens.",
 }
 _STATS = tuple(_HELP)[2:]
 _GAUGE_HELP = {
-    "requests_waiting": "Requests that wait for a loaded model.",
+    "requests_waiting": "Requests that are waiting for a loaded model.",
     "prefix_cache_bytes": "Memory that the prefix cache of a loaded model uses.",
     "prefix_cache_limit_bytes": "Maximum memory of the prefix cache of a loaded model.",
 }

@@ -471,9 +471,9 @@ class _FileNameError(ModelNotFoundError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name[:100]} is the path of a file, but requests can only name models that `edgespec models"
+            f"{name[:100]} is the path of a file, but requests can use only models that `edgespec models"
             " list` shows",
-            "name the model with `edgespec models alias NAME PATH`",
+            "give the model a name with `edgespec models alias NAME PATH`",
         )
 
 

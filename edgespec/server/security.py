@@ -69,7 +69,11 @@ class Guard:
             allowed = (
                 f"--allow-origin {origin}" if len(origin) <= 100 and is_origin(origin) else "--allow-origin"
             )
-            page = f"the web page or app {origin[:100]}" if origin else "a web page without a name"
+            page = (
+                f"the web page or app {origin[:100]}"
+                if origin
+                else "a web page that does not send its address"
+            )
             return ApiError(
                 403,
                 f"{page} may not use this server; to allow it, start the server with {allowed}",
@@ -79,11 +83,11 @@ class Guard:
         if self._key_digest is None:
             host = headers.get("host", "")
             if not is_loopback(_host_name(host)):
-                name = f"the host name {host[:100]}" if host else "the empty header Host"
+                name = f"the host name {host[:100]}" if host else "an empty Host header"
                 return ApiError(
                     403,
-                    f"{name} is not a name of this machine;"
-                    " use 127.0.0.1 or localhost, or start the server with an API key",
+                    f"the server does not accept {name}, because it is not a name of its machine; use"
+                    " 127.0.0.1 or localhost, or start the server with an API key",
                     "permission_error",
                     "host_not_allowed",
                 )

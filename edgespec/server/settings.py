@@ -60,12 +60,12 @@ class ServerSettings:
         if self.api_key is not None and not self.api_key.strip():
             raise OptionError(
                 "the API key is empty",
-                "set --api-key or EDGESPEC_API_KEY to a long random text",
+                "set --api-key or EDGESPEC_API_KEY to a long random string",
                 code="api_key_missing",
             )
         if not is_loopback(self.host) and self.api_key is None:
             raise OptionError(
                 f"--host {self.host} makes the server reachable from other machines, but there is no API key",
-                "set EDGESPEC_API_KEY or --api-key to a long random text",
+                "set EDGESPEC_API_KEY or --api-key to a long random string",
                 code="api_key_missing",
             )

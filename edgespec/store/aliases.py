@@ -33,7 +33,7 @@ def check_alias(name: str, reference: str) -> str:
     if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
         raise OptionError(
             f"{name!r} is not a valid alias",
-            "use letters and digits, with dots and dashes between them",
+            "use only letters and digits, with dots and hyphens between them",
             code="alias_invalid",
         )
     aliases = catalogue.user_aliases() | {name.lower(): reference}
@@ -42,7 +42,7 @@ def check_alias(name: str, reference: str) -> str:
         if text.lower() in seen:
             raise OptionError(
                 f"the alias {name} would refer to itself via {reference}",
-                "use another reference",
+                "choose another model for the alias",
                 code="alias_invalid",
             )
         seen.append(text.lower())
@@ -62,8 +62,8 @@ def check_pair(target: str, draft: str) -> str:
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":
         raise OptionError(
-            f"{target} and {draft} are not a valid pair",
-            "specify a target model, then its draft model or none",
+            f"{target} and {draft} are not valid model names for a pair",
+            "specify a target model, then its draft model or `none`",
         )
     names = (target,) if draft.lower() == "none" else (target, draft)
     if notices := list(filter(None, map(_not_installed_notice, names))):
@@ -84,7 +84,7 @@ def _token_notice(target: str, draft: str) -> str:
     if fraction == 1.0:
         return ""
     if not fraction:
-        return f"{draft} shares no tokens with {target}, so it cannot be its draft model"
+        return f"{draft} has no tokens in common with {target}, so it cannot be its draft model"
     percent = min(99.9, 100 * fraction)
     return f"{draft} has only {percent:.3g} % of {target}'s tokens, so the speed-up will be smaller"
 

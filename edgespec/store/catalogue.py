@@ -391,8 +391,8 @@ def _user_table(name: str, example: str) -> dict[str, str]:
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(
-            f"the [{name}] table in the alias file {path} has values that are not model references",
-            f"write lines such as {example}",
+            f"the [{name}] table in the alias file {path} has values that are not model names",
+            f"use lines such as {example}",
             code="alias_invalid",
         )
     return {name.lower(): reference for name, reference in table.items()}

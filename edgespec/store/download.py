@@ -143,8 +143,9 @@ def _choose_model(repository: str, files: list[HubFile], quantisation: str | Non
     chosen = choose_mlx_files(repository, files)
     if quantisation is not None:
         raise ModelNotFoundError(
-            f"{repository} is an MLX model with one quantisation, so {quantisation} is not available",
-            f"use {repository}, or a repository of the same model that ends in -GGUF",
+            f"{repository} is an MLX model with only one quantisation, so {quantisation} is not available",
+            f"omit the quantisation (use {repository}), or use a repository of the same model whose name"
+            " ends in -GGUF",
             code="quantisation_unavailable",
         )
     require_mlx(repository)
@@ -206,8 +207,8 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     etag, commit = metadata.etag, metadata.commit_hash
     if not etag or not commit:
         raise DownloadError(
-            f"{constants.ENDPOINT} did not respond like a Hugging Face server",
-            "check HF_ENDPOINT and the proxy settings",
+            f"{constants.ENDPOINT} does not seem to be a Hugging Face server",
+            "check HF_ENDPOINT and your proxy settings",
         )
     folder = repository_folder(repository)
     blob = folder / "blobs" / etag
@@ -344,12 +345,12 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
         case errors.OfflineModeIsEnabled():
             return DownloadError(
                 f"{repository} is not on this machine and offline mode is on",
-                "unset HF_HUB_OFFLINE, or specify the path of a file",
+                "unset HF_HUB_OFFLINE, or specify the path of a model file",
                 code="offline",
             )
         case errors.GatedRepoError():
             return DownloadError(
-                f"{repository} is gated: its licence must be accepted first",
+                f"{repository} is gated: you must accept its licence first",
                 f"accept it at {constants.ENDPOINT}/{repository}, then {_SIGN_IN}",
                 code="access_denied",
             )
@@ -370,7 +371,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
         case httpx2.HTTPError():
             return DownloadError(
                 f"cannot reach {constants.ENDPOINT} to download {repository}: {_network_reason(error)}",
-                "check the network and try again, or specify the path of a file",
+                "check your network connection and try again, or specify the path of a model file",
                 code="network_unreachable",
             )
         case Timeout():
@@ -381,7 +382,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             )
         case NotImplementedError():
             return DownloadError(
-                f"the file system of {cache} cannot lock files",
+                f"the file system of {cache} does not support file locks",
                 "set HF_HUB_CACHE to a folder on a local disk",
                 code="file_not_written",
             )
@@ -399,7 +400,7 @@ def _http_error(repository: str, status: int) -> DownloadError:
         case 401 | 403:
             return DownloadError(
                 f"access to {repository} was denied (status {status})",
-                f"{_SIGN_IN} with a token that has access",
+                f"{_SIGN_IN} with a token that has access to it",
                 code="access_denied",
             )
         case 404:
@@ -411,4 +412,4 @@ def _http_error(repository: str, status: int) -> DownloadError:
             return DownloadError(
                 "Hugging Face received too many requests (status 429)", "wait a few minutes and try again"
             )
-    return DownloadError(f"Hugging Face could not serve {repository} (status {status})", "try again later")
+    return DownloadError(f"Hugging Face could not provide {repository} (status {status})", "try again later")

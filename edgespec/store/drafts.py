@@ -94,7 +94,7 @@ class DraftOption:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
             return "the same tokens"
-        return f"{min(99.9, 100 * self.shared_token_fraction):.3g} % of the model's tokens"
+        return f"{min(99.9, 100 * self.shared_token_fraction):.3g}% of the model's tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def choose_draft(
         assert best.path is not None
         failed = {**failed, best.path: error.what}
         return choose_draft(target, memory_bytes, context_tokens, installed=installed, failed=failed)
-    others = f"; the best of {len(faster)} draft models" if len(faster) > 1 else ""
+    others = f"; it is the best of {len(faster)} draft models" if len(faster) > 1 else ""
     reason = f"it has {best.tokens}, and {best.reason}{others}"
     return DraftChoice(draft, reason, is_expected=best.source == "catalogue")
 
@@ -202,7 +202,7 @@ def _best(options: Sequence[DraftOption]) -> DraftOption:
 
 def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
     if draft == "none":
-        return DraftChoice(None, f"you chose no draft model for {target.name}")
+        return DraftChoice(None, f"you turned off the draft model for {target.name}")
     try:
         resolved = resolve(draft, allow_download=False)
         return DraftChoice(resolved, f"you chose {draft} for {target.name}", source="user")
@@ -242,8 +242,9 @@ def _why_none(
 ) -> str:
     if fitting:
         return (
-            f"no draft model on this machine is expected to make {target.name} faster (the best one,"
-            f" {fitting[0].reference}: {fitting[0].speedup:.2f}x); to try one anyway, use --draft"
+            f"no draft model on this machine is expected to make {target.name} faster (expected speed-up"
+            f" with the best one, {fitting[0].reference}: {fitting[0].speedup:.2f}x); to try one anyway, use"
+            " --draft"
         )
     if usable:
         return (

@@ -221,7 +221,7 @@ def _installed(
     if not problem and not _is_readable(kind, path, target):
         problem = _unreadable(target)
         if _is_convertible(kind, path, target):
-            problem = f"it has not been converted to GGUF; --head {shlex.quote(reference)} converts it"
+            problem = f"it must first be converted to GGUF; --head {shlex.quote(reference)} does this"
             with suppress(EdgespecError):
                 if (converted := converted_path(path, target.path)).exists():
                     head, problem = Head(method_of(kind), converted, path), ""
@@ -275,7 +275,7 @@ def _why_not_yet(kind: str, form: FileFormat) -> str:
     method = method_of(kind)
     if method in form.heads:
         return ""
-    where = f" with models in the format {form.label}" if method in head_names() else ""
+    where = f" with {form.label} models" if method in head_names() else ""
     return f"edgespec does not support {kind} heads{where} yet"
 
 
@@ -292,7 +292,7 @@ def _is_convertible(kind: str, path: Path, target: Resolved) -> bool:
 
 
 def _unreadable(target: Resolved) -> str:
-    return f"its file format does not work with models in the format {target.file_format.label}"
+    return f"its file format does not work with {target.file_format.label} models"
 
 
 def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int, int, int, str]:

@@ -149,7 +149,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         names = [parts[0].name for parts in matching]
         raise ModelNotFoundError(
             f"{repository} has {len(matching)} models with quantisation {label}: {join_names(names)}",
-            f"specify the file, such as hf:{repository}:{names[0]}",
+            f"specify which one, such as hf:{repository}:{names[0]}",
             code="ambiguous",
         )
     parts = matching[0]
@@ -243,11 +243,11 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
     if quantisation is not None:
         raise ModelNotFoundError(
             f"{repository} has no GGUF files, so {quantisation} is not available",
-            f"use {repository}",
+            f"omit the quantisation: use {repository}",
             code="quantisation_unavailable",
         )
     raise ModelNotFoundError(
-        f"{repository} contains no head: it has neither a GGUF file, nor config.json and weights",
+        f"{repository} does not contain a head: it has neither a GGUF file, nor config.json and weights",
         "check the name of the repository",
         code="repository_unusable",
     )

@@ -50,7 +50,7 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
             _entry(each["id"], each.get("gguf") or {}, bool(each.get("gated"))) for each in response.json()
         ]
     except OfflineModeIsEnabled as error:
-        raise _failed("Hugging Face's offline mode is on", "unset HF_HUB_OFFLINE", "offline") from error
+        raise _failed("offline mode is on (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE", "offline") from error
     except httpx2.HTTPStatusError as error:
         raise _failed(
             f"{constants.ENDPOINT} answered with status {error.response.status_code}", "try again later"
@@ -58,18 +58,18 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
     except httpx2.HTTPError as error:
         raise _failed(
             f"{constants.ENDPOINT} cannot be reached",
-            "check the network and try again",
+            "check your network connection and try again",
             "network_unreachable",
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _failed(
-            f"{constants.ENDPOINT} did not respond like a Hugging Face server",
-            "check HF_ENDPOINT and the proxy settings",
+            f"{constants.ENDPOINT} does not seem to be a Hugging Face server",
+            "check HF_ENDPOINT and your proxy settings",
         ) from error
 
 
 def _failed(reason: str, next_step: str, code: str = "") -> DownloadError:
-    return DownloadError(f"Hugging Face cannot be searched: {reason}", next_step, code=code)
+    return DownloadError(f"cannot search Hugging Face: {reason}", next_step, code=code)
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:
@@ -87,6 +87,6 @@ def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry
         licence="",
         chat_template="",
         gguf_repository=repository,
-        notice=f"its licence must be accepted at huggingface.co/{repository} first" if is_gated else "",
+        notice=f"you must first accept its licence at huggingface.co/{repository}" if is_gated else "",
         is_gated=is_gated,
     )

@@ -64,8 +64,8 @@ _SEQUENCES = ("heads", "read_layers")
 # Reasons why edgespec does not remove a model, each with a hint, keyed by where the model was found.
 _REFUSALS = {
     "embedded": ("it is part of edgespec", ""),
-    "ollama": ("it belongs to Ollama", "use `ollama rm`"),
-    "lmstudio": ("it belongs to LM Studio", "delete it in LM Studio"),
+    "ollama": ("it is managed by Ollama", "delete it with `ollama rm`"),
+    "lmstudio": ("it is managed by LM Studio", "delete it in LM Studio"),
     "path": ("it is your own file", "delete the file yourself"),
 }
 

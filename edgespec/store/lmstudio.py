@@ -59,7 +59,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
         if len(matching) > 1:
             raise ModelNotFoundError(
                 f"LM Studio has {len(matching)} models in {found.name}: {join_names(matching)}",
-                f"specify the file, such as lmstudio:{found.name}/{matching[0]}",
+                f"specify which one, such as lmstudio:{found.name}/{matching[0]}",
                 code="ambiguous",
             )
     return None

@@ -214,10 +214,10 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
     only_one = entry.embedded_path is not None or not several
     if only_one and quantisation.upper() != entry.quantisation.upper():
         in_gguf = entry.name.removesuffix("-mlx")
-        other = f", or its GGUF version {in_gguf}:{quantisation}" if entry.repository else ""
+        other = f", or use its GGUF version {in_gguf}:{quantisation}" if entry.repository else ""
         raise ModelNotFoundError(
             f"{entry.name} is available only as {entry.quantisation}, not as {quantisation}",
-            f"use {entry.name}{other}",
+            f"omit the quantisation (use {entry.name}){other}",
             code="quantisation_unavailable",
         )
     if entry.embedded_path is not None:
@@ -236,7 +236,7 @@ def _resolve_packaged(
     """
     if entry.embedded_path is None:
         raise ModelNotFoundError(
-            f"{entry.name} is not installed", f"run {setup_command()}, or use the built-in model demo"
+            f"{entry.name} is not installed", f"run {setup_command()}, or use the built-in model `demo`"
         )
     original = resolve_path(entry.embedded_path).path
     is_packaged_type = quantisation.upper() == entry.packaged_quantisation.upper()
@@ -244,7 +244,7 @@ def _resolve_packaged(
         raise ModelNotFoundError(
             f"{entry.name} is available only as {entry.quantisation} and {entry.packaged_quantisation},"
             f" not as {quantisation}",
-            f"use {entry.name}",
+            f"omit the quantisation: use {entry.name}",
             code="quantisation_unavailable",
         )
     copy, problem = None, ""
@@ -274,7 +274,7 @@ def _resolve_hub(typed: str, reference: HubReference, download: Downloader) -> R
     if not are_same_size(paths.values()):
         raise ModelNotFoundError(
             f"{typed} matches {len(paths)} different models on this machine: {', '.join(paths)}",
-            "use one of these references",
+            "use one of these names",
             code="ambiguous",
         )
     if cached is None and stored:
@@ -311,7 +311,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
 def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
     """Return the error to raise if a head was passed as a model. `target` is the model that it drafts for."""
     return ModelFileError(
-        f"{name} is a head, which drafts for one model and cannot run alone",
+        f"{name} is a head, which proposes tokens for one model and cannot run on its own",
         f"pass it with --head, for example --target {target} --head {name}",
         code="wrong_file",
     )
@@ -379,7 +379,7 @@ def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | 
         ) from error
     except PermissionError as error:
         raise ModelFileError(
-            f"no permission to read {path}",
+            f"you do not have permission to read {path}",
             f"change its permissions, for example with chmod u+r {path}",
             code="model_file_unreadable",
         ) from error
@@ -526,7 +526,7 @@ def parse_reference(reference: str) -> Reference:
     """
     text = reference.strip()
     if not text:
-        raise ModelNotFoundError("the model reference is empty", _HINT, code="reference_invalid")
+        raise ModelNotFoundError("the model name is empty", _HINT, code="reference_invalid")
     if len(text) > _MAX_PATH_CHARACTERS:
         raise _too_long(text)
     if prefix := _HUB_PREFIX.match(text):
@@ -534,7 +534,9 @@ def parse_reference(reference: str) -> Reference:
     if store := _STORE_PREFIX.match(text):
         if not store[2].strip():
             raise ModelNotFoundError(
-                f"{text} has no model name", f"write it as {store[1].lower()}:NAME", code="reference_invalid"
+                f"{text} does not name a model",
+                f"write it as {store[1].lower()}:NAME",
+                code="reference_invalid",
             )
         return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
     path = Path(os.path.expanduser(text))
@@ -588,7 +590,7 @@ def _reject_near_misses(text: str) -> None:
     if revision := _REVISION.match(text):
         requested = f"revision {revision[2]}" if revision[2] else "a revision"
         raise ModelNotFoundError(
-            f"{_shorten(text)} specifies {requested}, but edgespec supports only the newest revision",
+            f"{_shorten(text)} specifies {requested}, but edgespec can download only the newest revision",
             f"write {_shorten(revision[1])}{revision[3] or ''}",
             code="reference_invalid",
         )
@@ -608,7 +610,7 @@ def _check_length(name: str) -> str:
 
 def _too_long(text: str) -> ModelNotFoundError:
     return ModelNotFoundError(
-        f"a reference of {len(text):,} characters is too long: {_shorten(text)}",
+        f"a model name of {len(text):,} characters is too long: {_shorten(text)}",
         _HINT,
         code="reference_invalid",
     )

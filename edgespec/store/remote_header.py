@@ -132,7 +132,7 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
             parse_at *= 2
         if len(data) > _MAX_HEADER_BYTES:
             raise DownloadError(
-                f"the header of {file.name} is longer than {_MAX_HEADER_BYTES:,} bytes",
+                f"the header of {file.name} exceeds the limit of {_MAX_HEADER_BYTES:,} bytes",
                 "choose another model",
             )
     else:

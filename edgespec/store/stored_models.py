@@ -90,7 +90,8 @@ class EntryBudget:
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
-                f" {_MAX_LINKED_ENTRIES:,} below a symbolic link), so some models may be missing here"
+                f" {_MAX_LINKED_ENTRIES:,} below a symbolic link), so some models may be missing from this"
+                " list"
             )
             yield StoredModel(store, (str(self.skipped),), None, problem=problem)
 

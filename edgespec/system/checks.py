@@ -99,7 +99,7 @@ def parse_size(name: str, value: str | int) -> int:
         raise OptionError(f"{name} must be a number of bytes, not {value!r}", hint)
     unit = match[2].lower()
     if not unit and "b" not in match[0].lower() and 0 < float(match[1]) < _MIN_UNITLESS_BYTES:
-        raise OptionError(f"{name} {value!r} has no unit", hint)
+        raise OptionError(f"{name} {value!r} lacks a unit", hint)
     return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
 
 
@@ -113,7 +113,8 @@ def check_process(loaded_by: int) -> None:
     """
     if os.getpid() != loaded_by:
         raise EdgespecError(
-            f"the model was loaded in process {loaded_by}, and cannot be used in its forked child process",
+            f"the model was loaded in process {loaded_by}, so it cannot be used in this process, which was"
+            " forked from it",
             "start the child process before you load a model, or with multiprocessing's `spawn` method, and"
             " load the model there; or share one model between processes with `edgespec serve`",
             code="process_forked",

@@ -81,7 +81,7 @@ def _platform_folder(default: str, variables: str) -> Path:
     path = Path(getattr(platformdirs, default)("edgespec", appauthor=False))
     if not path.is_absolute():
         raise ConfigurationError(
-            "your home folder is unknown, so there is no folder for edgespec's files",
+            "your home folder is unknown, so edgespec does not know where to store its files",
             f"set {variables} to an absolute path",
         )
     return path
@@ -168,7 +168,9 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """
     size_bytes = regular_file_bytes(path)
     if max_bytes is not None and size_bytes > max_bytes:
-        raise OSError(EINVAL, f"the file has {size_bytes:,} bytes, but at most {max_bytes:,} are expected")
+        raise OSError(
+            EINVAL, f"the file has {size_bytes:,} bytes, which exceeds the limit of {max_bytes:,} bytes"
+        )
     return path.read_bytes()
 
 
@@ -332,16 +334,17 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
     choose = f"use {setting} with" if setting.startswith("-") else f"set {setting} to"
     if error.errno in (ENOSPC, EDQUOT):
         step = (
-            f"free some space on the disk of {folder}, for example with `edgespec delete-data prefix-cache`"
+            f"free some space on the disk that contains {folder}, for example with `edgespec delete-data"
+            " prefix-cache`"
         )
     elif error.errno == EFBIG:
         step = "raise the limit with `ulimit -f unlimited` (a FAT32 disk allows at most 4 GiB per file)"
     elif error.errno == EROFS and setting:
-        return f"{choose} a folder that you can write to"
+        return f"{choose} a writable folder"
     elif error.errno in (EACCES, EPERM, EROFS):
         step = f"make {folder} writable for your user"
     else:
-        step = f"check {folder} and the free space on its disk"
+        step = f"check that {folder} is writable and that its disk has free space"
     return f"{step}, or {choose} a folder on another disk" if setting else step
 
 
@@ -392,6 +395,7 @@ class MappedFiles:
                 continue
             if (status.st_dev, status.st_ino) == (device, inode) and status.st_size < size:
                 raise ModelFileError(
-                    f"{path} was truncated while in use: only {status.st_size:,} of {size:,} bytes remain",
+                    f"{path} was truncated while it was in use: only {status.st_size:,} of {size:,} bytes"
+                    " remain",
                     "restore the file and load the model again",
                 )

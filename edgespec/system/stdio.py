@@ -68,7 +68,9 @@ def decode_input(data: bytes, line: int | None = None) -> str:
         place = f"byte {error.start + 1}" if line is None else f"line {line}, byte {error.start + 1}"
         found = _MARKS.get(data[:2])
         raise OptionError(
-            f"stdin is {found}, not UTF-8" if found else f"stdin is not valid UTF-8 at {place}",
+            f"standard input is {found}, not UTF-8"
+            if found
+            else f"standard input is not valid UTF-8 at {place}",
             "convert the text to UTF-8, for example with iconv",
             code="invalid_encoding",
         ) from error

@@ -113,7 +113,7 @@ class ServerConnection:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _REASON_SECONDS)
             if self.problem:
-                problem = f"the server {self.config.name} has ended: {self.problem}"
+                problem = f"the server {self.config.name} has exited: {self.problem}"
         return ToolResult.failure(problem, monotonic() - began)
 
     async def _serve(self, started: asyncio.Event, stop: asyncio.Event) -> None:
@@ -189,7 +189,7 @@ def _reason(error: BaseException) -> str:
     import httpx2
 
     if isinstance(error, FileNotFoundError):
-        return f"there is no program {error.filename!r}"
+        return f"there is no program named {error.filename!r}"
     if isinstance(error, httpx2.ConnectError):
         return f"nothing answers at {error.request.url.copy_with(query=None)}"
     text = " ".join(visible(str(error)).split()) or type(error).__name__

@@ -74,7 +74,7 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
     if not isinstance(table, dict):
         raise refuse(
             f"the setting {name[:60]!r} is not in a section",
-            "write a section such as [files] for each server",
+            "put the settings of each server in a section of their own, such as [files]",
         )
     if not _NAME.fullmatch(name):
         raise refuse(f"{name[:60]!r} is not a valid server name", "use up to 32 letters, digits and hyphens")
@@ -82,18 +82,21 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
         if key not in _KEYS:
             near = nearest(key, _KEYS)
             known = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(_KEYS)}"
-            raise refuse(f"a server has no setting {key[:60]!r}", known, key)
+            raise refuse(f"servers have no setting {key[:60]!r}", known, key)
         if problem := _problem(key, value):
-            raise refuse(f"{key} must be {problem}, not {str(value)[:60]!r}", "change this line", key)
+            raise refuse(f"{key} must be {problem}, not {str(value)[:60]!r}", "correct this line", key)
     if bool(table.get("command")) == bool(table.get("url")):
         raise refuse(
-            f"the server {name} needs either a command or a url", 'write a line such as command = "npx"'
+            f"the server {name} needs either `command` or `url`, but not both",
+            'write a line such as command = "npx"',
         )
     unused = ("headers",) if table.get("command") else ("args", "env")
     for key in unused:
         if key in table:
             kind = "command" if table.get("command") else "url"
-            raise refuse(f"{key} has no effect for a server with a {kind}", "remove this line", key)
+            raise refuse(
+                f"{key} has no effect for a server that is set up with `{kind}`", "remove this line", key
+            )
     lists = {key: tuple(table[key]) for key in ("args", "allow") if key in table}
     return ServerConfig(name, **{**table, **lists})
 

@@ -156,7 +156,7 @@ def _result_text(content: Any) -> str:
         return f"[data from {content.resource.uri}]" if text is None else str(text)
     if content.type == "resource_link":
         return f"[link to {content.uri}]"
-    return f"[{content.type}, {content.mime_type}: models in this chat read only text]"
+    return f"[{content.type}, {content.mime_type}: models in this chat can read only text]"
 
 
 def limited(text: str, max_characters: int) -> str:

@@ -65,7 +65,7 @@ class DraftToTrain:
         if own is not None and other is not None and not own.same_ids(other):
             raise OptionError(
                 f"{self.model.name} cannot be trained for {target.name}: their vocabularies differ",
-                "pass a draft model of the same family with --draft",
+                "pass a draft model from the same family with --draft",
                 code="vocabulary_mismatch",
             )
         return target.teacher.draft(path, self.model.name, self.lora)
@@ -109,7 +109,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
         )
     if folder.resolve() == draft.path.resolve():
         raise OptionError(
-            f"{folder} is the folder of the draft model itself",
+            f"{folder} is the draft model's own folder",
             "choose another folder with --to",
             code="output_exists",
         )

@@ -203,7 +203,7 @@ def _explain_failures(path: Path) -> Iterator[None]:
         yield
     except CancelledError as error:
         raise CancelledError(
-            f"the training in {path} is not finished, but its progress is saved",
+            f"the training in {path} is not finished, but its progress has been saved",
             "run the same command again to continue",
         ) from error
     except OSError as error:
@@ -321,7 +321,7 @@ def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> No
         prepare_head(folder, target, output)
     except EdgespecError as error:
         raise EdgespecError(
-            f"the head in {folder} is trained, but its conversion to GGUF failed: {error.what}",
+            f"the head in {folder} has been trained, but could not be converted to GGUF: {error.what}",
             f"{error.next_step}, then run the same command again to convert it",
             code=error.code,
         ) from error

@@ -139,7 +139,7 @@ class TrainingFolder:
         if other:
             raise OptionError(
                 f"{path} contains an unfinished training run with a different {other[0]}",
-                f"repeat the command that started it, or delete the folder {path} to begin again",
+                f"run the command that started it again, or delete the folder {path} to start over",
                 code="output_exists",
             )
 
@@ -285,7 +285,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
     """Raise ValueError if the value is not a number, or is impossible for drafts of `DEPTH` tokens."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
-        raise ValueError(f"{tokens_per_pass} tokens per pass are not possible")
+        raise ValueError(f"the saved value of {tokens_per_pass} tokens per pass is not possible")
 
 
 def _speed(found: dict[str, Any]) -> TrainingSpeed:
@@ -363,7 +363,7 @@ def lock_training(path: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise BusyError(
-            f"another `edgespec train` is training in {path}",
+            f"another `edgespec train` is already training in {path}",
             "wait until it finishes, stop it with Ctrl-C, or choose another folder with --to",
         ) from None
     try:

@@ -63,9 +63,7 @@ class ConversationWriter:
         self._builder = PromptBuilder(template, teacher.vocabulary)
         before, marker, _ = template.render([Message("user", _MARKER)]).partition(_MARKER)
         if not marker:
-            raise TemplateError(
-                "the model's chat template leaves out the user's message", "use another model"
-            )
+            raise TemplateError("the model's chat template omits the user's message", "use another model")
         bos = teacher.vocabulary.bos_text
         start = not (bos and before.startswith(bos))
         self.question_start = teacher.vocabulary.tokenize(before, special=True, start=start)

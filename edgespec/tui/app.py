@@ -412,7 +412,7 @@ class ChatApp(App[None]):
         if not self._remember:
             return f"What you typed was not sent: {visible(text)}\n"
         self._history.add(text)
-        return "What you typed was not sent. Press Up in the next chat to get it back.\n"
+        return "What you typed was not sent. Press Up in your next chat to get it back.\n"
 
     def save_turn(self) -> None:
         """Save the reply in progress, if any. Can be called from any thread, even after the app has ended."""
@@ -531,7 +531,7 @@ class LoadingScreen(Screen[None]):
     def _show_typed(self) -> None:
         """Show the end of the typed text, so that the user sees that it is not lost."""
         many = len(self.waiting.texts) > 1
-        subject = "These messages are sent one after the other" if many else "This is sent"
+        subject = "These messages will be sent one after the other" if many else "This message will be sent"
         self._promise.update(Content.styled(f"{subject} as soon as the model is loaded.", "$muted"))
         self._promise.display = bool(self.waiting.texts)
         shown = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]

@@ -58,8 +58,8 @@ class Archive:
             raise OptionError(
                 f"This chat takes up {format_bytes(size_bytes)}. With your message it would exceed"
                 f" {format_bytes(MAX_CHAT_BYTES)}, the maximum for a chat",
-                "Type /new to start an empty chat. To start one from a part of this chat, select a message"
-                " and press f",
+                "Type /new to start an empty chat. To continue from part of this chat in a new one, select a"
+                " message and press f",
                 code="chat_too_large",
             )
 

@@ -155,14 +155,14 @@ class BrowserChat(Server):
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if host not in self._hosts:
             raise web.HTTPForbidden(
-                text=f"This chat cannot be opened as {host[:100]!r}."
-                " Open the address that the terminal shows.\n"
+                text=f"This chat cannot be opened at the address {host[:100]!r}. Open the address shown in"
+                " the terminal.\n"
             )
         if origin is not None and origin != f"http://{host}":
             raise web.HTTPForbidden(text=f"The web page {origin[:100]!r} may not use this chat.\n")
         is_static = request.path.startswith("/static/")
         if not is_static and not self._is_key(request.match_info.get("key") or request.query.get("key", "")):
-            raise web.HTTPUnauthorized(text="The key is wrong. Open the address that the terminal shows.\n")
+            raise web.HTTPUnauthorized(text="The key is wrong. Open the address shown in the terminal.\n")
         response = await handler(request)
         if not response.prepared:
             response.headers.update(_HEADERS)

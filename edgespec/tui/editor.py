@@ -64,7 +64,9 @@ def _edited(app: App[None], text: str) -> str:
             edited = read_regular_file(path, 4 * MAX_INPUT_CHARACTERS).decode("utf-8-sig")
     except SuspendNotSupported:
         raise OptionError(
-            "An editor cannot be opened in this terminal", "Use another terminal", code="command_unavailable"
+            "An editor cannot be opened in this terminal",
+            "Run edgespec in another terminal",
+            code="command_unavailable",
         ) from None
     except UnicodeDecodeError:
         raise OptionError(
@@ -96,7 +98,7 @@ def _editor() -> list[str]:
             ) from None
         if command and shutil.which(command[0]) is None:
             raise OptionError(
-                f"{variable} names the editor {command[0]}, which is not installed",
+                f"{variable} is set to {command[0]}, which is not installed",
                 _advice(),
                 code="command_unavailable",
             )

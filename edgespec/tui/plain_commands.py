@@ -56,7 +56,7 @@ def run(chat: PlainChat, typed: table.Typed) -> None:
         raise table.unknown(typed)
     if command.instead:
         raise OptionError(
-            f"/{command.name} does not exist in the plain chat", command.instead, code="command_unavailable"
+            f"/{command.name} is not available in the plain chat", command.instead, code="command_unavailable"
         )
     _show(chat, command.run(_context(chat, typed.argument)))
 

@@ -63,7 +63,7 @@ def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) 
         messages = messages[:-1]
     if not messages:
         raise OptionError(
-            "There is no message for a race yet",
+            "There is no message to race with yet",
             "Type /race followed by a message",
             code="command_unavailable",
         )

@@ -79,7 +79,7 @@ def read_schema(path: str) -> Setting:
     # Accept only regular files, because reading a pipe could block the chat.
     if os.path.exists(file) and not os.path.isfile(file):
         raise OptionError(
-            f"{path!r} is not a regular file", "choose the file of a JSON schema", code="file_not_read"
+            f"{path!r} is not a regular file", "choose a JSON schema file", code="file_not_read"
         )
     kind = REPLY_OPTIONS[SCHEMA].kind
     schema: Setting = kind.check(SCHEMA, kind.parse(path))

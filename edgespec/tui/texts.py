@@ -210,8 +210,8 @@ def exactness_text(exactness: Exactness) -> str:
             return exactness.outcome.replace("plain decoding", "those without the speed-up")
         cost = f", which takes about {percent(1 / speed - 1)} more time" if speed < 1 else ""
         return (
-            "can differ from those without the speed-up by rounding; to prevent that, use /set exactness"
-            f" bits{cost}"
+            "can differ slightly from those without the speed-up because of rounding; to prevent this, use"
+            f" /set exactness bits{cost}"
         )
     if not limits_speed(exactness):
         return "identical with and without the speed-up"
@@ -344,7 +344,10 @@ def takeover_note(before: ChatModel) -> str:
 
     host = host_of(before)
     return (
-        f"The program that had loaded the model, {host}, is gone, so this chat has loaded it." if host else ""
+        f"The program that had loaded the model, {host}, has exited, so this chat has loaded the model"
+        " itself."
+        if host
+        else ""
     )
 
 

@@ -58,7 +58,7 @@ def check_textual_variables() -> None:
         )
     if constants.MAX_FPS > _MAX_FRAMES_PER_SECOND:
         raise ConfigurationError(
-            f"the environment variable TEXTUAL_FPS is {constants.MAX_FPS}, but the chat draws at most"
+            f"the environment variable TEXTUAL_FPS is {constants.MAX_FPS}, but the chat can draw at most"
             f" {_MAX_FRAMES_PER_SECOND} frames per second",
             f"unset it, or use a number from 1 to {_MAX_FRAMES_PER_SECOND}",
         )
@@ -69,7 +69,7 @@ def check_textual_variables() -> None:
             raise ConfigurationError(
                 f"the environment variable TEXTUAL_LOG is {constants.LOG_FILE!r}, which cannot be written:"
                 f" {error_reason(error)}",
-                "unset it, or use a file that you can write to",
+                "unset it, or use a writable file",
             ) from error
     folder = constants.SCREENSHOT_LOCATION
     if constants.SCREENSHOT_DELAY >= 0 and folder and not Path(folder).is_dir():

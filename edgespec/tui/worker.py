@@ -39,7 +39,7 @@ Load = Callable[["Progress"], "ChatModel"]
 LoadOther = Callable[..., Load]
 PlanModel = Callable[[str, "int | None"], "Preview"]
 _T = TypeVar("_T")
-_WAITING = "waiting for another chat"
+_WAITING = "waiting for another chat to finish"
 
 
 def _ignore(_description: str, _fraction: float) -> None:

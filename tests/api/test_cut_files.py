@@ -67,7 +67,7 @@ def test_file_of_a_low_bit_copy_is_checked_too(
     command = [sys.executable, "-c", COPY, str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{copy} was truncated while in use" in done.stdout
+    assert f"{copy} was truncated while it was in use" in done.stdout
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_file_of_a_head_is_checked_too(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HEAD, str(head)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{head} was truncated while in use" in done.stdout
+    assert f"{head} was truncated while it was in use" in done.stdout
 
 
 @pytest.mark.long
@@ -91,7 +91,7 @@ def test_truncated_file_raises_at_the_next_reply(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[1::2] == ["True", "True"]
     for line, path in zip(lines[::2], paths, strict=True):
-        assert f"{path} was truncated while in use" in line
+        assert f"{path} was truncated while it was in use" in line
         assert "load the model again" in line
 
 

@@ -153,7 +153,7 @@ def test_fewer_dimensions(small: Runtime) -> None:
         ([""], "prompt_empty", "text 1"),
         (["One", []], "prompt_empty", "text 2"),
         ([[10**9]], "token_unknown", "text 1"),
-        ([3], "option_invalid", "token ids"),
+        ([3], "option_invalid", "token IDs"),
     ],
 )
 def test_invalid_texts_are_refused(small: Runtime, texts: Any, code: str, message: str) -> None:

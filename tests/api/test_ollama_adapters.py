@@ -86,7 +86,10 @@ def test_a_template_that_only_ollama_has_is_named(tmp_path: Path, monkeypatch: p
     bare = write_llama(tmp_path / "bare.gguf", template=None).read_bytes()
     store.add("bare", "latest", bare, ("system", b"Be brief."), parameters)
     with edgespec.load("bare", "none", context=256, measure_costs=False) as runtime:
-        assert "not used from Ollama's bare: system prompt; pass them" in runtime.target.notice
+        assert (
+            "edgespec ignores these settings of Ollama's bare: system prompt; to use them, pass them"
+            in runtime.target.notice
+        )
         assert runtime.recommended_sampling["temperature"] == (0.5, "Ollama")
         with raises(TemplateError, "Ollama's", code="template_missing"):
             runtime.reply([{"role": "user", "content": "Hi"}])

@@ -40,7 +40,7 @@ class TestOptions:
             ({"seed": 2**63}, "seed"),
             ({"method": "modle"}, "'model'"),
             ({"method": ""}, "method ''"),
-            ({"method": "model+ngram+model"}, "twice"),
+            ({"method": "model+ngram+model"}, "more than once"),
             ({"draft_length": 0}, "draft_length"),
             ({"draft_length": 10**9}, "draft_length"),
             ({"acceptance": "always"}, "acceptance"),
@@ -99,7 +99,7 @@ class TestOptions:
     @pytest.mark.parametrize("tokens", [2, None, "files", [1.5], [-1], [10**30], [[1]]], ids=repr)
     def test_tokens_that_are_not_token_ids(self, demo: Runtime, tokens: Any) -> None:
         code = "token_unknown" if isinstance(tokens, list | str) else ""
-        with raises(OptionError, "token ids", code=code):
+        with raises(OptionError, "token IDs", code=code):
             demo.stream_tokens(tokens)
 
     def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:

@@ -260,9 +260,9 @@ def test_closing_during_replies() -> None:
 @pytest.mark.parametrize(
     ("target", "options", "reason"),
     [
-        ("demo-mlx-draft", {"draft": "none"}, "MLX runs one reply at a time"),
+        ("demo-mlx-draft", {"draft": "none"}, "MLX generates one reply at a time"),
         ("demo", {"exact": True}, "--exact"),
-        ("demo", {"draft": "demo-mlx-draft"}, "MLX runs one reply at a time"),
+        ("demo", {"draft": "demo-mlx-draft"}, "MLX generates one reply at a time"),
     ],
 )
 def test_replies_that_cannot_share_passes_run_in_turns(

@@ -127,7 +127,7 @@ def test_replies_of_two_chats_wait_for_each_other(
         thread.start()
         assert waits.wait(60)
         assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
-        assert set(said) == {"waiting for another reply"}
+        assert set(said) == {"waiting for another reply to finish"}
     thread.join(60)
     assert "reading the prompt" in said
 
@@ -277,7 +277,7 @@ async def test_the_screen_says_whose_model_it_is(host_process: subprocess.Popen[
         await d.said(f"another chat (process {host_process.pid})")
         host_process.kill()
         await d.say("And by name?")
-        await d.said("so this chat has loaded it")
+        await d.said("so this chat has loaded the model itself")
         assert d.chat.current_chat.entries[-1].role == "assistant"
 
 
@@ -301,7 +301,7 @@ async def test_a_race_shows_how_the_model_is_loaded_again(
         await d.sees("loading demo again")
         await d.sees("R plays again")
         await d.press("escape")
-        await d.said("so this chat has loaded it")
+        await d.said("so this chat has loaded the model itself")
         assert isinstance(d.chat.runtime, Runtime)
 
 

@@ -28,11 +28,11 @@ def test_one_note_says_that_nothing_is_saved(
         monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(folder))
     with edgespec.load("demo", "none", context=256, threads=1) as runtime:
-        assert runtime.target.notice.count("measured again at every start") == 1
+        assert runtime.target.notice.count("measures the models again every time it starts") == 1
         assert f"because {folder}" in runtime.target.notice
         assert runtime.generate("Hi", max_tokens=4).tokens
 
 
 def test_a_writable_folder_needs_no_note() -> None:
     with edgespec.load("demo", "none", context=256, threads=1) as runtime:
-        assert "at every start" not in runtime.target.notice
+        assert "every time it starts" not in runtime.target.notice

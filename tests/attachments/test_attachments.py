@@ -138,8 +138,8 @@ def _pdf(data: bytes) -> Callable[[], object]:
     ("make", "reason"),
     [
         (lambda: None, "there is no file file; check the path"),
-        (lambda: Path("file").write_bytes(os.urandom(100) + b"\0\xff"), "not a text file in UTF-8 or UTF-16"),
-        (lambda: Path("file").write_bytes(b"a\xe9b"), "not a text file in UTF-8"),
+        (lambda: Path("file").write_bytes(os.urandom(100) + b"\0\xff"), "not a UTF-8 or UTF-16 text file"),
+        (lambda: Path("file").write_bytes(b"a\xe9b"), "not a UTF-8 or UTF-16 text file"),
         (lambda: Path("file").write_bytes(b"\x89PNG\r\n"), "file is damaged, or is not an image"),
         (lambda: Path("file").write_bytes(b"RIFF1234WEBPVP8 "), "file is damaged, or is not an image"),
         (_sparse, "file is 1.0 GiB in size, which exceeds the limit of 16.0 MiB"),

@@ -110,7 +110,7 @@ def test_concurrent_replies_use_the_adapter(adapters: list[str]) -> None:
     with load(draft="none", adapter=adapters[0], parallel=2) as runtime, ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: ask(runtime), range(2))) == [expected] * 2
         for scales in ({}, {"style": 0.5}):
-            with raises(CapabilityError, "replies share", code="parallel_not_supported"):
+            with raises(CapabilityError, "it generates several replies", code="parallel_not_supported"):
                 runtime.generate(PROMPT, adapter_scales=scales)
         assert ask(runtime, adapter_scales={"style": 1.0}) == expected
 

@@ -253,7 +253,7 @@ def test_a_target_of_another_architecture_is_refused(plain: Files, tmp_path: Pat
         ({"nextn_predict_layers": 2}, "layers must all be MTP layers"),
         ({"attention.sliding_window_pattern": [True] * 3}, "layers must all be MTP layers"),
         ({"attention.sliding_window_pattern": [True, False]}, "layers must all be MTP layers"),
-        ({"attention.sliding_window": 0}, "the size of its sliding window is missing"),
+        ({"attention.sliding_window": 0}, "does not state the size of its sliding window"),
         ({"attention.head_count": 3}, "has 3 heads, but 2 KV heads"),
         ({"attention.head_count_kv": [2, 2, 0]}, "has 2 heads, but 0 KV heads"),
         ({"attention.value_length": 16}, "has keys of size 32 but values of size 16"),

@@ -116,7 +116,9 @@ def test_the_facts_describe_the_rollback(files: dict[str, Path]) -> None:
         assert model.facts.rollback == rollbacks[name]
         assert capabilities.rollback
         assert capabilities.tree == (name == "window")
-        assert capabilities.reason == ("" if name == "window" else "its recurrent layers support chains only")
+        assert capabilities.reason == (
+            "" if name == "window" else "its recurrent layers do not support branches"
+        )
         model.close()
 
 

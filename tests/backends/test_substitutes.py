@@ -246,13 +246,13 @@ class TestFailures:
 
     def test_a_layer_without_a_copy(self, demo: LanguageModel, demo_target: Path, tmp_path: Path) -> None:
         some = write_substitutes(demo_target, tmp_path / "some.gguf", streamed(demo_target)[:3])
-        with raises(CapabilityError, "has no low-bit copy of blk.", code="lowbit_not_supported"):
+        with raises(CapabilityError, "does not contain a low-bit copy of blk.", code="lowbit_not_supported"):
             _view(demo, some)
 
     def test_copies_of_another_model(self, demo: LanguageModel, tmp_path: Path) -> None:
         other = write_llama(tmp_path / "other.gguf", layers=20)
         file = write_substitutes(other, tmp_path / "copies.gguf", range(20))
-        with raises(CapabilityError, "has no low-bit copy of blk.", code="lowbit_not_supported"):
+        with raises(CapabilityError, "does not contain a low-bit copy of blk.", code="lowbit_not_supported"):
             _view(demo, file)
 
     @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_models_load_if_no_process_can_be_started(
 ) -> None:
     monkeypatch.setattr(sys, "executable", program)
     notice = load(write_llama(tmp_path / "model.gguf"))
-    assert "could not be tried in a separate process before loading: " in notice
+    assert "could not be checked in a separate process before loading: " in notice
     assert not results()
 
 

@@ -122,7 +122,7 @@ def test_every_plot_is_a_picture_with_something_in_it(made: BenchReport, tmp_pat
 def test_a_report_with_nothing_in_it_is_drawn_too(made: BenchReport, tmp_path: Path) -> None:
     empty = replace(made, figures=(), oracle_comparisons=(), rows=())
     assert len(save_plots(empty, tmp_path)) == 1
-    assert charts(empty, 72)[0].startswith("time per pass, relative to a pass over one token")
+    assert charts(empty, 72)[0].startswith("time to check several tokens at once")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class TestText:
     def test_calls_without_results_are_refused(self, messages: list[Message]) -> None:
         with raises(OptionError, "'now'", code="messages_invalid") as caught:
             text_to_continue(messages)
-        assert "role tool" in caught.value.next_step
+        assert "role `tool`" in caught.value.next_step
 
     @pytest.mark.parametrize("character", ["🙂", "日", "é", "👩‍👩‍👧"])
     def test_part_of_a_character_is_left_out(self, character: str) -> None:

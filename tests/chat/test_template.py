@@ -186,10 +186,10 @@ class TestLimits:
         ("source", "reason"),
         [
             ("{{ 'a' * 4000000000 }}", "than 512"),
-            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "the output"),
-            (HOSTILE["nested brackets"], "too deeply nested"),
-            (HOSTILE["nested ifs"], "too deeply nested"),
-            (HOSTILE["a macro without end"], "too deeply nested"),
+            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "its output"),
+            (HOSTILE["nested brackets"], "nested too deeply"),
+            (HOSTILE["nested ifs"], "nested too deeply"),
+            (HOSTILE["a macro without end"], "nested too deeply"),
             ("{{ (10**5000)|string }}", "integer"),
         ],
     )

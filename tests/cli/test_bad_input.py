@@ -65,7 +65,7 @@ def test_a_name_there_is_not(run: Run) -> None:
 @pytest.mark.parametrize(
     ("data", "quoted", "code"),
     [
-        (b"hi", "not JSON", "option_invalid"),
+        (b"hi", "not valid JSON", "option_invalid"),
         (b'["hi"]', "line 1", "option_invalid"),
         (b'{"prompt": 3}', "line 1", "option_invalid"),
         (b'{"prompt": ""}', "last message", "option_invalid"),
@@ -114,7 +114,7 @@ def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     result = run("generate", "--draft", str(other), "hello", "-n", "8", "--draft-branches", "2")
     assert result.exit_code == 0, result.output
     with edgespec.load("demo", str(other), threads=1) as runtime:
-        assert "tokens, under other ids, and drafts only those" in runtime.target.notice
+        assert "tokens, with different IDs, and drafts only those" in runtime.target.notice
         plain = runtime.generate("hello", method="none", max_tokens=8, temperature=0.0)
         assert runtime.generate("hello", method="model", max_tokens=8, temperature=0.0).tokens == plain.tokens
 

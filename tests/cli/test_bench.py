@@ -205,7 +205,7 @@ def test_the_number_of_replies_is_printed_first(run: Run, quick: tuple[str, ...]
     assert json_of(result)["planned_replies"] == 12
     assert result.stderr.splitlines()[-1] == (
         "plan: 12 replies of up to 8 tokens (2 prompts x 1 temperature x 2 repeats x 3 methods: none, ngram,"
-        " suffix); no new ones after 1 min 30 s"
+        " suffix); no new ones start after 1 min 30 s"
     )
 
 

@@ -140,7 +140,7 @@ def test_set_reports_other_problems_of_the_file(run: Run, file: Path) -> None:
 
 def test_a_file_that_cannot_be_changed_stays(run: Run, file: Path) -> None:
     for text, error in (
-        ("chat = { seed = 1 }", "chat.seed cannot be changed in .* change it in an editor"),
+        ("chat = { seed = 1 }", "chat.seed cannot be changed in .* change it in a text editor"),
         ("seed = [", "config.toml, line 1"),
     ):
         file.write_text(text)

@@ -64,7 +64,7 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             "GPU .M4., .* 7.5 GiB of GPU memory",
             "",
         ),
-        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", "run scripts/setup mlx-cuda"),
+        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without CUDA", "run scripts/setup mlx-cuda"),
         ("cuda", MlxInfo("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
     ],
 )
@@ -148,7 +148,7 @@ def test_gpus_are_named_with_what_is_missing(
             "your disk quota is used up; ",
             "free some space on the disk of {}, for example with `edgespec",
         ),
-        (errno.EROFS, "read-only file system; ", "set HF_HUB_CACHE to a folder that you can write to"),
+        (errno.EROFS, "read-only file system; ", "set HF_HUB_CACHE to a writable folder"),
         (errno.EACCES, "permission denied; ", "make {} writable for your user, or set HF_HUB_CACHE to"),
     ],
 )

@@ -204,7 +204,7 @@ def test_log_probabilities_are_part_of_the_json_object(run: Run) -> None:
     ("args", "quoted", "code"),
     [
         (("--schema", "missing.json"), "'missing.json'", "file_not_read"),
-        (("--schema", '{"type": "object"}'), "not as", "constraint_invalid"),
+        (("--schema", '{"type": "object"}'), "not JSON", "constraint_invalid"),
         (("--schema", "bad.json"), "line 1, column 13", "constraint_invalid"),
         (("--schema", "list.json"), "JSON object", "constraint_invalid"),
         (("--regex", "(a"), "unclosed group", "constraint_invalid"),
@@ -265,7 +265,7 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
 def test_each_notice_is_on_its_own_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
     notes = run("generate", "-n", "4", "--draft-window", "24", "--context", "512", QUESTION).stderr
-    (line,) = (line for line in notes.splitlines() if "reads only the first 4 and the last 24" in line)
+    (line,) = (line for line in notes.splitlines() if "sees only the first 4 and the last 24" in line)
     assert " · " not in line
 
 

@@ -119,7 +119,7 @@ class TestNamesOfOnesOwn:
     def test_a_pair_is_set_used_and_removed(self, run: Run, file: Path) -> None:
         assert run("models", "pair", "demo", "none").stdout == "demo now runs without a draft model.\n"
         assert json_of(run("models", "show", "demo", "--json"))["auto_draft"] == {
-            "draft": None, "why": "you chose no draft model for demo",
+            "draft": None, "why": "you turned off the draft model for demo",
         }  # fmt: skip
         assert json_of(run("generate", "hi", "-n", "2", "--json"))["draft"] is None
         assert json_of(run("models", "list", "--json"))["pairs"] == {"demo": "none"}
@@ -178,8 +178,8 @@ class TestRemove:
         ("reference", "line"),
         [
             ("demo", "part of edgespec"),
-            ("helper:11m", "use `ollama rm`"),
-            ("maker/Helper-GGUF", "it belongs to LM Studio"),
+            ("helper:11m", "delete it with `ollama rm`"),
+            ("maker/Helper-GGUF", "it is managed by LM Studio"),
             (str(DRAFT), "it is your own file"),
         ],
     )

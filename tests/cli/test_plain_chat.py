@@ -122,7 +122,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     ):
         assert text in out
     for text in (
-        "/theme does not exist in the plain chat",
+        "/theme is not available in the plain chat",
         "Unknown command /nope",
         "Opened “My chat”",
         "temperature?",

@@ -104,7 +104,7 @@ def test_help_lists_the_commands_that_work_and_the_others_say_what_to_use(chat: 
     listed = [line.split()[0].strip("/:") for line in out.splitlines() if line.startswith("/")]
     assert listed == [command.name for command in table.COMMANDS if not command.instead]
     for command in others:
-        assert f"/{command.name} does not exist in the plain chat. {command.instead}" in err
+        assert f"/{command.name} is not available in the plain chat. {command.instead}" in err
 
 
 def _stamp(context: Context) -> Result:
@@ -244,7 +244,7 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert "There is no model named nope." in err
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "more models that fit in memory. `edgespec models list` shows them." in listed
+    assert "more models that fit in memory. To see them, run `edgespec models list`." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 

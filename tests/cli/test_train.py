@@ -76,8 +76,8 @@ def test_an_interrupt_and_its_continuation(
     assert process.wait() == 130
     assert rest[0] == STOPPING
     assert rest[-1] == (
-        f"interrupted: the training in {folder / 'training'} is not finished, but its progress is saved; run"
-        " the same command again to continue"
+        f"interrupted: the training in {folder / 'training'} is not finished, but its progress has been"
+        " saved; run the same command again to continue"
     )
     assert list((folder / "training").glob("state-*.safetensors"))
     continued = run(*arguments, "--to", str(folder), "--json")
@@ -107,7 +107,7 @@ def test_a_second_interrupt_ends_the_first_step(start: Start, arguments: list[st
     # Each step takes 100 seconds.
     assert time.monotonic() - began < 80
     assert process.stderr.read().decode() == (
-        "interrupted: what was done since the progress was last saved is lost; run the same command again to"
+        "interrupted: the work since the progress was last saved is lost; run the same command again to"
         " continue\n"
     )
 

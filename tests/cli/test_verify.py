@@ -291,7 +291,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     told = " ".join(run("verify", "--help").stdout.split())
     assert "[default: the methods that use repeated text, and those of the loaded heads;" in told
     assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
-    assert "Others, such as auto, are checked only if you name them" in told
+    assert "Others, such as `auto`, are checked only if you name them" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"], asked["idle_seconds"]) == (5, "invariant", 2)

@@ -50,7 +50,7 @@ def test_each_error_is_one_line(workers: tuple[Worker, Worker], start_worker: Ca
     errors = [each.error.what if each.error else "" for each in (*checked, *other)]
     assert "is busy with another model" in errors[0]
     assert not errors[1]
-    assert "offers 8.0 MiB of memory, but --workers asks for 1.0 GiB" in errors[2]
+    assert "offers only 8.0 MiB of memory, but --workers requests 1.0 GiB" in errors[2]
     assert f"has llama-cpp-python {version}, but this machine has 0.0.1" in errors[3]
     for each in (*checked, *other):
         assert "MB/s" in each.finding

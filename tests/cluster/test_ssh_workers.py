@@ -233,7 +233,7 @@ def error_of(url: str = "ssh://mac") -> str:
 
 def test_a_machine_without_edgespec_is_an_error(site: Site) -> None:
     (site.home / ".local/bin/edgespec").unlink()
-    assert error_of().startswith("edgespec was not found on ssh://mac: ")
+    assert error_of().startswith("edgespec is not installed on ssh://mac, ")
     assert "scripts/setup workers" in error_of()
 
 

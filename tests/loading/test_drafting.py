@@ -57,7 +57,7 @@ class TestAsked:
 
     def test_recurrent_models_get_no_hint_for_a_low_bit_copy(self, tmp_path: Path) -> None:
         model = str(write_lfm2(tmp_path / "model.gguf"))
-        with raises(OptionError, "chains", code="method_unavailable", option="method"):
+        with raises(OptionError, "branches", code="method_unavailable", option="method"):
             edgespec.load(model, "none", context=256, method="lowbit")
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
@@ -76,7 +76,7 @@ class TestAsked:
             assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
 
     def test_two_self_drafts_are_rejected(self) -> None:
-        with raises(OptionError, "2 drafters", "layerskip", option="method"):
+        with raises(OptionError, "2 methods", "layerskip", option="method"):
             edgespec.load("demo", method="layerskip+lowbit")
 
     @pytest.mark.long
@@ -178,7 +178,7 @@ class TestMlx:
     def test_the_error_for_a_recurrent_model_gives_the_reason(self, name: str, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with raises(OptionError, "chains", code="method_unavailable", option="method"):
+        with raises(OptionError, "branches", code="method_unavailable", option="method"):
             edgespec.load(model, "none", **QUICKLY, method=name)
 
     def test_learn_needs_an_mlx_draft(self) -> None:
@@ -267,7 +267,7 @@ class TestOptions:
     @pytest.mark.long
     def test_draft_window(self) -> None:
         with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
-            assert "reads only the first 2 and the last 24 tokens of a longer text" in runtime.target.notice
+            assert "sees only the first 2 and the last 24 tokens of a longer text" in runtime.target.notice
             same_as_plain(runtime, ["model"], max_tokens=60)
 
     @pytest.mark.long
@@ -280,5 +280,5 @@ class TestOptions:
             assert runtime.plan is not None
             needed = runtime.plan.total_bytes
         with edgespec.load("demo", **options, memory=needed) as runtime:
-            assert "reads only the first 4 and the last" in runtime.target.notice
+            assert "sees only the first 4 and the last" in runtime.target.notice
             same_as_plain(runtime, ["model"])

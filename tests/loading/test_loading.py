@@ -187,7 +187,7 @@ def test_acceptance_is_recorded_only_if_it_applies_to_the_plain_pair(
         ("corpus", 3, "one path"),
         ("corpus", b"x", "one path"),
         ("corpus", ["x"], "one path"),
-        ("adapter", 3, "one or more paths"),
+        ("adapter", 3, "a path or a list of paths"),
         ("draft_confidence", "x", "a number from 0 to below 1"),
         ("draft_confidence", None, "a number from 0 to below 1"),
         ("draft_sinks", None, "an integer from 0"),

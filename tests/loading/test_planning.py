@@ -160,7 +160,7 @@ def test_the_draft_kv_cache_is_quantised_first() -> None:
     assert replies[0] == replies[1]
     (decision,) = last.decisions
     assert decision.what == "a KV cache of type q8_0 for the draft model"
-    assert decision.why == "its proposals are checked, so replies stay the same"
+    assert decision.why == "the model checks its proposals, so replies stay the same"
     assert decision.bytes >= 2**18
     assert last.fits
     assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow
@@ -189,7 +189,7 @@ class TestInstalledModels:
         assert planned.pair.draft.path.name == "Small-Q4_0.gguf"
         (decision,) = planned.plan.decisions
         assert decision.what == "maker/Small-GGUF as the draft model"
-        assert "same model with fewer bits" in decision.why
+        assert "lower-bit version of the same model" in decision.why
         assert decision.bytes > 2**18
         named = _planned(total - 1, fixed=PlanRequest(fixed.fixed | {"draft"}))
         assert not named.plan.fits
@@ -360,8 +360,8 @@ def test_experts_are_where_the_option_says(
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"experts": 3}, "llama.cpp can use no GPU here"),
-        ({"experts": "gpu"}, "llama.cpp can use no GPU here"),
+        ({"experts": 3}, "llama.cpp cannot use a GPU on this machine"),
+        ({"experts": "gpu"}, "llama.cpp cannot use a GPU on this machine"),
         ({"experts": "auto"}, ""),
     ],
 )

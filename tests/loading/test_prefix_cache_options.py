@@ -113,7 +113,7 @@ def test_weights_replaced_during_loading_disable_the_disk_cache(
         patch.setattr(exact, "load_target", swapped)
         with edgespec.load(str(copy), **OPTIONS) as runtime:
             runtime.generate(PROMPT, max_tokens=4, seed=1)
-            assert "changed while they were loaded" in runtime.memory().prefix_cache.notice
+            assert "changed while they were being loaded" in runtime.memory().prefix_cache.notice
     assert not list((tmp_path / "data").rglob("*.kept"))
     assert held(copy) == 0
     assert held(copy) > 20

@@ -91,7 +91,7 @@ def test_the_plan_counts_the_copies(big: Path, memory_bytes: int, prepared: Prep
     assert sizes["weights"] == prepared.facts["weight_bytes"]
     assert set(sizes) == {"weights", "cache", "compute", "output", "vocabulary"}
     assert plan.to_json()["streaming"]["substitute_bytes"] == sizes["weights"]
-    assert "drafts with low-bit copies" in plan.streaming.text
+    assert "low-bit copies of these parts" in plan.streaming.text
     # One layer fewer would not fit.
     streamed = prepared.facts["streamed_bytes"] // plan.streaming.layers
     copy = prepared.facts["weight_bytes"] // plan.streaming.layers
@@ -116,7 +116,7 @@ def test_copies_for_another_amount_of_memory_are_not_used(
     assert plan.fits
     assert (plan.streaming is None) == (more > 0)
     assert not any(item.role == "low-bit copy" for item in plan.items)
-    with raises(OptionError, "for another amount of memory", code="method_unavailable"):
+    with raises(OptionError, "for a different amount of memory", code="method_unavailable"):
         _loaded(big, memory, "lowbit")
 
 

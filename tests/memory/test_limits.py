@@ -86,7 +86,7 @@ class TestControlGroups:
         assert min(found, key=lambda limit: limit.free_bytes) == Limit(
             1000, "the memory limit of the control group /a", hard=True
         )
-        assert found[0].what == "the available memory of this machine"
+        assert found[0].what == "the memory available on this machine"
 
 
 def test_the_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ class TestBudget:
         there = psutil.virtual_memory().total
         budget = find_budget(there + 1)
         assert budget.bytes == there + 1
-        assert budget.source == f"--memory, more than the {format_bytes(there)} of this machine"
+        assert budget.source == f"--memory, more than this machine's {format_bytes(there)}"
 
     def test_a_detected_budget_leaves_a_reserve_and_names_its_source(
         self, monkeypatch: pytest.MonkeyPatch

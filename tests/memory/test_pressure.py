@@ -105,7 +105,7 @@ class TestIdleShrinking:
                     assert runtime.draft.context_tokens == expected
                 if prompt == [*SHORT, 9]:
                     assert runtime.memory().kv_bytes <= before / 2
-                    assert "of unused context" in reply.method.note
+                    assert "by shrinking the context" in reply.method.note
                     assert runtime.memory().reclaimed_bytes >= before - runtime.memory().kv_bytes
                 if prompt == [*SHORT, 9, 8]:
                     assert "memory was low" not in reply.method.note
@@ -174,7 +174,7 @@ class TestIdleThread:
             assert runtime.target.context_tokens == 512
             free(runtime, LITTLE)
             assert until(lambda: runtime.target.context_tokens == FIRST)
-            assert until(lambda: "unused context" in runtime.memory().last_reclaim)
+            assert until(lambda: "shrinking the context" in runtime.memory().last_reclaim)
             assert runtime.memory().reclaimed_bytes > 0
             # The next reply reports it, and continues from the same cache.
             prompt = [*SHORT, *reply.tokens, 9]

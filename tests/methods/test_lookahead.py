@@ -179,7 +179,7 @@ class TestWhetherItIsFaster:
     def test_off_if_cost_is_proportional_to_width(self) -> None:
         drafter = LookaheadDrafter(FREE, STEEP)
         assert drafter.note().startswith(
-            "lookahead is off: no window is faster here (a pass of 7 tokens takes 7.00 times"
+            "lookahead is off: it would not save time here (checking 7 tokens takes 7.00 times"
         )
         assert self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 40) == [0] * 120
 
@@ -188,7 +188,7 @@ class TestWhetherItIsFaster:
     )
     def test_off_if_no_window_fits_the_target(self, able: Capabilities) -> None:
         drafter = LookaheadDrafter(able, FLAT)
-        assert "the target does not support passes of" in drafter.note()
+        assert "the model cannot check" in drafter.note()
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2]) == [0] * 4
 
     def test_off_while_the_draft_length_is_too_small(self) -> None:

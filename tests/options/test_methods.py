@@ -64,7 +64,7 @@ def test_a_registered_method_is_known_until_it_is_removed() -> None:
     try:
         assert method_names()[0] == "twin"
         assert parse_method("twin+suffix") == ("twin", "suffix")
-        with raises(OptionError, "2 drafters", option="method"):
+        with raises(OptionError, "2 methods", option="method"):
             parse_method("twin+lowbit")
     finally:
         unregister()

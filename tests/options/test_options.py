@@ -185,4 +185,4 @@ def test_the_documentation_is_up_to_date() -> None:
 def test_the_table_has_a_row_for_each_option() -> None:
     rows = options_table(LOAD_OPTIONS).splitlines()
     assert len(rows) == 2 + len(LOAD_OPTIONS)
-    assert rows[2].startswith("| `memory` | available memory minus --reserve | Memory that edgespec may use")
+    assert rows[2].startswith("| `memory` | available memory minus --reserve | Total memory that edgespec")

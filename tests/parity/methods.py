@@ -294,8 +294,8 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
     check_draft(runtime, row)
     if row.learn:
         learnt = session.report(row.method).note
-        assert "training steps on" in learnt
-        assert "not used" not in learnt
+        assert "was trained in" in learnt
+        assert "uses the original model" not in learnt
     session.target = session._decoder._target = model
     if row.branches and not can.tree:
         assert not target.branched
@@ -308,9 +308,9 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime, briefly: bool) -> Cell:
 def check_draft(runtime: Runtime, row: Row) -> None:
     """The draft was of the kind that the row is about."""
     notice = runtime.target.notice
-    assert (f"reads only the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
-    assert ("under other ids" in notice) == (row.draft == "renamed" and not row.text)
-    assert ("Its text is tokenized again" in notice) == row.text
+    assert (f"sees only the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
+    assert ("with different IDs" in notice) == (row.draft == "renamed" and not row.text)
+    assert ("Its text has to be tokenized again" in notice) == row.text
 
 
 def check_partly_right(replies: Sequence[Reply], always_right: bool) -> None:

@@ -36,7 +36,7 @@ def test_a_short_attack(tmp_path: Path) -> None:
         ("HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
         ("HTTP/1.1 500 Internal Server Error\r\n\r\n", True),
         ("HTTP/1.1 200 OK\r\n\r\nthe server failed because of a bug", True),
-        ("HTTP/1.1 200 OK\r\n\r\nllama.cpp failed on a pass over 16 tokens", True),
+        ("HTTP/1.1 200 OK\r\n\r\nllama.cpp failed to process 16 tokens", True),
         ("", False),
     ],
 )

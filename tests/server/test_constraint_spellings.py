@@ -166,7 +166,10 @@ def test_empty_values_are_no_constraint(request_type: type[Any]) -> None:
         ({"format": {"type": "json_schema", "json_schema": {}}}, "add format.json_schema.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "add text.format.schema"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "add output_config.format.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "contains no schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "does not contain a schema",
+        ),
         ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "yaml"}, "response_format 'yaml'"),

@@ -302,7 +302,7 @@ def test_two_schemas_are_refused(http: httpx.Client, path: str, body: dict[str, 
     reply = http.post(path, json={**body, "schema": {"type": "integer"}})
     assert reply.status_code == 400
     assert "schema and " in reply.text
-    assert "cannot be used together, because they ask for different answers" in reply.text
+    assert "cannot be used together, because they ask for different formats" in reply.text
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_results_of_tools_can_be_any_json(http: httpx.Client, path: str, result:
         ("/rerank", "/v1/embeddings"),
         ("/completion", "use /v1/completions"),
         ("/v1/responses/resp_1", "store responses"),
-        ("/v1/messages/batches", "no batches"),
+        ("/v1/messages/batches", "not support batches"),
         ("/api/v1/chat", "LM Studio"),
         ("/tokenize", "/v1/messages/count_tokens"),
         ("/completions/other", "base URL"),
@@ -671,4 +671,4 @@ def test_clients_of_unsupported_apis_learn_the_base_urls(http: httpx.Client, pat
     reply = http.post(path, json={"inputs": "x", "contents": []})
     assert reply.status_code == 405
     assert f"{path} is not supported; use GET" in reply.text
-    assert "set the base URL of the program to http://127.0.0.1:" in reply.text
+    assert "set your program's base URL to http://127.0.0.1:" in reply.text

@@ -45,7 +45,7 @@ def test_other_host_names_are_rejected(http: httpx.Client, host: str) -> None:
     reply = http.get("/v1/models", headers={"Host": host})
     assert reply.status_code == 403
     assert reply.json()["error"]["code"] == "host_not_allowed"
-    assert (host or "the empty header Host") + " is not a name" in reply.json()["error"]["message"]
+    assert (host or "an empty Host header") + " is not a name" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_web_pages_are_rejected(http: httpx.Client, origin: str) -> None:
     reply = http.post("/v1/chat/completions", json=BODY, headers={"Origin": origin})
     assert reply.status_code == 403
     assert "access-control-allow-origin" not in reply.headers
-    assert (origin or "without a name") + " may not use" in reply.json()["error"]["message"]
+    assert (origin or "does not send its address") + " may not use" in reply.json()["error"]["message"]
     preflight = http.options(
         "/v1/chat/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}
     )

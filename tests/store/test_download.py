@@ -198,7 +198,7 @@ def test_an_unknown_quantisation_lists_the_available_ones(hub: StandInHub) -> No
         (403, "", DownloadError, "denied .status 403"),
         (404, "RepoNotFound", ModelNotFoundError, "no model repository .*check the spelling"),
         (429, "", DownloadError, "too many requests.*wait"),
-        (400, "", DownloadError, "could not serve .*status 400"),
+        (400, "", DownloadError, "could not provide .*status 400"),
     ],
 )
 def test_http_errors_are_one_line(
@@ -281,5 +281,5 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
 
 def test_a_server_that_is_not_a_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.store.stand_in_hub.COMMIT", "")
-    with raises(DownloadError, "respond"):
+    with raises(DownloadError, "not seem to be"):
         fetch(REPOSITORY, None)

@@ -178,7 +178,7 @@ def test_a_draft_that_shares_most_of_the_tokens(own_home: Path) -> None:
     choice = chosen("maker/large")
     assert choice.draft is not None
     assert choice.draft.name == "maker/small"
-    assert "it has 97.2 % of the model's tokens" in choice.reason
+    assert "it has 97.2% of the model's tokens" in choice.reason
 
 
 class TestCatalogueDrafts:
@@ -248,7 +248,7 @@ class TestUserPairs:
     def test_a_pair_may_be_none(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "none"\n')
         choice = chosen("demo")
-        assert (choice.draft, choice.reason) == (None, "you chose no draft model for demo")
+        assert (choice.draft, choice.reason) == (None, "you turned off the draft model for demo")
 
     def test_a_missing_draft_of_a_pair_is_not_downloaded(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')

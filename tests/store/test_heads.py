@@ -166,7 +166,7 @@ class TestNamedHeads:
     def test_a_head_is_refused_as_a_model(self, folder: Path) -> None:
         published = write_published(folder / "eagle3-published")
         for reference in (str(published), "qwen3-8b-eagle3", "hf:AngelSlim/Qwen3-8B_eagle3"):
-            with raises(ModelFileError, "drafts", code="wrong_file") as caught:
+            with raises(ModelFileError, "proposes tokens", code="wrong_file") as caught:
                 resolve(reference)
             assert "--head" in caught.value.next_step
 
@@ -290,7 +290,7 @@ class TestDownloads:
 
     def test_a_repository_without_a_head_is_an_error(self, hub: StandInHub) -> None:
         hub.files = {"README.md": b"# nothing"}
-        with raises(ModelNotFoundError, "no head", code="repository_unusable"):
+        with raises(ModelNotFoundError, "not contain a head", code="repository_unusable"):
             resolve_head(REPOSITORY)
 
     def test_a_published_head_in_the_cache_is_found(self, cache: Path, tmp_path: Path) -> None:

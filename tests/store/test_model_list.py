@@ -127,7 +127,7 @@ def test_models_are_found_on_the_hub(hub: StandInHub) -> None:
     big, known, unknown = edgespec.search_models("gguf", memory="8GiB")
     assert (big.reference, big.place, big.fits) == ("hf:someone/Big-GGUF", "search", False)
     assert 35 * 1e9 < big.size_bytes < 50 * 1e9
-    assert "licence must be accepted" in big.notice
+    assert "must first accept its licence" in big.notice
     assert (known.reference, known.fits) == ("1b-q4", True)
     assert (unknown.size_bytes, unknown.fits) == (0, True)
     assert edgespec.search_models("nothing like it") == []

@@ -95,7 +95,8 @@ def test_what_to_do_about_a_full_disk_and_a_read_only_folder(tmp_path: Path) -> 
     full, denied = (OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EACCES))
     assert error_reason(full) == "the disk is full"
     assert write_advice(full, tmp_path) == (
-        f"free some space on the disk of {tmp_path}, for example with `edgespec delete-data prefix-cache`"
+        f"free some space on the disk that contains {tmp_path}, for example with"
+        " `edgespec delete-data prefix-cache`"
     )
     assert write_advice(denied, tmp_path, "--to") == (
         f"make {tmp_path} writable for your user, or use --to with a folder on another disk"
@@ -135,7 +136,7 @@ def test_special_and_large_files_are_not_read(tmp_path: Path) -> None:
         read_regular_file(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"12345")
     assert read_regular_file(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(OSError, match="at most 4 are expected"):
+    with pytest.raises(OSError, match="the limit of 4 bytes"):
         read_regular_file(tmp_path / "file", 4)
 
 

@@ -92,7 +92,7 @@ def test_a_real_server_over_stdio(boxes: list[Toolbox], monkeypatch: pytest.Monk
     assert call(box, "add", a="x").failed
     assert call(box, "environment", name="SECRET").text == "42"
     assert call(box, "environment", name="HF_TOKEN").text == "not set"
-    assert "image/png: models in this chat read only text" in call(box, "picture").text
+    assert "image/png: models in this chat can read only text" in call(box, "picture").text
     assert len(call(box, "long_text", characters=1_000_000).text) == 1_000_000
     sleep = next(tool for tool in box.tools if tool.name == "sleep")
     box.call(sleep, {"seconds": 3}).cancel()

@@ -76,7 +76,7 @@ def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train
     converted = folder / "head.gguf"
     # A folder with the name of the file makes the conversion fail.
     converted.mkdir()
-    with raises(EdgespecError, "conversion", code="file_not_written"):
+    with raises(EdgespecError, "could not be converted", code="file_not_written"):
         train(folder, gguf=gguf)
     converted.rmdir()
     again, announced = Stops(), list[str]()

@@ -77,7 +77,7 @@ async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: P
         assert "telepathy" in d.transcript()
         d.chat.prompt.clear()
         await d.say("/set method lowbit")
-        assert "lowbit was not requested" in d.transcript()
+        assert "without the method lowbit" in d.transcript()
         assert "method" not in d.chat.current_chat.settings
         d.chat.prompt.clear()
         await d.say("/set method none")
@@ -123,7 +123,7 @@ async def test_a_schema_applies_until_it_is_removed(demo: Load, tmp_path: Path) 
     broken.write_text('{"type": "integer", "minimum": 2, "maximum": 1}', "utf-8")
     async with driving(demo, tmp_path) as d:
         await d.say(f"/schema {schema}")
-        assert "Replies now satisfy the schema" in d.transcript()
+        assert "Replies will now match the schema" in d.transcript()
         await d.say("What is the answer?")
         assert d.chat.current_chat.messages[-1].content == '{"answer": 42}'
         await d.say(f"/schema {broken}")

@@ -87,8 +87,8 @@ async def test_an_editor_that_fails_changes_nothing(
     ("editor", "message"),
     [
         ("", "No text editor is set"),
-        ("/missing/editor -x", "EDITOR names the editor /missing/editor,"),
-        ("code --wait", "EDITOR names the editor code,"),
+        ("/missing/editor -x", "EDITOR is set to /missing/editor,"),
+        ("code --wait", "EDITOR is set to code,"),
         ("nano 'a", "EDITOR is not a valid command"),
     ],
 )
@@ -133,7 +133,7 @@ async def test_a_reply_cannot_be_opened_without_an_editor(
             await d.say(keys[0])
         else:
             await d.press(*keys)
-        await d.sees("names the editor missing-editor,")
+        await d.sees("is set to missing-editor,")
 
 
 @pytest.mark.usefixtures("_suspend")

@@ -294,11 +294,11 @@ async def test_the_same_note_is_shown_once(tmp_path: Path) -> None:
     async with driving(loading(replies("One.")), tmp_path) as d:
         await d.say("/preset")
         await d.send("/race")
-        await d.said("There is no message for a race yet")
+        await d.said("There is no message to race with yet")
         d.chat.prompt.clear()
         await d.say("/preset")
         assert d.transcript().count("There are no presets yet.") == 1
-        assert d.transcript().index("There are no presets yet.") > d.transcript().index("no message for a")
+        assert d.transcript().index("There are no presets yet.") > d.transcript().index("no message to race")
 
 
 @pytest.mark.long

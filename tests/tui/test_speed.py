@@ -91,7 +91,7 @@ NONE = MethodReport("none", "none", "asked for")
         ),
         (OFF, made_up_stats(30), ("off for now", "lost 0.3 tokens' time", "")),
         (replace(OFF, gain=-0.2), made_up_stats(30), ("20% ± 1% slower", "lost 0.3", "")),
-        (NONE, made_up_stats(30), ("one token at a time", "method is set to none", "/set method auto")),
+        (NONE, made_up_stats(30), ("one token at a time", "method is set to `none`", "/set method auto")),
     ],
 )
 def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[str, str, str]) -> None:
@@ -291,7 +291,7 @@ async def test_a_tick_after_the_end_closes_no_other_screen(tmp_path: Path) -> No
 async def test_a_race_without_a_message_and_one_that_fails(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={"acceptance": "rejection"}) as d:
         await d.say("/race")
-        await d.said("There is no message for a race yet")
+        await d.said("There is no message to race with yet")
         await d.send(f"/race {QUESTION}")
         await d.sees("rejection")
         await d.press("escape")

@@ -346,7 +346,7 @@ def test_texts_name_the_chats_own_way_instead_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("worse in longer contexts, so consider --context 8192", "so consider /context 8192."),
+        ("worse beyond that, so consider --context 8192", "so consider /context 8192."),
         (
             "did you mean x? `edgespec models show TARGET` lists the heads for a model",
             "/set head lists them.",

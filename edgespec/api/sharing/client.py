@@ -96,7 +96,7 @@ def _result(connection: Connection, wait: Callable[[], bool] | None, seconds: fl
     deadline = time.monotonic() + seconds
     while not connection.poll(_POLL_SECONDS):
         if wait is not None and not wait():
-            raise CancelledError("waiting for the other program was cancelled")
+            raise CancelledError("cancelled while waiting for the other program")
         if time.monotonic() > deadline:
             raise TimeoutError
     kind, value = connection.recv()
@@ -243,7 +243,7 @@ class SharedModel:
     def lost(self) -> WorkerLostError:
         """Return the error to raise when the other program has exited."""
         return WorkerLostError(
-            f"{self.host}, which had loaded the model, has ended or does not answer",
+            f"{self.host}, which had loaded the model, has exited or is not responding",
             "send the message again; the chat then loads the model itself",
         )
 
@@ -306,7 +306,7 @@ class SharedReply:
         # `cancel` can run in any thread, and must not write to a connection that is being closed.
         self._connection_lock = threading.Lock()
         self._has_started = False
-        self._reported = ("waiting for another reply", 0.0)
+        self._reported = ("waiting for another reply to finish", 0.0)
         self.stats = Stats()
         _, (start, method) = self._receive()
         self.method: MethodReport = method

@@ -180,7 +180,9 @@ class ModelHost:
             return Facts.of(model.runtime)
         owner = model.runtime.vocabulary if wish.call in _TOKENIZER_CALLS else model.runtime
         if wish.call not in (*_CALLS, *_TOKENIZER_CALLS):
-            raise EdgespecError(f"another program asked for {wish.call!r}, which edgespec does not share")
+            raise EdgespecError(
+                f"another program requested {wish.call!r}, which edgespec does not share between programs"
+            )
         return getattr(owner, wish.call)(*wish.arguments, **options)
 
     def close(self) -> None:
@@ -222,7 +224,9 @@ def _reply(model: Lent, connection: Connection, messages: Any, options: dict[str
 
     with (
         _watching(connection, partial(cancel, leaving)),
-        model.queue.turn(partial(cancel, closing), lambda: progress("waiting for another reply", 0.0)),
+        model.queue.turn(
+            partial(cancel, closing), lambda: progress("waiting for another reply to finish", 0.0)
+        ),
     ):
         stream = model.runtime.stream_messages(messages, progress=progress, **options)
         streams.append(stream)
@@ -278,7 +282,7 @@ def _picklable(error: Exception) -> Exception:
         error.__cause__ = error.__context__ = error.__traceback__ = None
         return error
     return EdgespecError(
-        f"the program that has loaded the model failed: {type(error).__name__}: {error}",
+        f"the program that loaded the model failed: {type(error).__name__}: {error}",
         "send the message again",
     )
 

@@ -273,7 +273,7 @@ class LlamaContext(KvSequences):
             detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
             if "requires flash_attn" in detail:
                 raise OptionError(
-                    f"kv_type {plan.kv_types.text!r} requires flash attention",
+                    f"KV cache type {plan.kv_types.text!r} requires flash attention",
                     "use --flash-attention auto or --kv-type f16",
                     option="kv_type",
                     code="option_conflict",
@@ -578,7 +578,7 @@ class LlamaContext(KvSequences):
             )
         detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
         raise BackendError(
-            f"llama.cpp failed on a pass over {count} tokens with status {status}: {detail}",
+            f"llama.cpp failed to process {count} tokens (status {status}): {detail}",
             "close other programs or use a smaller --context",
         )
 

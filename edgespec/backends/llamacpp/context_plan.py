@@ -84,7 +84,7 @@ def choose_kv_types(options: LoadOptions, *, same_type: bool = False) -> KvTypes
     types = parse_kv_types(options.kv_type)
     if same_type and types.keys != types.values:
         raise OptionError(
-            f"kv_type {types.text!r} has two types, but this model stores keys and values as one vector",
+            f"KV cache type {types.text!r} names two types, but this model stores keys and values together",
             f"use --kv-type {types.keys} or --kv-type auto",
             option="kv_type",
             code="option_not_supported",
@@ -102,7 +102,7 @@ def parse_kv_types(text: str) -> KvTypes:
     for name in (keys, values or keys):
         if name not in _TYPES:
             raise OptionError(
-                f"kv_type {text!r} is invalid",
+                f"{text!r} is not a valid KV cache type",
                 f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
                 " q8_0/f16",
                 option="kv_type",

@@ -322,7 +322,7 @@ def rebuild_context(
             saved = [context.export_sequence()] if recurrent else context.export_cells(0, 0, length)
         except MemoryError as error:
             raise MemoryBudgetError(
-                f"the context cannot be resized: a copy of {length:,} cached tokens cannot be allocated",
+                f"cannot resize the context: there is not enough memory to copy {length:,} cached tokens",
                 "close other programs or use a smaller --context",
                 code="out_of_memory",
             ) from error
@@ -345,5 +345,6 @@ def _fill(
         context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
     ):
         raise BackendError(
-            f"the cache of {length:,} tokens was lost when the context was resized", "send the message again"
+            f"the {length:,} cached tokens were lost while the context was being resized",
+            "send the message again",
         )

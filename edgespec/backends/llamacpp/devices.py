@@ -279,7 +279,7 @@ def place_layers(
         needed = sum(weights) + cache_bytes + compute_bytes * (len(capacities) - 1)
         offered = workers.local_bytes + sum(link.memory_bytes for link in workers.links)
         raise MemoryBudgetError(
-            f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer"
+            f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer only"
             f" {format_bytes(offered)}",
             "add workers, raise the memory limits in --workers, or use a smaller --context or quantisation",
         )

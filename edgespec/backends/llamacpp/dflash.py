@@ -219,13 +219,16 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
 
 def _block_problem(header: GgufHeader, shape: BlockShape, vocab_size: int) -> str:
     if not (_is_int(shape.tokens) and 2 <= shape.tokens <= MAX_BLOCK_TOKENS):
-        return f"its block_size is {shape.tokens!r}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+        return f"its block_size must be from 2 to {MAX_BLOCK_TOKENS}, not {shape.tokens!r}"
     if shape.has_markov and header.architecture_value("block_size") is None:
         return "it has no block_size"
     if shape.candidates and (shape.has_markov or shape.first_row == 0):
         return "a DFlash 2 head cannot have a Markov head or draft from its first token"
     if not (_is_int(shape.mask_token) and 0 <= shape.mask_token < vocab_size):
-        return f"its mask token has the id {shape.mask_token!r}, but its vocabulary has {vocab_size:,} tokens"
+        return (
+            f"its mask token has the ID {shape.mask_token!r}, but its vocabulary has only {vocab_size:,}"
+            " tokens"
+        )
     return ""
 
 
@@ -241,12 +244,12 @@ def _attention_problem(header: GgufHeader) -> str:
     keys = value("attention.key_length", size // heads)
     values = value("attention.value_length", size // heads)
     if keys != values:
-        return f"its keys have the length {keys:,}, but its values have the length {values:,}"
+        return f"its keys have length {keys:,}, but its values have length {values:,}"
     rotated = value("rope.dimension_count", keys)
     if rotated % 2 or not 0 < rotated <= keys:
         return (
-            f"its rope.dimension_count is {rotated:,}, but must be an even number up to the key length of"
-            f" {keys:,}"
+            f"its rope.dimension_count must be an even number up to the key length of {keys:,}, not"
+            f" {rotated:,}"
         )
     sections = np.atleast_1d(value("rope.dimension_sections", 0))
     if sections.dtype.kind not in "iu" or not all(0 <= int(section) <= keys for section in sections):

@@ -143,8 +143,8 @@ def _check_rotations(head: Any, path: Path) -> None:
     )
     if rotated % 2 or not 0 < rotated <= key_length:
         raise ModelFileError(
-            f"the head {path} is damaged: its rope.dimension_count is {rotated:,}, but must be an even number"
-            f" up to the key length of {key_length:,}",
+            f"the head {path} is damaged: its rope.dimension_count must be an even number up to the key"
+            f" length of {key_length:,}, not {rotated:,}",
             "download it again, or use --head none",
         )
 
@@ -314,8 +314,8 @@ def _load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
     config, lib, (weights,) = files.config, library(), target.weights
     if config.version != 1:
         raise CapabilityError(
-            f"{folder} is an EAGLE-3 head in the Hugging Face layout",
-            "convert it with `edgespec prepare head`, and pass the file with --head",
+            f"{folder} is an EAGLE-3 head in Hugging Face format, which GGUF models cannot use directly",
+            "convert it with `edgespec prepare head`, and pass the resulting file with --head",
             code="head_not_supported",
         )
     size = lib.llama_model_n_embd(weights)

@@ -66,8 +66,8 @@ class Pooling(NamedTuple):
         """
         if self.kind not in (_NONE, _MEAN, _CLS, _LAST):
             raise CapabilityError(
-                f"the model was trained to rank texts, not to embed them (pooling_type {self.kind})",
-                "choose a model for embeddings",
+                f"the model was trained to rank texts, not to compute embeddings (pooling_type {self.kind})",
+                "choose an embedding model",
                 code="embeddings_not_supported",
             )
         position, first, last, total = 0, None, None, 0.0

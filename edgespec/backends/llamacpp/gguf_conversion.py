@@ -129,7 +129,7 @@ def _eagle_layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[i
         rope = f"rope_scaling of type {shorten(config.rope.kind)!r}"
         problem = f"llama.cpp does not support {'norm_output' if config.norm_output else rope}"
     elif not choices or len(choices[0]) != _STATES or max(choices[0]) >= target_layers:
-        problem = f"its layers {list(config.layers or ())} do not fit a model with {target_layers} layers"
+        problem = f"it reads the layers {list(config.layers or ())}, but the model has {target_layers} layers"
     else:
         return choices[0]
     raise ModelFileError(
@@ -245,7 +245,7 @@ def convert_draft_model(folder: Path, tokenizer: Mapping[str, tuple[Any, Any, An
 def _unusable(folder: Path, problem: str) -> ModelFileError:
     return ModelFileError(
         f"the model in {folder} cannot be converted: {problem}",
-        "use the folder itself with --draft, or llama.cpp's convert_hf_to_gguf.py",
+        "pass the folder itself to --draft, or convert it with llama.cpp's convert_hf_to_gguf.py",
         code="model_file_not_supported",
     )
 
@@ -279,7 +279,7 @@ def _draft_tensors(
             continue
         new = names.get_name(name, (".weight", ".bias"))
         if new is None:
-            raise _unusable(folder, f"llama.cpp does not know the tensor {name}")
+            raise _unusable(folder, f"llama.cpp does not recognise the tensor {name}")
         quantised = part == "weight" and f"{module}.scales" in stored
         values = _dequantised(folder, module, stored, settings) if quantised else tensor.read()
         if settings["model_type"] == "llama" and name.endswith(_ROTATED):
@@ -378,7 +378,7 @@ def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
         converted = values.astype(np.float16 if values.ndim > 1 else np.float32)
     if not np.isfinite(converted).all():
         raise ModelFileError(
-            f"{name} contains values that are not finite or exceed the range of {converted.dtype}",
+            f"{name} contains values that are not finite or are out of range for {converted.dtype}",
             "download it again, or choose another one",
         )
     return converted

@@ -159,7 +159,7 @@ class GgufModel(BaseModel):
         if not self._can_shift:
             raise CapabilityError(
                 f"{self.facts.name} cannot move cached keys to other positions",
-                "truncate the cache and prefill the rest again",
+                "truncate the cache, and process the remaining tokens again",
                 code="rollback_not_supported",
             )
         if self.cells.is_tracked:
@@ -209,7 +209,7 @@ class GgufModel(BaseModel):
         if not fits:
             self._cut(min(start, self.length))
             raise BackendError(
-                "the saved KV cache belongs to another model or exceeds the context",
+                "the saved KV cache belongs to another model, or does not fit in the context",
                 "process the prompt again",
                 code="state_not_restored",
             )
@@ -257,15 +257,15 @@ class GgufModel(BaseModel):
 
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
         raise CapabilityError(
-            f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it was not"
-            " prepared for that",
+            f"{self.facts.name} cannot draft by exiting early after layer {exit_layer}, because it was not"
+            " prepared for this",
             f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
             code="early_exit_not_supported",
         )
 
     def _head(self, method: Head) -> SelfDraftView[Any]:  # noqa: ARG002
         raise CapabilityError(
-            f"{self.facts.name} cannot use a head, because it was prepared for early exit, and its lower and"
+            f"{self.facts.name} cannot use a head, because it was prepared for early exit, so its lower and"
             " upper layers run separately",
             "load the original model file, or use --head none",
             code="head_not_supported",

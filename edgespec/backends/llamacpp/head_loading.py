@@ -256,7 +256,7 @@ def load_head_file(
         found = metadata(weights, "general.architecture")
         if found != architecture:
             raise CapabilityError(
-                f"{shown} is not {kind}, but a model with the architecture {shorten(found)!r}",
+                f"{shown} is not {kind}, but a model with architecture {shorten(found)!r}",
                 "pass a head with --head, and draft models with --draft",
                 code="wrong_file",
             )
@@ -283,8 +283,8 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
     ids = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "d2t")
     if ids.dtype != np.int64 or not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
         raise ModelFileError(
-            f"the head {path} is damaged, or was made for another model: its d2t contains token ids outside"
-            f" the model's vocabulary of {vocab_size:,} tokens",
+            f"the head {path} is damaged or was made for another model: its tensor d2t contains token IDs"
+            f" outside the model's vocabulary of {vocab_size:,} tokens",
             "download it again, or choose the head that was published for this model",
         )
 

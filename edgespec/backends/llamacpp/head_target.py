@@ -149,8 +149,8 @@ class HeadTarget(BaseModel, HiddenStateSource):
         """Return a view of a head that drafts for this model."""
         if head.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
-                f"{self.facts.name} does not support heads for the method {head.method}, because of its"
-                f" architecture {self.facts.architecture!r} or this version of llama.cpp",
+                f"{self.facts.name} does not support heads for the {head.method} method, because of its"
+                f" architecture ({self.facts.architecture!r}) or this version of llama.cpp",
                 "choose another method, such as model or suffix",
                 code="head_not_supported",
             )

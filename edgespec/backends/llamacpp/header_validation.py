@@ -91,14 +91,14 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
 def _count_problem(header: GgufHeader) -> str:
     layers = header.architecture_value("block_count")
     if isinstance(layers, int) and not 0 < layers <= _MAX_LAYERS:
-        return f"its layer count is {layers:,}, but must be from 1 to {_MAX_LAYERS}"
+        return f"its number of layers must be from 1 to {_MAX_LAYERS}, not {layers:,}"
     mtp_layers = header.architecture_value("nextn_predict_layers", 0)
     if isinstance(layers, int) and isinstance(mtp_layers, int) and mtp_layers > layers:
         return f"its {layers:,} layers include {mtp_layers:,} multi-token prediction layers"
     for key, max_value in _MAX_COUNTS.items():
         value = header.architecture_value(key)
         if isinstance(value, int) and value > max_value:
-            return f"its {key} is {value:,}, but must not exceed {max_value:,}"
+            return f"its {key} must be at most {max_value:,}, not {value:,}"
     scaling = header.architecture_value("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         return f"its rope.scaling.type is {shorten(scaling)!r}, which llama.cpp does not support"
@@ -115,7 +115,7 @@ def _template_problem(header: GgufHeader) -> str:
         return ""
     return (
         f"its chat template of {len(template):,} characters contains a null character at position"
-        f" {template.index(chr(0)) + 1:,}, where llama.cpp would cut it off"
+        f" {template.index(chr(0)) + 1:,}, and llama.cpp would ignore the rest"
     )
 
 
@@ -125,9 +125,9 @@ def _expert_problem(header: GgufHeader) -> str:
     if experts <= 1 and header.architecture in _SINGLE_EXPERT_IGNORED:
         return ""
     if experts > _MAX_EXPERTS or used > experts or (experts and not used):
-        return f"it uses {used:,} of {experts:,} experts"
+        return f"it claims to use {used:,} of {experts:,} experts"
     if (groups and groups >= experts) or (groups > 1 and (experts % groups or not 0 < groups_used < groups)):
-        return f"it uses {groups_used:,} of {groups:,} groups of {experts:,} experts"
+        return f"it claims to use {groups_used:,} of {groups:,} groups of {experts:,} experts"
     if header.architecture and not experts and any("_exps." in tensor.name for tensor in header.tensors):
         return "it has experts, but no expert_count"
     return ""
@@ -144,7 +144,7 @@ def _compression_problem(header: GgufHeader) -> str:
         return f"it has {of_keys:,} key heads instead of 1"
     key, value = (_largest(header, f"attention.{key}_length") for key in ("key", "value"))
     if key != value:
-        return f"its keys have {key:,} values, but its values {value:,}"
+        return f"its keys have size {key:,}, but its values have size {value:,}"
     indexed, rotated = (
         _largest(header, key) for key in ("attention.indexer.key_length", "rope.dimension_count")
     )
@@ -205,10 +205,13 @@ def _duplicate_count(tokens: StringArray) -> int:
 def _tensor_problem(header: GgufHeader) -> str:
     for tensor in header.tensors:
         if tensor.kind in _NOT_WEIGHT_TYPES and not tensor.name.endswith(_TABLES):
-            return f"its {shorten(tensor.name)} has type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
+            return (
+                f"its tensor {shorten(tensor.name)} has type {_NOT_WEIGHT_TYPES[tensor.kind]}, which is not"
+                " a type for weights"
+            )
         small = len(tensor.shape) == 1 and tensor.name.endswith(("norm.weight", ".bias"))
         if tensor.kind != _F32 and (small or tensor.name.endswith(_ALWAYS_F32)):
-            return f"its {shorten(tensor.name)} must have type F32"
+            return f"its tensor {shorten(tensor.name)} must have type F32"
     if header.tensors:
         begin = header.size_bytes + min(tensor.offset_bytes for tensor in header.tensors)
         if begin % _ALIGNMENT_BYTES:

@@ -27,7 +27,7 @@ __all__ = ["NO_PROJECTOR", "ImageEncoder", "ImagePart", "open_encoder"]
 
 # Explains why a GGUF model without an mmproj file cannot see images, and what to do about it.
 NO_PROJECTOR = (
-    "it was loaded without an mmproj file, so it reads only text",
+    "it was loaded without an mmproj file, so it can read only text",
     "choose a model that sees images; if this one does, put its mmproj file into its folder, or use --mmproj",
 )
 
@@ -175,9 +175,8 @@ class ImageEncoder:
         is_causal = not lib.mtmd_decode_use_non_causal(self._context, native)
         if not is_causal and count > self._max_tokens:
             raise AttachmentError(
-                f"{image.name} has {count:,} tokens, but the model can process at most {self._max_tokens:,}"
-                " of an"
-                " image at once",
+                f"{image.name} takes {count:,} tokens, but the model accepts images of at most"
+                f" {self._max_tokens:,} tokens",
                 "use a smaller image",
                 code="attachment_too_large",
             )
@@ -205,7 +204,7 @@ class ImageEncoder:
             if status:
                 detail = (recent_errors() or [f"llama.cpp returned {status}"])[-1]
                 raise AttachmentError(
-                    f"{image.name} ({image.width} x {image.height} pixels) cannot be used: {detail}",
+                    f"cannot use {image.name} ({image.width} x {image.height} pixels): {detail}",
                     "choose another image",
                 )
             count = lib.mtmd_input_chunks_size(chunks)

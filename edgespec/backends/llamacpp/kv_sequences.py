@@ -227,8 +227,8 @@ class KvSequences:
             self.drop(sequence, 0 if sequence else start)
         if not self.import_cells(parts, start, end):
             raise BackendError(
-                f"the KV cells of {end - start} accepted tokens cannot be moved",
-                "do not use --draft-branches with this model",
+                f"llama.cpp cannot move the KV cells of {end - start} accepted tokens",
+                "omit --draft-branches for this model",
             )
 
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:

@@ -110,7 +110,7 @@ class LayerSkipModel(GgufModel):
 
     why_blind = (
         "it was prepared for early exit",
-        "use another --method, which loads the original model file",
+        "use another --method to load the original model file",
     )
 
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
@@ -331,7 +331,7 @@ def _check_supported(weights: Any, name: str) -> None:
     if has_state(weights):
         reason = "its recurrent state cannot be rolled back"
     elif library().llama_model_rope_type(weights) not in _SINGLE_POSITION_ROPES:
-        reason = "it uses more than one position per token"
+        reason = "each of its tokens has more than one position"
     if reason:
         raise ModelFileError(
             f"{name} does not support layerskip: {reason}",

@@ -335,8 +335,8 @@ def describe(
     notice = ""
     if plan.tokens > trained:
         notice = (
-            f"{name} was trained for a context of {trained:,} tokens;"
-            f" replies may be worse in longer contexts, so consider --context {trained}"
+            f"{name} was trained for a context of {trained:,} tokens; replies may get worse beyond that, so"
+            f" consider --context {trained}"
         )
     return ModelFacts(
         name=name,

@@ -88,8 +88,8 @@ def check_can_share_cache(path: Path) -> None:
     try:
         if has_state(model):
             raise CapabilityError(
-                f"{path.name} does not support the method lowbit, because it has recurrent layers",
-                "use a method that needs no copy of the model, such as suffix",
+                f"{path.name} does not support the lowbit method, because it has recurrent layers",
+                "use a method that does not need a copy of the model, such as suffix",
                 code="lowbit_not_supported",
             )
     finally:
@@ -144,9 +144,9 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
     for key in target | other:
         if target.get(key) != other.get(key):
             raise CapabilityError(
-                f"{path} is not a copy of the target: its {key} is {other.get(key)},"
-                f" but the target's is {target.get(key)}",
-                "make a copy of the target with `edgespec prepare lowbit`",
+                f"{path} is not a copy of the model: its {key} is {other.get(key)}, but the model's is"
+                f" {target.get(key)}",
+                "make a copy of the model with `edgespec prepare lowbit`",
                 code="model_mismatch",
             )
 
@@ -278,7 +278,7 @@ class LowBitView(SelfDraftView[GgufModel]):
         )
         if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
             raise CapabilityError(
-                f"the low-bit copy cannot use the KV cells of {target.facts.name}",
+                f"the low-bit copy cannot use the KV cache of {target.facts.name}",
                 "recreate the copy with `edgespec prepare lowbit`",
                 code="lowbit_not_supported",
             )

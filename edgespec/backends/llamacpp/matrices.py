@@ -101,7 +101,7 @@ class GgmlProducts:
         if not buffer:
             self._lib.ggml_free(context)
             raise OutOfMemoryError(
-                f"not enough memory for a head's matrix of {format_bytes(data.nbytes)}",
+                f"there is not enough memory for one of the head's matrices ({format_bytes(data.nbytes)})",
                 "close other programs, or use --head none",
             )
         self._lib.ggml_backend_tensor_set(matrix, data.ctypes.data, 0, data.nbytes)
@@ -128,7 +128,9 @@ class GgmlProducts:
             lib.ggml_build_forward_expand(graph, product)
             self._set_threads(self._backend, self._threads())
             if not lib.ggml_gallocr_alloc_graph(self._allocator, graph):
-                raise OutOfMemoryError("not enough memory to run a head", "close other programs")
+                raise OutOfMemoryError(
+                    "there is not enough memory to run the head", "close other programs, or use --head none"
+                )
             lib.ggml_backend_tensor_set(given, rows.ctypes.data, 0, rows.nbytes)
             if lib.ggml_backend_graph_compute(self._backend, graph):
                 raise BackendError("ggml could not run a head", "use --head none")

@@ -244,8 +244,8 @@ class GgufMemoryEstimator:
         if not any(map(expert_bytes, self._files)):
             return f"{self.name} has no experts"
         if options.gpu_layers == 0:
-            return "--gpu-layers 0 uses only the CPU"
-        return "llama.cpp can use no GPU here" if not self.layers and on_cpu(options) else ""
+            return "--gpu-layers 0 runs the model on the CPU only"
+        return "llama.cpp cannot use a GPU on this machine" if not self.layers and on_cpu(options) else ""
 
     def _estimate_local(
         self, options: LoadOptions, plan: ContextPlan, cache_bytes: int, compute_bytes: int, output_bytes: int

@@ -73,7 +73,7 @@ def load_head(target: HeadTarget, head: Head) -> SharedHead:
     if nextn_api() is None:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers separately from the model",
-            "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
+            "choose another method, or install the version of llama-cpp-python that edgespec was tested with",
             code="head_not_supported",
         )
     path = head.path
@@ -303,7 +303,7 @@ def _open_assistant_context(weights: HeadWeights, target: HeadTarget, _row_size:
         cells = shared.export_cells(0, 0, target.length)
     except MemoryError as error:
         raise MemoryBudgetError(
-            f"the head cannot be loaded: a copy of {target.length:,} cached tokens cannot be allocated",
+            f"cannot load the head: there is not enough memory to copy {target.length:,} cached tokens",
             "close other programs, or load the head before the first prompt",
             code="out_of_memory",
         ) from error

@@ -143,7 +143,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     # Check the tensors too, because many files still list MTP layers that were removed during conversion.
     if graph is None or not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
-            f"{path.name} contains no layers for multi-token prediction (MTP)",
+            f"{path.name} does not contain layers for multi-token prediction (MTP)",
             "use a GGUF file that was converted with its MTP layers, or choose another method",
             code="mtp_missing",
         )
@@ -210,7 +210,7 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
     if output_size not in (0, size * graph.streams) or other_attention:
         raise CapabilityError(
             f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
-            " attention layers or experts, or because they read hidden states of another size",
+            " attention layers or experts, or because their hidden size differs from the model's",
             "choose another method",
             code="head_not_supported",
         )
@@ -336,7 +336,7 @@ def _assistant_problem(header: GgufHeader) -> str:
     if layers != predicting or layers != len(windowed) or len(set(windowed)) != 2:
         return f"its {layers:,} layers must all be MTP layers, some with a sliding window and some without"
     if not header.architecture_number("attention.sliding_window"):
-        return "the size of its sliding window is missing"
+        return "it does not state the size of its sliding window"
     for layer, is_windowed in enumerate(windowed):
         heads, kv = _heads(header, layer), _kv_shape(header, layer, is_windowed)
         if not (heads and kv.heads and kv.size) or heads % kv.heads:
@@ -349,13 +349,13 @@ def _assistant_problem(header: GgufHeader) -> str:
             return f"its layer {layer} applies RoPE to {rotated:,} of {kv.size:,} dimensions"
     vectors = (each for each in header.tensors if len(each.shape) == 1)
     wrong = next((each.name for each in vectors if each.kind != _F32), "")
-    return f"its {shorten(wrong)} must have type F32" if wrong else ""
+    return f"its tensor {shorten(wrong)} must have type F32" if wrong else ""
 
 
 def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
     """Describe a property that the head requires but the target lacks, or return an empty string."""
     if needed.architecture != ASSISTANT_TARGET:
-        return f"a model with the architecture {ASSISTANT_TARGET!r}, not {shorten(needed.architecture)!r}"
+        return f"a model with architecture {ASSISTANT_TARGET!r}, not {shorten(needed.architecture)!r}"
     size = own.architecture_number("embedding_length_out")
     target_size = needed.architecture_number("embedding_length")
     if size != target_size:

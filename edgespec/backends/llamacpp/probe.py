@@ -51,7 +51,7 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
     lib = library()
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
         raise ModelFileError(
-            "the model does not generate text",
+            "this model does not generate text",
             "choose a decoder-only language model",
             code="model_file_not_supported",
         )
@@ -126,7 +126,7 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
     rollback = f"checkpoints and replay, {MAX_CHECKPOINTS} held"
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
-    reason = "its recurrent layers support chains only"
+    reason = "its recurrent layers do not support branches"
     capabilities = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
     return ProbeResult(capabilities, rollback, True, undo_tokens)
 

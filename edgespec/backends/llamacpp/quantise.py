@@ -164,7 +164,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
     raise BackendError(
         f"llama.cpp could not create a {type_name} copy of {source}:"
         f" {reason[1] if reason else (output or ['llama.cpp reported no reason'])[-1]} (status {status})",
-        "check the file and the free disk space, or choose another --type",
+        "check that the file is complete and that there is enough free disk space, or choose another --type",
     )
 
 

@@ -139,7 +139,7 @@ class RemoteModel(BaseModel):
                 tree=False,
                 pass_widths=_PASS_WIDTHS,
                 has_slow_width_changes=True,
-                reason="drafts without branches only, because its layers are on workers",
+                reason="only drafts without branches are supported, because its layers are on workers",
                 self_draft_methods=facts.capabilities.self_draft_methods.intersection(
                     each.name for each in methods() if each.works_on_workers
                 ),
@@ -191,8 +191,8 @@ class RemoteModel(BaseModel):
             return super().self_draft(method)
         if method.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
-                f"{self.facts.name} cannot use a head for the method {method.method}, because its layers"
-                " are on workers",
+                f"{self.facts.name} cannot use a head for the {method.method} method, because its layers are"
+                " on workers",
                 "use --head none, or omit --workers",
                 code="head_not_supported",
             )
@@ -201,8 +201,8 @@ class RemoteModel(BaseModel):
 
     def resize(self, context_tokens: int) -> None:
         raise MemoryBudgetError(
-            f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
-            " are on workers",
+            f"cannot change the context of {self.facts.name} to {context_tokens:,} tokens, because its"
+            " layers are on workers",
             "load the model again with another --context",
             code="context_fixed",
         )

@@ -52,7 +52,7 @@ def check_slots(plan: ContextPlan, options: LoadOptions) -> None:
         most = _MAX_SEQUENCES * plan.slots // plan.sequences
         raise OptionError(
             f"{plan.slots} concurrent replies with up to {options.max_branches} branches per draft need"
-            f" {plan.sequences} llama.cpp sequences, but there are only {_MAX_SEQUENCES}",
+            f" {plan.sequences} llama.cpp sequences, but llama.cpp supports only {_MAX_SEQUENCES}",
             f"use --parallel {most} or less, or fewer --draft-branches",
             option="draft_branches",
         )

@@ -77,7 +77,7 @@ def load_slots(
             )
         if why := why_not_shared(weights):
             raise CapabilityError(
-                f"replies cannot share the passes of {name}: {why}",
+                f"{name} cannot generate several replies at once: {why}",
                 "omit --parallel",
                 code="parallel_not_supported",
             )
@@ -297,7 +297,7 @@ class SlotModel(HeadTarget):
         if not self._slot.shared.can_shift:
             raise CapabilityError(
                 f"{self.facts.name} cannot move cached keys to other positions",
-                "truncate the cache and prefill the rest again",
+                "truncate the cache, and process the remaining tokens again",
                 code="rollback_not_supported",
             )
         self._cells.end_round()
@@ -323,7 +323,7 @@ class SlotModel(HeadTarget):
         ):
             self._cut(min(start, self.length))
             raise BackendError(
-                "the saved KV cache belongs to another model or exceeds the context",
+                "the saved KV cache belongs to another model, or does not fit in the context",
                 "process the prompt again",
                 code="state_not_restored",
             )
@@ -334,8 +334,7 @@ class SlotModel(HeadTarget):
         self._check_size(context_tokens)
         if context_tokens > self._slot.tokens:
             raise MemoryBudgetError(
-                f"a context that several replies share cannot grow beyond {self._slot.tokens:,} tokens per"
-                " reply",
+                f"with --parallel, the context cannot grow beyond {self._slot.tokens:,} tokens per reply",
                 "load the model again with a larger --context",
                 code="context_fixed",
             )
@@ -356,14 +355,14 @@ class SlotModel(HeadTarget):
         if isinstance(method, Head):
             return self._head_view(method)
         raise CapabilityError(
-            f"{self.facts.name} cannot be its own draft model while several replies share its passes",
+            f"{self.facts.name} cannot be its own draft model while it generates several replies at once",
             "omit --parallel, or choose another method, such as model or suffix",
             code="parallel_not_supported",
         )
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
         raise CapabilityError(
-            f"the adapter scales of {self.facts.name} are fixed while several replies share its passes"
+            f"the adapter scales of {self.facts.name} are fixed while it generates several replies at once"
             " (--parallel)",
             "omit --parallel, or load the model with other scales in --adapter",
             code="parallel_not_supported",

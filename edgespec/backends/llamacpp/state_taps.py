@@ -103,7 +103,7 @@ class HiddenStateHook:
             raise BackendError(
                 f"llama.cpp returned {rows.size:,} values of {name} for {count} tokens instead of"
                 f" {count * self._row_size:,}",
-                "choose another model, because the hidden states of this one cannot be read",
+                "choose another model, because edgespec cannot read the hidden states of this one",
             )
         return rows.reshape(count, self._row_size)
 
@@ -238,7 +238,8 @@ class StateTaps:
                 )
         if 0 in states and not self._has_layer_taps:
             raise CapabilityError(
-                f"the input of the first layer cannot be read from the architecture {self._architecture!r}",
+                "cannot read the input of the first layer in models with architecture"
+                f" {self._architecture!r}",
                 "choose another head, or another method, such as suffix",
             )
         self._select(states)

@@ -137,7 +137,7 @@ def _sources(files: Sequence[Path], file: Path, layers: frozenset[int]) -> list[
             copy = copies.get(own.name)
             if copy is None or copy.shape != own.shape:
                 raise CapabilityError(
-                    f"{file} has no low-bit copy of {own.name}",
+                    f"{file} does not contain a low-bit copy of {own.name}",
                     "make the copies again with `edgespec prepare lowbit --for-memory`",
                     code="lowbit_not_supported",
                 )
@@ -222,7 +222,7 @@ def _tensor_getter() -> Any:
     try:
         function = getattr(libllama, _GET_TENSOR)
     except AttributeError:
-        raise _cannot_share("it does not export its tensors") from None
+        raise _cannot_share("it does not give access to its tensors") from None
     function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
     return function
 
@@ -230,6 +230,6 @@ def _tensor_getter() -> Any:
 def _cannot_share(reason: str) -> CapabilityError:
     return CapabilityError(
         f"the installed llama.cpp cannot share weights between models: {reason}",
-        "use another method, such as suffix, or install the version that edgespec pins",
+        "use another method, such as suffix, or install the version that edgespec was tested with",
         code="lowbit_not_supported",
     )

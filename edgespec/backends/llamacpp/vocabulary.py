@@ -120,8 +120,8 @@ class LlamaVocabulary:
     def _text(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.size:
             raise BackendError(
-                f"token {token} is not in the vocabulary of {self.size:,} tokens",
-                f"use a token id from 0 to {self.size - 1}",
+                f"token ID {token} is not in the vocabulary of {self.size:,} tokens",
+                f"use a token ID from 0 to {self.size - 1}",
                 code="token_unknown",
             )
         buffer, room = _PieceBuffer(), ctypes.sizeof(_PieceBuffer)

@@ -253,7 +253,7 @@ class WeightStream:
             reason = error.strerror or str(error)
         raise BackendError(
             f"the weights in {self._paths[part.file]} cannot be read: {reason}",
-            "check the file and its disk, then load the model again",
+            "check that the file and its disk are intact, then load the model again",
             code="model_file_unreadable",
         )
 
@@ -292,7 +292,7 @@ class WeightStream:
             # The interpreter is shutting down without the model having been closed, so no new reads can be
             # submitted.
             wait(reads)
-            return BackendError("the weights cannot be read, because the program is ending")
+            return BackendError("cannot read the weights, because edgespec is exiting")
         # Wait for all reads. None may still be writing when the memory is used, freed or read into again.
         wait(reads)
         try:
@@ -349,7 +349,7 @@ class WeightStream:
         finished = self._done - self._first
         if self._missed or (not is_partial and (not finished or finished % len(self._layers))):
             raise CapabilityError(
-                "this model cannot run from disk, because llama.cpp does not name its layers",
+                "this model cannot run from disk, because llama.cpp does not report its layers",
                 "choose a model that fits in memory",
             )
         self._is_intact = True

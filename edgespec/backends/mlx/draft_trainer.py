@@ -97,7 +97,7 @@ class TrainableDraft:
             self._adapted = list(adapted_layers(self.net))
             if not self._adapted:
                 raise CapabilityError(
-                    f"{name} has no linear layers to which LoRA layers can be added",
+                    f"LoRA layers cannot be added to {name}, because it has no linear layers",
                     "omit --lora",
                     code="model_not_trainable",
                 )
@@ -268,7 +268,7 @@ class DraftStudent:
             return None
         if weights != {_WEIGHTS_FILE} or _config(folder) != _config(self._path):
             raise ModelFileError(
-                f"{folder} contains a model that is not a trained version of {self._name}",
+                f"{folder} already contains a model that is not a trained version of {self._name}",
                 "choose another folder for the new draft model",
                 code="output_exists",
             )

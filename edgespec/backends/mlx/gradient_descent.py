@@ -89,7 +89,10 @@ class GradientDescent:
             gradients, norm = optimizers.clip_grad_norm(gradients, self._max_gradient_norm)
             evaluate(value, norm)
             if not mx.isfinite(value + norm).item():
-                raise BackendError(f"the loss of {self._name} is not finite", code="training_diverged")
+                raise BackendError(
+                    f"training {self._name} failed, because its loss is no longer finite",
+                    code="training_diverged",
+                )
         finally:
             self._network.weights = weights
         self.steps += 1
@@ -120,7 +123,7 @@ class GradientDescent:
             self.steps = int(metadata["steps"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ModelFileError(
-                f"{path}, which holds the state of an interrupted training run, is damaged: {error}",
+                f"the saved progress of an interrupted training run is damaged ({path}): {error}",
                 f"delete the folder {path.parent} and train again",
                 code="training_damaged",
             ) from error

@@ -266,7 +266,7 @@ def _load_published_head(
         evaluate(*head.weights.values())
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{folder} contains no {kind.title} for {teacher.name} that can be evaluated: {error}",
+            f"{folder} already contains files, but no usable {kind.title} for {teacher.name}: {error}",
             "choose another folder for the new head",
             code="output_exists",
         ) from error

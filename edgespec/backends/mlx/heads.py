@@ -62,7 +62,7 @@ def checked_folder(path: Path) -> Path:
     if not path.is_dir():
         raise CapabilityError(
             f"{path} is not a folder, but heads for MLX models must be folders as published on Hugging Face",
-            "pass the folder of the head with --head, or use a GGUF version of the model",
+            "pass the head's folder with --head, or use a GGUF version of the model",
             code="wrong_file",
         )
     return path

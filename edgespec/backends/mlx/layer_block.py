@@ -82,7 +82,7 @@ class LayerBlock:
         self._left_bytes -= weight.nbytes
         if self._left_bytes < 0:
             raise MemoryBudgetError(
-                f"the weights exceed the memory of the worker by {format_bytes(-self._left_bytes)}",
+                f"the weights exceed the worker's memory by {format_bytes(-self._left_bytes)}",
                 "start the worker with more --memory",
             )
         evaluate(weight)

@@ -247,7 +247,8 @@ def deserialize_caches(
             raise ValueError("the KV cache snapshot was saved by another model")
         if header["start"] != start or caches.length != start:
             raise ValueError(
-                f"the KV cache snapshot starts after {header['start']} tokens, but {caches.length} are cached"
+                f"the KV cache snapshot starts after {header['start']} tokens, but {caches.length} tokens"
+                " are cached"
             )
         if not start <= header["length"] <= context_tokens:
             raise ValueError(

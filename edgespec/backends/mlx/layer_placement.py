@@ -133,7 +133,7 @@ def place_layers(
         needed = sum(layers) + compute_bytes * len(rooms)
         offered = workers.local_bytes + sum(link.memory_bytes for link in workers.links)
         raise MemoryBudgetError(
-            f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer"
+            f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer only"
             f" {format_bytes(offered)}",
             "add workers, raise the memory limits in --workers, or use a smaller --context or quantisation",
         )
@@ -201,8 +201,9 @@ def place_parts(
         if share.total_bytes > link.memory_bytes:
             raise MemoryBudgetError(
                 f"the part of {name} on the worker {link.address} needs {format_bytes(share.total_bytes)},"
-                f" but the worker offers {format_bytes(link.memory_bytes)}",
-                "add workers, ask for more memory, use --split-mode layer, or choose a smaller --context",
+                f" but the worker offers only {format_bytes(link.memory_bytes)}",
+                "add workers, request more memory from this one in --workers, use --split-mode layer, or"
+                " choose a smaller --context",
             )
         shares.append(share)
     return LayerPlacement(widened, 0, 0, 0, sum(whole.weight_bytes), tuple(shares))

@@ -73,7 +73,7 @@ class _LayerServer:
             self._answer_error(error)
         except Exception as error:
             # Catch everything, because an invalid message can cause any exception.
-            self._answer_error(WorkerError(f"the message is invalid: {type(error).__name__}: {error}"))
+            self._answer_error(WorkerError(f"received an invalid message: {type(error).__name__}: {error}"))
 
     def _answer_error(self, error: EdgespecError) -> None:
         self._messages.send({"error": error.what, "next_step": error.next_step, "code": error.code})
@@ -84,7 +84,7 @@ class _LayerServer:
         header, data = self._messages.receive(MAX_FILES_BYTES)
         if header["protocol"] != PROTOCOL:
             raise WorkerError(
-                "the worker has another version of edgespec",
+                "the worker runs a different version of edgespec",
                 "install the same version on both machines",
                 code="worker_version_mismatch",
             )

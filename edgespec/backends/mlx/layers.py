@@ -242,7 +242,7 @@ class LastAbsentLayer(_LayerProxy):
         offset, layout = cache.offset, cache.layout
         if layout.offsets is not None:
             raise CapabilityError(
-                "a model on workers cannot verify token trees", code="workers_not_supported"
+                "a model on workers cannot verify drafts with branches", code="workers_not_supported"
             )
         cache.skip(states.shape[1])
         return self._run_block(states, offset, layout.round_start)
@@ -305,15 +305,15 @@ def check_separable(model: Any, name: str) -> None:
         model(mx.zeros((1, _TRACED_TOKENS), mx.int32), cache=caches.layers)
     problem = ""
     if not all(isinstance(cache, AttentionCache) for cache in caches.layers):
-        problem = "some of its layers have no KV cache, or another kind of cache"
+        problem = "some of its layers have no KV cache, or an unsupported kind of cache"
     elif len(calls) != len(layers.layers) or len(caches.layers) != len(layers.layers):
-        problem = "it does not run each of its layers once"
+        problem = "it does not run each of its layers exactly once"
     else:
         before = calls[0][0]
         for (states, result, others), cache in zip(calls, caches.layers, strict=True):
             is_chained = isinstance(result, mx.array) and states is before and result.shape == states.shape
             if not is_chained or not all(each is cache or _is_mask(each) for each in others):
-                problem = "its layers exchange more than their outputs"
+                problem = "its layers pass more than their outputs to each other"
             before = result
     if problem:
         raise CapabilityError(

@@ -74,7 +74,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     description = f"{architecture} {skeleton.parameters / 1e6:,.1f}M {skeleton.quantisation}"
     context_tokens = requested_context(options, skeleton.sizes.trained_context_tokens)
     trained = skeleton.sizes.trained_context_tokens or context_tokens
-    notice = f"{name} was trained for a context of {trained:,} tokens; longer text may be incoherent"
+    notice = f"{name} was trained for a context of {trained:,} tokens; replies may get worse beyond that"
     facts = ModelFacts(
         name=name,
         path=path,

@@ -71,7 +71,7 @@ class MlxTrainer:
         self._layers = list(adapted_layers(net))
         if not self._layers:
             raise CapabilityError(
-                f"{model_name} has no linear layers to which LoRA layers can be added",
+                f"LoRA layers cannot be added to {model_name}, because it has no linear layers",
                 code="model_not_trainable",
             )
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
@@ -137,7 +137,7 @@ class MlxTrainer:
                     evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
                         raise BackendError(
-                            f"training {self._model_name} produced a non-finite loss",
+                            f"training {self._model_name} failed, because its loss is no longer finite",
                             code="training_diverged",
                         )
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)

@@ -84,7 +84,7 @@ class MlxMemoryEstimator:
     layers = 0
     longrope_switch_tokens = 0
     streamable_layers = 0
-    why_not_shared = "MLX runs one reply at a time"
+    why_not_shared = "MLX generates one reply at a time"
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         use_in_this_process()

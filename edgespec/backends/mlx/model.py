@@ -115,7 +115,7 @@ class MlxModel(HeadTarget):
                 raise CapabilityError(f"{name} cannot verify drafts: {capabilities.reason}")
             if tree.width > capabilities.max_width:
                 raise CapabilityError(
-                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}",
+                    f"verifying {tree.width} tokens at once exceeds the maximum of {capabilities.max_width}",
                     code="draft_too_wide",
                 )
             if not capabilities.tree and not tree.is_chain:
@@ -141,8 +141,8 @@ class MlxModel(HeadTarget):
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
-            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because the MLX"
-            " backend cannot move cached keys to other positions",
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because"
+            " edgespec cannot move cached keys to other positions with MLX",
             code="rollback_not_supported",
         )
 
@@ -300,7 +300,7 @@ class SpreadModel(MlxModel):
     waiting for the workers.
     """
 
-    why_chains_only = "drafts without branches only, because its layers are on workers"
+    why_chains_only = "only drafts without branches are supported, because its layers are on workers"
 
     def __init__(
         self, loaded: LoadedMlxModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
@@ -330,8 +330,8 @@ class SpreadModel(MlxModel):
 
     def resize(self, context_tokens: int) -> None:
         raise MemoryBudgetError(
-            f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
-            " are on workers",
+            f"cannot change the context of {self.facts.name} to {context_tokens:,} tokens, because its"
+            " layers are on workers",
             "load the model again with another --context",
             code="context_fixed",
         )

@@ -161,13 +161,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(
-            f"{folder} has no {', '.join(missing[:3])}",
+            f"{folder} lacks {', '.join(missing[:3])}",
             "download the model again",
             code="model_file_incomplete",
         )
     # Reject named pipes, because mlx-lm and transformers would wait forever when opening them.
     if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
-        raise ModelFileError(f"{special[0]} is a pipe or a device, not a file", "delete it")
+        raise ModelFileError(f"{special[0]} is a pipe or a device instead of a file", "delete it")
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelFileError(
@@ -177,7 +177,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("model_file") is not None:
         raise ModelFileError(
-            f"{folder} requires its own Python file {str(config['model_file'])!r}, which edgespec never runs",
+            f"{folder} needs its own Python file, {str(config['model_file'])!r}, but edgespec never runs"
+            " code that comes with a model",
             "choose a model that mlx-lm supports without custom code",
             code="model_file_not_supported",
         )
@@ -189,13 +190,13 @@ def _adapter_file(folder: Path) -> Path:
     if (folder / "adapter_model.safetensors").exists() and not weights.exists():
         raise ModelFileError(
             f"{folder} contains a PEFT adapter, not an mlx-lm adapter",
-            "train or convert it with mlx-lm",
+            "train it with mlx-lm, or convert it to mlx-lm's format",
             code="adapter_unusable",
         )
     for file in (folder / "adapter_config.json", weights):
         if not file.exists():
             raise ModelFileError(
-                f"{folder} has no {file.name}",
+                f"{folder} lacks {file.name}",
                 "use the folder that `mlx_lm.lora --adapter-path` wrote",
                 code="adapter_unusable",
             )
@@ -218,7 +219,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     from mlx_lm import __version__ as version
 
     raise ModelFileError(
-        f"{folder} uses architecture {config['model_type']!r}, which mlx-lm {version} does not support",
+        f"{folder} uses the architecture {config['model_type']!r}, which mlx-lm {version} does not support",
         "update mlx-lm or choose another model",
         code="model_file_not_supported",
     )
@@ -248,7 +249,7 @@ def translate_load_errors(path: str) -> Iterator[None]:
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
             raise MemoryBudgetError(
-                f"not enough memory to load {path}: {text}",
+                f"there is not enough memory to load {path}: {text}",
                 "close other programs or choose a smaller quantisation",
                 code="out_of_memory",
             ) from error
@@ -259,7 +260,9 @@ def translate_load_errors(path: str) -> Iterator[None]:
                 code="model_file_unreadable",
             ) from error
         detail = text if len(text) <= _MAX_DETAIL_CHARACTERS else f"{text[:_MAX_DETAIL_CHARACTERS]}..."
-        raise ModelFileError(f"{path} could not be loaded: {detail}", "check or replace its files") from error
+        raise ModelFileError(
+            f"{path} could not be loaded: {detail}", "check its files, or download them again"
+        ) from error
 
 
 def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter[str]) -> str:

@@ -292,6 +292,6 @@ def _module(
         mx.eval(network.parameters())
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFileError(
-            f"the MTP layers in {folder} do not fit the model: {shorten(error)}", "download the model again"
+            f"the MTP layers in {folder} do not match the model: {shorten(error)}", "download the model again"
         ) from error
     return network

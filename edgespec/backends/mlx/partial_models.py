@@ -148,7 +148,7 @@ class PartialModelFactory:
             refusals = facts.capabilities.self_draft_refusals
             reason = refusals.get(name) or self.unavailable.get(name, facts.capabilities.reason)
             raise CapabilityError(
-                f"the method {name} does not work with {facts.name}: {reason}", "choose another method"
+                f"the {name} method does not work with {facts.name}: {reason}", "choose another method"
             )
 
     def create(self, method: PartialDraft, name: str) -> PartialModel:

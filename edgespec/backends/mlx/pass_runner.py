@@ -178,7 +178,7 @@ class PassRunner:
         """Draft with a partial model. The drafted tokens are discarded when the full model is used again."""
         if first > 0 and partial_model is not self._partial_model:
             raise BackendError(
-                "the draft cannot be extended, because the target has discarded it", "begin a new draft"
+                "the draft cannot be extended, because the target model has discarded it", "begin a new draft"
             )
         prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
         try:

@@ -66,7 +66,9 @@ def probe(model: MlxModel) -> ProbeResult:
     except EdgespecError as error:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
-        raise ModelFileError(f"{model.facts.name} produced non-finite logits", "download the model again")
+        raise ModelFileError(
+            f"{model.facts.name} produced values that are not finite", "download the model again"
+        )
     caches = model.caches
     kv_bytes_for, recurrent = caches.bytes_by_context(), bool(caches.recurrent)
     model.truncate(0)
@@ -76,7 +78,11 @@ def probe(model: MlxModel) -> ProbeResult:
         problem = problem or checks.find_problem(check)
     why_chains_only = model.why_chains_only
     if problem or recurrent or why_chains_only:
-        tree_problem = problem or why_chains_only or "the model's recurrent state supports only chains"
+        tree_problem = (
+            problem
+            or why_chains_only
+            or ("the model's recurrent state does not support drafts with branches")
+        )
         reason = problem or why_chains_only or "a recurrent state cannot be shared with a draft model"
         unavailable = dict.fromkeys(_PARTIAL_METHODS, reason)
         rollback = "not possible" if problem else "checkpoints of the recurrent state, and replay"
@@ -182,7 +188,7 @@ class _Checks:
         if low_bits is None:
             return "the model was loaded without low_bits"
         if not low_bits.weights:
-            return "none of the model's weights can be read at lower precision"
+            return "none of the model's weights can be used at lower precision"
         return self._self_draft(LowBit())
 
     def hidden_states(self) -> str:
@@ -202,7 +208,7 @@ class _Checks:
             model.stop_logging(log)
         if problem or difference <= self._share * float(np.abs(rows).max()):
             return problem
-        return f"its hidden states depend on the width of the pass (by up to {difference:.2g})"
+        return f"its hidden states depend on the number of tokens per pass (by up to {difference:.2g})"
 
     def _self_draft(self, method: PartialDraft) -> str:
         """Check that self-drafting does not change the model's logits."""

@@ -127,7 +127,7 @@ class RemoteBlock:
             seconds = self.connection.gettimeout()
             raise self._lost(f"has not responded for {seconds:g} seconds") from error
         except (OSError, ValueError) as error:
-            raise self._lost("ended, or the connection to it broke") from error
+            raise self._lost("exited, or the connection to it broke") from error
 
     def _lost(self, what: str) -> WorkerLostError:
         reason = f"the worker {self.address} {what}"
@@ -312,7 +312,10 @@ class RemoteShards:
                 raise
             except BackendError as error:
                 # Other workers may be blocked in this pass, so the ring can no longer be used.
-                reason, advice = f"the workers could not finish a pass: {error.what}", "load the model again"
+                reason, advice = (
+                    f"the workers could not finish a computation: {error.what}",
+                    "load the model again",
+                )
                 self._workers.lose(reason, advice)
                 raise WorkerLostError(reason, advice) from error
 
@@ -397,7 +400,7 @@ class _Exchange:
             block.check(header)
         if self._silence:
             names = ", ".join(str(block.address) for block in self._silence)
-            raise BackendError(f"{names} did not answer in time", "start these workers again")
+            raise BackendError(f"{names} did not answer in time", "restart these workers")
         return [self._answers[block] for block in self._blocks]
 
 

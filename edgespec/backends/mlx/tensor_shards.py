@@ -168,7 +168,7 @@ def check_addresses(workers: Sequence[str]) -> None:
     """
     if len(set(workers)) < len(workers):
         twice = next(address for address in workers if workers.count(address) > 1)
-        raise WorkerError(f"several workers have the address {twice}, each on its own machine", _ADVICE)
+        raise WorkerError(f"several workers on different machines have the same address, {twice}", _ADVICE)
     loopback = [address for address in workers if address.startswith("127.")]
     here = {each.address for group in psutil.net_if_addrs().values() for each in group}
     remote = [address for address in workers if address.rpartition(":")[0] not in here]

@@ -166,7 +166,7 @@ class TrainableHydra(_TrainableHeads):
         outputs = [arrays.pop(f"hydra_lm_head.{head}.weight") for head in range(_HEADS)]
         own = cls._output(teacher)
         if not all(mx.array_equal(output, own).item() for output in outputs):
-            raise ValueError("the output matrices of the heads differ from the target's")
+            raise ValueError("the output matrices of the heads differ from the model's")
         return super().read(teacher, config, arrays)
 
     def published(self) -> Arrays:

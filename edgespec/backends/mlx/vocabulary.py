@@ -79,7 +79,7 @@ class MlxVocabulary:
         beyond = [token for token in tokens if token >= self.size]
         if beyond:
             raise BackendError(
-                f"the tokenizer returned token {beyond[0]}, but the model has only {self.size} tokens",
+                f"the tokenizer returned the token ID {beyond[0]}, but the model has only {self.size} tokens",
                 "check that the tokenizer and the weights belong to the same model",
                 code="vocabulary_mismatch",
             )
@@ -129,7 +129,7 @@ class MlxVocabulary:
         tokenizer = self._check_open()
         if not 0 <= token < self.size:
             raise BackendError(
-                f"token {token} is not in the vocabulary of {self.size:,} tokens", code="token_unknown"
+                f"token ID {token} is not in the vocabulary of {self.size:,} tokens", code="token_unknown"
             )
         known: str | None = tokenizer.convert_ids_to_tokens(token) if token < self._token_count else None
         if known is None:

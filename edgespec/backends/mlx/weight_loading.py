@@ -83,7 +83,11 @@ def check_options(options: LoadOptions) -> None:
         ("threads", options.threads is not None, "MLX chooses the number of threads itself"),
         ("gpu_layers", options.gpu_layers is not None, "MLX runs the whole model on one device"),
         ("experts", options.experts is not None, "MLX keeps all weights in the same memory"),
-        ("flash_attention", options.flash_attention != "auto", "MLX has only one attention kernel"),
+        (
+            "flash_attention",
+            options.flash_attention != "auto",
+            "MLX has only one implementation of attention",
+        ),
         ("mlock", options.mlock, "MLX always keeps the weights in memory"),
         ("mmap", not options.mmap, "MLX always reads the weights into memory"),
     ):
@@ -113,7 +117,7 @@ def load_model(
     skeleton = read_skeleton(path, name, options)
     if missing := missing_files(Path(path)):
         raise ModelFileError(
-            f"{path} has no {', '.join(missing[:3])}",
+            f"{path} lacks {', '.join(missing[:3])}",
             "download the model again",
             code="model_file_incomplete",
         )

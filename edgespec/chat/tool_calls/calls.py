@@ -125,7 +125,7 @@ def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
     if not isinstance(items, list | tuple):
         raise OptionError(
             f"the tool_calls of message {number} must be a list, not {type(items).__name__}",
-            "pass the tool calls of the reply",
+            "pass the `tool_calls` of the model's reply",
             code="messages_invalid",
         )
     return tuple(item if isinstance(item, ToolCall) else _as_tool_call(number, item) for item in items)

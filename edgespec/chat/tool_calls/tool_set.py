@@ -96,7 +96,9 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
         return ToolSet()
     if (chosen.mode == "required" or chosen.names is not None) and not functions:
         raise OptionError(
-            "tool_choice requires a tool call, but there are no tools", "pass tools", code="tools_invalid"
+            "tool_choice requires a tool call, but no tools were given",
+            "pass at least one tool",
+            code="tools_invalid",
         )
     if chosen.names is not None:
         for name in chosen.names:
@@ -108,7 +110,9 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
                 )
         if chosen.mode == "required" and not chosen.names:
             raise OptionError(
-                "tool_choice requires a tool call, but allows no tool", "name a tool", code="tools_invalid"
+                "tool_choice requires a tool call, but does not allow any tool",
+                "name at least one tool that the model may call",
+                code="tools_invalid",
             )
     required = () if chosen.mode == "auto" else tuple(schemas) if chosen.names is None else chosen.names
     if chosen.mode == "auto" and chosen.names is not None:
@@ -352,7 +356,7 @@ def _read_choice(choice: ToolChoice, known: Sequence[str]) -> ReadChoice:
     if isinstance(choice, str) and known:
         raise OptionError(
             f"tool_choice names an unknown tool: {choice!r}"[:300],
-            f"use one of {', '.join(known)}, or auto, none or required",
+            f"use one of {', '.join(known)}, or `auto`, `none` or `required`",
             code="tools_invalid",
         )
     raise OptionError(f"tool_choice is invalid: {choice!r}"[:300], _CHOICE_HINT, code="tools_invalid")

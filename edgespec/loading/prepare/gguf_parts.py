@@ -47,7 +47,7 @@ class GgufParts:
             readers = [gguf.GGUFReader(part) for part in parts]
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise ModelFileError(
-                f"{parts[0]} is incomplete or damaged: {error}", "download it again and check its size"
+                f"{parts[0]} is incomplete or damaged: {error}", "download it again, and check its size"
             ) from error
         self._fields = readers[0].fields
         self.tensors: Tensors = {str(one.name): one for reader in readers for one in reader.tensors}

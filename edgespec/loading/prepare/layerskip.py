@@ -88,7 +88,7 @@ def prepare_layerskip(
     if not 1 <= exit_layer < source.layer_count:
         raise OptionError(
             f"--exit {exit_layer} is out of range: {path.name} has {source.layer_count} layers",
-            f"use a layer from 1 to {source.layer_count - 1}, or auto",
+            f"use a layer from 1 to {source.layer_count - 1}, or `auto`",
         )
     needed_bytes = sum(one.n_bytes for one in source.tensors.values()) + 3 * source.header_bytes
 
@@ -140,9 +140,9 @@ def _check_source(source: GgufParts, path: Path) -> None:
     """Raise CapabilityError if the model cannot be split into two parts."""
     reason = ""
     if source.layer_count < 2:
-        reason = f"it has {source.layer_count} layer"
+        reason = f"it has only {source.layer_count} layer"
     elif source.value("nextn_predict_layers", 0):
-        reason = "its last layers are a multi-token prediction head"
+        reason = "its last layers only predict extra tokens (multi-token prediction)"
     elif source.value("attention.shared_kv_layers", 0):
         reason = "some of its layers share the KV cache of earlier layers"
     if reason:
@@ -203,7 +203,7 @@ def _test_split_model(
         model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
     except ModelFileError as error:
         raise CapabilityError(
-            f"{path.name} cannot run as a split model: {error.what}", code="early_exit_not_supported"
+            f"{path.name} cannot run in two parts: {error.what}", code="early_exit_not_supported"
         ) from error
     try:
         actual = _test_logits(model)
@@ -212,8 +212,8 @@ def _test_split_model(
     difference = np.abs(actual - expected).max(axis=1) / expected.std(axis=1)
     if not np.isfinite(actual).all() or not (difference <= _MAX_DIFFERENCE).all():
         raise CapabilityError(
-            f"{path.name} cannot be split into two parts: its logits would change by"
-            f" {float(difference.max()):.2g} standard deviations",
+            f"{path.name} cannot be split into two parts: its output would change too much (logits differ by"
+            f" {float(difference.max()):.2g} standard deviations)",
             "choose another exit layer with --exit",
             code="early_exit_not_supported",
         )
@@ -276,8 +276,8 @@ def measure_exits(
     *agreements, last = _agreement(source, hidden[layers], np.array(reply))
     if last < _MIN_LAST_LAYER_AGREEMENT:
         raise CapabilityError(
-            f"the fastest early-exit layer of {path.name} cannot be measured: predictions from its last layer"
-            f" are correct for only {last:.0%} of the tokens",
+            f"the fastest early-exit layer of {path.name} cannot be measured: even its last layer predicts"
+            f" only {last:.0%} of the tokens correctly",
             "choose the early-exit layer yourself with --exit N",
             code="early_exit_not_supported",
         )
@@ -303,7 +303,7 @@ def _agreement(source: GgufParts, hidden: NDArray[np.float32], expected: NDArray
     head, norm = source.output_head(), source.tensors.get("output_norm.weight")
     if head is None or norm is None:
         raise CapabilityError(
-            "the fastest early-exit layer cannot be measured, because the model has no output head or no"
+            "the fastest early-exit layer cannot be measured, because the model lacks an output layer or a"
             " final norm",
             "choose the early-exit layer yourself with --exit N",
             code="early_exit_not_supported",

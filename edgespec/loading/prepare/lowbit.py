@@ -116,21 +116,21 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
     if size.needs_importance_matrix:
         raise importance_matrix_error(type_name)
     advice = (
-        f"choose a type with fewer bits, such as {_SMALLEST_TYPE}"
+        f"choose a lower-bit --type, such as {_SMALLEST_TYPE}"
         if can_save_time(smallest.copy_bytes, smallest.source_bytes)
         else "choose another method, because this model already uses few bits per weight"
     )
     if size.copy_bytes >= size.source_bytes:
         raise OptionError(
-            f"a {type_name} copy would take {format_bytes(size.copy_bytes)}, which is no less than the"
-            f" {format_bytes(size.source_bytes)} of the model itself",
+            f"a {type_name} copy would take {format_bytes(size.copy_bytes)}, which is no smaller than the"
+            f" model itself ({format_bytes(size.source_bytes)})",
             advice,
         )
     if not can_save_time(size.copy_bytes, size.source_bytes):
         raise OptionError(
-            f"a {type_name} copy would be useless: its passes would read {format_bytes(size.copy_bytes)}, and"
-            f" those of the model read {format_bytes(size.source_bytes)}, so drafting with the copy would"
-            " cost more time than it saves",
+            f"a {type_name} copy would not help: it reads {format_bytes(size.copy_bytes)} for each token,"
+            f" and the model itself reads {format_bytes(size.source_bytes)}, so drafting would cost more"
+            " time than it saves",
             advice,
         )
     return size

@@ -108,8 +108,8 @@ def estimate_substitutes(path: Path, layers: Sequence[int], type_name: str) -> S
         raise importance_matrix_error(type_name)
     if size.copy_bytes >= size.source_bytes:
         raise OptionError(
-            f"{type_name} copies of the model's blocks would be no smaller than the blocks",
-            "choose a type with fewer bits, or another method",
+            f"{type_name} copies of the model's layers would be no smaller than the layers themselves",
+            "choose a lower-bit --type, or another method",
         )
     share = size.copy_bytes / _elements(first)
     return Substitutes(Path(), {layer: int(share * _elements(_blocks(model, [layer]))) for layer in layers})

@@ -201,7 +201,7 @@ class PrefixCacheDisk:
             # Another process holds the lock, or the file system does not support locking.
             return False
         except (OSError, MemoryError) as error:
-            self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
+            self.notice = f"earlier chats are not cached in {self._root}: {error_reason(error)}"
             return False
         self.notice = ""
         return True
@@ -248,10 +248,10 @@ class PrefixCacheDisk:
     def _header(self, file: BinaryIO) -> dict[str, Any]:
         header = read_header(file)
         if header["identity"] != self._identity:
-            raise ValueError(f"the segment file {file.name} belongs to another model")
+            raise ValueError(f"the cache file {file.name} belongs to another model")
         whole = file.tell() + 4 * (header["end"] - header["start"]) + header["data_bytes"]
         if os.fstat(file.fileno()).st_size != whole:
-            raise ValueError(f"the segment file {file.name} is incomplete")
+            raise ValueError(f"the cache file {file.name} is incomplete")
         return header
 
     def _chain(self, after: str) -> set[Path]:
@@ -382,20 +382,20 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         ValueError: The header is damaged, has an unsupported version or contains invalid values.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("the segment file has an unsupported version")
+        raise ValueError("the cache file has an unsupported version")
     sizes = file.read(_SIZES.size)
     if len(sizes) < _SIZES.size:
-        raise ValueError("the segment file is incomplete")
+        raise ValueError("the cache file is incomplete")
     size, checksum = _SIZES.unpack(sizes)
     encoded = file.read(size) if size <= _MAX_HEADER_BYTES else b""
     if len(encoded) != size or crc32(encoded) != checksum:
-        raise ValueError("the header of the segment file is damaged")
+        raise ValueError("the header of the cache file is damaged")
     try:
         header = json.loads(encoded)
     except RecursionError as error:
-        raise ValueError("the header of the segment file is nested too deeply") from error
+        raise ValueError("the header of the cache file is damaged: it is nested too deeply") from error
     if not _is_valid_header(header):
-        raise ValueError("the header of the segment file has missing or invalid values")
+        raise ValueError("the header of the cache file is damaged: it has missing or invalid values")
     return dict(header)
 
 

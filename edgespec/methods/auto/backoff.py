@@ -172,5 +172,8 @@ class RetrySchedule:
         """Restore the retry interval from the result of `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
             limits = f"{self._min_interval} to {self._max_interval}"
-            raise ValueError(f"the saved interval for retrying a drafter is {saved}, but must be {limits}")
+            raise ValueError(
+                f"the saved statistics are damaged: the interval for retrying a drafter is {saved}, but must"
+                f" be {limits}"
+            )
         self._interval, self._waited = int(saved[0]), 0

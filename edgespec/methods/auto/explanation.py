@@ -89,12 +89,11 @@ class DraftingStatus:
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
                 what = drafting if self.has_drafted else f"preparing {words.drafts}"
-                return f"{what} has used all the time that a reply may lose{words.limit}"
+                return f"{what} has used up the time that a reply is allowed to lose{words.limit}"
             cost, allowed = self.draft_cost_steps, self.allowance_steps
             return (
-                f"a wrong {words.draft} could cost the time of {cost:.1f} tokens, but only {allowed:.1f} may"
-                " be"
-                f" lost{words.limit}"
+                f"a wrong {words.draft} could cost the time for {cost:.1f} tokens; the limit is"
+                f" {allowed:.1f}{words.limit}"
             )
         if self.is_drafting and self.has_drafted:
             return f"{drafting} is being tried, but has not saved time so far"
@@ -107,8 +106,12 @@ class DraftingStatus:
             return f"in {tries}, no {words.draft} was likely to save time (from: {words.sources(self.name)})"
         if self.round_gain_steps >= 0.0:
             return measuring
-        return f"{drafting} has not saved time lately, and is retried now and then"
+        return f"{drafting} has not saved time lately, so it is retried only now and then"
 
 
 def _token_times(steps: float) -> str:
-    return f"{max(steps, 0.0):.0%} of a token's time" if steps < 0.995 else f"{steps:.1f} tokens' time"
+    return (
+        f"{max(steps, 0.0):.0%} of the time for one token"
+        if steps < 0.995
+        else f"the time for {steps:.1f} tokens"
+    )

@@ -299,12 +299,17 @@ class LiveCosts:
             if not (
                 is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_SAVED_RATIO
             ):
-                raise ValueError(f"invalid saved costs of forward passes: {steps}, {common}")
+                raise ValueError(
+                    f"the saved speed measurements are damaged: invalid pass costs {steps}, {common}"
+                )
             seconds = steps * self.curve.target_step_seconds
             buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
         for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
             if not (abs(log_ratio) < _MAX_LOG_SAVED_RATIO and 1 < width < math.inf):
-                raise ValueError(f"invalid saved cost of a {width}-token forward pass: {log_ratio}")
+                raise ValueError(
+                    f"the saved speed measurements are damaged: invalid cost of a {width}-token pass:"
+                    f" {log_ratio}"
+                )
             buckets[int(context)].log_ratios[int(width)] = log_ratio
         self._buckets.clear()
         self._buckets |= {(context, self._measured): bucket for context, bucket in buckets.items()}

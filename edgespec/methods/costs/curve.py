@@ -73,13 +73,13 @@ class CostCurve:
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
             raise ValueError(
-                "a cost curve needs one duration per width, starting with width 1, but got"
-                f" widths {self.widths} and durations {self.seconds}"
+                "the speed measurements must contain one duration for each number of tokens, starting with"
+                f" 1, but contain durations {self.seconds} for {self.widths} tokens"
             )
         if any(a >= b for a, b in pairwise(self.widths)) or not all(s > 0 for s in self.seconds):
             raise ValueError(
-                f"a cost curve needs ascending widths and positive durations, but got widths {self.widths}"
-                f" and durations {self.seconds}"
+                "the speed measurements must contain ascending numbers of tokens and positive durations, but"
+                f" contain durations {self.seconds} for {self.widths} tokens"
             )
 
     @property

@@ -47,7 +47,7 @@ __all__ = [
 
 _KEPT = (
     "This measurement was not saved, because other programs were busy. The saved one was made when this"
-    " machine was quiet."
+    " machine was idle."
 )
 
 
@@ -149,7 +149,10 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
     """
     models = form.benchmark_models
     if models is None:
-        raise CapabilityError(f"edgespec cannot measure how fast this machine runs {form.label} models")
+        raise CapabilityError(
+            f"edgespec cannot predict the speed of {form.label} models, because it has no benchmark for this"
+            " format"
+        )
     with _temporary_folder() as folder:
         path = folder / "model"
         small, weights, _ = _measure(form, models, path, next(iter(models.types)), 0)
@@ -185,8 +188,8 @@ def _temporary_folder() -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise EdgespecError(
-            f"the speed of this machine cannot be measured, because {parent} is full or not writable:"
-            f" {error_reason(error)}",
+            "the speed of this machine cannot be measured, because a temporary file cannot be written to"
+            f" {parent}: {error_reason(error)}",
             f"free {format_bytes(2 * BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
             code="file_not_written",
         ) from error

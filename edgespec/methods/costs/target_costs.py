@@ -213,7 +213,7 @@ def use_fastest_threads(
     seconds = {} if again else _seconds_from_json(Facts().get("threads", key))
     if set(seconds) != set(counts):
         if progress and not progress("finding the best number of CPU threads", 0.0):
-            raise CancelledError("measuring the best number of CPU threads was cancelled")
+            raise CancelledError("cancelled while finding the best number of CPU threads")
         seconds = _measure(model, counts)
         if CPU_LOAD.busy_cores() > MAX_BUSY_CORES:
             model.set_max_threads(cores)

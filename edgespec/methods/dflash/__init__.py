@@ -16,7 +16,7 @@ METHOD = head_method(
         " block of tokens in one pass ([DFlash](https://arxiv.org/abs/2602.06036), "
         "[DSpark](https://arxiv.org/abs/2607.05147))",
         requires="a head that was trained for the target (see [Models](models.md#heads))",
-        memory="the head, its KV cache, and the hidden states of 2,048 tokens",
+        memory="the head, its KV cache, and working data for 2,048 tokens",
     ),
     order=60,
     head=HeadKind(kinds={"dflash": "DFlash", "dspark": "DFlash"}, drafts_in_one_pass=True),

@@ -17,7 +17,7 @@ METHOD = head_method(
         "[EAGLE-2](https://arxiv.org/abs/2406.16858), "
         "[EAGLE-3](https://arxiv.org/abs/2503.01840))",
         requires="a head that was trained for the target (see [Models](models.md#heads))",
-        memory="the head, its KV cache, and the hidden states of 2,048 tokens",
+        memory="the head, its KV cache, and working data for 2,048 tokens",
     ),
     order=50,
     head=HeadKind(

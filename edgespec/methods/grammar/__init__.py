@@ -21,10 +21,10 @@ def _make(_context: DrafterContext) -> Drafter:
 
 METHOD = Method(
     name="grammar",
-    label="text that the schema determines",
-    help="whatever the reply's JSON schema or grammar determines",
+    label="text fixed by the schema",
+    help="text that is fixed by the reply's JSON schema or grammar",
     docs=MethodDocs(
-        source="whatever the reply's schema, regular expression or grammar determines, such as names and"
+        source="text that is fixed by the reply's schema, regular expression or grammar, such as names and"
         " punctuation in JSON",
         requires="a reply with a [constraint](constraints.md)",
         memory="none",

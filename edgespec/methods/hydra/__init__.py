@@ -10,7 +10,7 @@ __all__ = ["METHOD"]
 METHOD = head_method(
     "hydra",
     label="Hydra heads",
-    help_text="Hydra heads: the same, but they also read the tokens drafted before",
+    help_text="Hydra heads: like Medusa heads, but each also reads the tokens drafted before its own",
     docs=MethodDocs(
         source="Hydra heads: like Medusa heads, but each head also reads the draft tokens before its own"
         " ([Hydra](https://arxiv.org/abs/2402.05109))",
@@ -21,6 +21,6 @@ METHOD = head_method(
     head=HeadKind(
         kinds={"hydra": "Hydra"},
         network="residual",
-        training=HeadTraining("hydra", "Hydra heads", "The heads need no conversion to GGUF."),
+        training=HeadTraining("hydra", "Hydra heads", "The heads do not need to be converted to GGUF."),
     ),
 )

@@ -44,7 +44,7 @@ METHOD = Method(
         source="the target's first layers; verification starts from their output "
         "([LayerSkip](https://arxiv.org/abs/2404.16710))",
         requires="a model trained for early exit; for GGUF, also `edgespec prepare layerskip MODEL`",
-        memory="none on MLX, about 32 MB on GGUF",
+        memory="none for MLX models, about 32 MB for GGUF models",
     ),
     order=10,
     make=_make,

@@ -79,8 +79,8 @@ def _measure_best_exit(context: DrafterContext) -> int:
     prompt = context.calibration_prompt()
     if len(prompt) >= target.free_tokens:
         raise CapabilityError(
-            f"a context of {target.facts.context_tokens} tokens is too small to measure early exits",
-            "pass --exit-layer, or use a larger --context",
+            f"a context of {target.facts.context_tokens} tokens is too small to find the best exit layer",
+            "set --exit-layer, or use a larger --context",
             code="early_exit_not_supported",
         )
     try:
@@ -93,7 +93,7 @@ def _measure_best_exit(context: DrafterContext) -> int:
     if not table.is_faster:
         raise CapabilityError(
             f"{target.facts.name}: {table.verdict}",
-            "choose another method, or pass --exit-layer",
+            "choose another method, or set --exit-layer",
             code="early_exit_not_supported",
         )
     return table.best.exit_layer
@@ -178,7 +178,7 @@ class ExitTable:
         """User-facing summary of whether early exit is faster."""
         best = self.best
         accuracy = (
-            f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
+            f"after {best.exit_layer} of {self.layer_count} layers, it predicts the full model's token"
             f" {best.agreement:.0%} of the time"
         )
         if best.is_faster:

@@ -26,7 +26,7 @@ METHOD = Method(
     docs=MethodDocs(
         source="the target itself, guessing several positions in one pass ([lookahead "
         "decoding](https://arxiv.org/abs/2402.02057))",
-        requires="a machine that checks many tokens at once cheaply",
+        requires="a machine that can check many tokens at once cheaply",
         memory="none",
     ),
     order=100,

@@ -168,9 +168,9 @@ class LookaheadDrafter(Drafter):
         self._curve = curve or CostCurve((1,), (1.0,))
         if window and not window.fits(capabilities):
             raise OptionError(
-                f"the lookahead window {window} is too large: it needs passes of {window.rows} tokens and"
-                f" {window.leaves} branches, but the target supports only {capabilities.max_width} tokens and"
-                f" {capabilities.max_branches if capabilities.tree else 1} branches",
+                f"the lookahead window {window} is too large: it needs to check {window.rows} tokens and"
+                f" {window.leaves} branches at once, but the model supports only {capabilities.max_width}"
+                f" tokens and {capabilities.max_branches if capabilities.tree else 1} branches",
                 "choose a smaller window",
                 code="option_not_supported",
             )
@@ -192,20 +192,23 @@ class LookaheadDrafter(Drafter):
             smallest = self._smallest
             if not smallest.fits(self._capabilities):
                 rows, leaves = smallest.rows, smallest.leaves
-                why = f"the target does not support passes of {rows} tokens and {leaves} branches"
+                why = f"the model cannot check {rows} tokens and {leaves} branches at once"
             elif self._draft_length < smallest.depth:
                 why = f"it needs a draft length of at least {smallest.depth}, not {self._draft_length}"
             else:
-                why = f"no window is faster here ({self._estimate(smallest)})"
+                why = f"it would not save time here ({self._estimate(smallest)})"
             return f"lookahead is off: {why}"
         line = f"lookahead runs with {window} ({self._estimate(window)})"
         if self._capabilities.tree:
             return line
-        return f"{line}; it drafts only n-grams of the text, because {self._capabilities.reason}"
+        return f"{line}; it drafts only n-grams from the text, because {self._capabilities.reason}"
 
     def _estimate(self, window: LookaheadWindow) -> str:
         cost, tokens = self._curve.v(window.rows), 1 + window.expected_tokens
-        return f"a pass of {window.rows} tokens takes {cost:.2f} times as long and yields {tokens:.2f} tokens"
+        return (
+            f"checking {window.rows} tokens takes {cost:.2f} times as long as one token and yields"
+            f" {tokens:.2f} tokens"
+        )
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._clear()

@@ -54,7 +54,7 @@ METHOD = Method(
         "([QSpec](https://arxiv.org/abs/2410.11305))",
         requires="any MLX model; for GGUF, `edgespec prepare lowbit MODEL`, with `--for-memory` if the model"
         " is larger than memory",
-        memory="only scales for 8-bit MLX; otherwise the copy",
+        memory="only scaling factors for 8-bit MLX models; otherwise the copy",
     ),
     order=20,
     make=_make,

@@ -79,9 +79,9 @@ def _copy_to_use(context: DrafterContext) -> Path | MissingDrafter:
         return lowbit_file(prepared)
     if find_substitutes(path) is not None:
         return MissingDrafter(
-            f"the low-bit copies of blocks of {facts.name} are for another amount of memory",
-            f"run `edgespec prepare lowbit {context.reference} --for-memory SIZE` with the memory that you"
-            f" use, or `edgespec prepare lowbit {context.reference}` for a copy of the whole model",
+            f"the low-bit copies of layers of {facts.name} were made for a different amount of memory",
+            f"run `edgespec prepare lowbit {context.reference} --for-memory SIZE` with the amount of memory"
+            f" that you use, or `edgespec prepare lowbit {context.reference}` for a copy of the whole model",
         )
     return MissingDrafter(f"there is no low-bit copy of {facts.name}", f"run `{preparation(context)}` once")
 

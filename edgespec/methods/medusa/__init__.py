@@ -16,13 +16,13 @@ METHOD = head_method(
         "predicts the token after next, and each further head one token further ahead "
         "([Medusa](https://arxiv.org/abs/2401.10774))",
         requires="heads that were trained for the target (see [Models](models.md#heads))",
-        memory="the heads, and the hidden states of 2,048 tokens",
+        memory="the heads, and working data for 2,048 tokens",
     ),
     order=70,
     head=HeadKind(
         kinds={"medusa": "Medusa"},
         network="residual",
         drafts_in_one_pass=True,
-        training=HeadTraining("medusa", "Medusa heads", "The heads need no conversion to GGUF."),
+        training=HeadTraining("medusa", "Medusa heads", "The heads do not need to be converted to GGUF."),
     ),
 )

@@ -26,7 +26,7 @@ METHOD = Method(
     docs=MethodDocs(
         source="a smaller model",
         requires="a draft model with any vocabulary",
-        memory="that model and its KV cache",
+        memory="the draft model and its KV cache",
     ),
     order=90,
     make=_make,

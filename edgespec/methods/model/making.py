@@ -89,7 +89,7 @@ def make_head_drafter(context: DrafterContext, name: str) -> Drafter | MissingDr
     if option is None or option.head is None:
         if heads and (other := next(iter(heads.values()))).source == "named":
             return MissingDrafter(
-                f"{other.name} is a head for method {other.method}", f"use --method {other.method}"
+                f"{other.name} is a draft head for the {other.method} method", f"use --method {other.method}"
             )
         reason = f"it needs a head that was trained for {context.target.facts.name}"
         advice = f"choose one with --head HEAD (see `edgespec models show {context.reference}`)"

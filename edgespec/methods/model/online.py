@@ -261,15 +261,18 @@ class OnlineTrainer:
 
     def note(self) -> str:
         """Return a one-line summary of the training progress for the user."""
-        note = "the draft model is not trained yet"
+        note = "the draft model has not been trained yet"
         original_hits, adapted_hits, tokens = self.evaluation
         if self._steps:
-            note = f"the draft model took {self._steps} training steps on {self._trained_tokens} wrong tokens"
+            note = (
+                f"the draft model was trained in {self._steps} steps on {self._trained_tokens} tokens that"
+                " it had got wrong"
+            )
             if tokens:
                 note += (
                     f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"
                     f" {original_hits / tokens:.0%} without training"
                 )
             if not self._trainer.adapted:
-                note += "; the training is not used because the original model is better"
+                note += "; edgespec uses the original model, because it is better"
         return " · ".join(filter(None, (note, self._store.notice if self._store else "")))

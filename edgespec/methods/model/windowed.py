@@ -105,7 +105,7 @@ class WindowedModel(WrappedModel):
         spare = inner.context_tokens - self._max_cached_tokens
         if spare < 1:
             raise OptionError(
-                f"--draft-window {window.window_tokens} does not fit {inner.name}'s context of"
+                f"--draft-window {window.window_tokens} does not fit in {inner.name}'s context of"
                 f" {inner.context_tokens} tokens",
                 f"use --draft-window {max(1, inner.context_tokens // 2)} or less",
                 option="draft_window",
@@ -170,8 +170,8 @@ class WindowedModel(WrappedModel):
             self._check(tree.width)
             if tree.width > self.facts.capabilities.max_width:
                 raise CapabilityError(
-                    f"a tree of {tree.width} tokens exceeds the maximum width of"
-                    f" {self.facts.capabilities.max_width}",
+                    f"a draft of {tree.width} tokens exceeds the maximum of"
+                    f" {self.facts.capabilities.max_width} tokens",
                     code="draft_too_wide",
                 )
             if first == 0:

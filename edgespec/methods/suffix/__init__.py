@@ -33,8 +33,8 @@ METHOD = Method(
     label="repeated text",
     help="repeated text in this chat, in earlier replies and in files you choose",
     docs=MethodDocs(
-        source="whatever followed the same tokens earlier: in this chat, in your files (`--corpus src/`)"
-        " or in earlier chats (`--remember`)",
+        source="the text that followed the same tokens earlier: in this chat, in your files (`--corpus"
+        " src/`) or in earlier chats (`--remember`)",
         requires="repetitive text, such as code, edits or documents",
         memory="about 100 bytes per token of the chat, 8 bytes per token of a corpus",
     ),

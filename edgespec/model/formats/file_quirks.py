@@ -29,7 +29,7 @@ _FOREIGN_PARTS = {
 # Names of architectures that only Ollama's own engine supports. llama.cpp uses different names for some of
 # them.
 _OLLAMA_ARCHITECTURES = ("gptoss", "mllama", "qwen25vl", "deepseekocr", "glmocr")
-_OTHER_VERSION = "choose a version of the model that was made for llama.cpp, for example from Hugging Face"
+_OTHER_VERSION = "choose a version of the model for llama.cpp, for example from Hugging Face"
 _UPDATE = "update llama-cpp-python, or choose another model"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 # Tensors whose first dimension is the hidden size.
@@ -92,7 +92,7 @@ _REFUSALS = tuple(
         ),
         (
             r"tensor '([^']*)' has wrong shape; expected ([\d, ]+), got ([\d, ]+)",
-            "has a tensor '{0}' of shape {2}, but its metadata require the shape {1}",
+            "has a tensor '{0}' of shape {2}, but its metadata requires the shape {1}",
             _OTHER_VERSION,
         ),
         (
@@ -176,9 +176,9 @@ def why_doubtful(headers: Sequence[GgufHeader]) -> str:
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     size = first.architecture_number("embedding_length")
     if "token_embd.weight" not in shapes or "output_norm.weight" not in shapes:
-        return "no embedding or output norm"
+        return "no embeddings or no output norm"
     if size and any(shapes[name][:1] != (size,) for name in _HIDDEN_SIZE_TENSORS if name in shapes):
-        return "another hidden size than its metadata"
+        return "a different hidden size from its metadata"
     return _uneven_layers(first.architecture_number("block_count"), shapes)
 
 
@@ -192,7 +192,7 @@ def _uneven_layers(count: int, shapes: dict[str, tuple[int, ...]]) -> str:
     if len(kinds) > 1 or len(layers) != count:
         return "layers with different tensors"
     suffixes = {name for layer in layers.values() for name in layer}
-    return "" if any(usual <= suffixes for usual in _USUAL_TENSORS) else "layers without usual tensors"
+    return "" if any(usual <= suffixes for usual in _USUAL_TENSORS) else "layers without the usual tensors"
 
 
 def _unused_tensors(architecture: str, names: Sequence[str]) -> list[str]:

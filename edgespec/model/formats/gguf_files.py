@@ -164,9 +164,9 @@ def _find_parts(path: Path, split: _Split) -> list[Path]:
         if len(found[number]) > 1:
             names = " and ".join(part.name for part in found[number][:2])
             raise ModelFileError(
-                f"{path} is one of {split.total} parts of a split model, but both {names} could be its"
-                f" part {number + 1}",
-                "move the parts of each model to a folder of their own",
+                f"{path} is one of {split.total} parts of a split model, but {names} could each be part"
+                f" {number + 1} of it",
+                "move the parts of each model to a separate folder",
                 code="model_file_incomplete",
             )
     missing = [number for number in range(split.total) if number not in found]
@@ -176,7 +176,7 @@ def _find_parts(path: Path, split: _Split) -> list[Path]:
     wrong = standard[missing[0]] if len(standard) == split.total else None
     if wrong is not None and wrong.is_file():
         raise ModelFileError(
-            f"{wrong} does not contain part {missing[0] + 1} of {split.total} of the model {path}",
+            f"{wrong} is not part {missing[0] + 1} of {split.total} of the model {path}",
             "download this part again",
             code="model_file_incomplete",
         )
@@ -302,14 +302,15 @@ def check_gguf_adapters(adapters: Sequence[Adapter], model: Path) -> None:
             )
         if header.architecture != architecture:
             raise ModelFileError(
-                f"the adapter {path} is for models of the architecture {header.architecture[:40]!r}, but"
-                f" {model.name} has the architecture {architecture!r}",
+                f"the adapter {path} is for models with architecture {header.architecture[:40]!r}, but"
+                f" {model.name} has architecture {architecture!r}",
                 "use an adapter that was trained for this model",
                 code="adapter_unusable",
             )
         if "adapter.alora.invocation_tokens" in header.metadata:
             raise ModelFileError(
-                f"{path} is an activated LoRA adapter, which takes effect only after certain words",
+                f"{path} is an activated LoRA adapter, which takes effect only after certain words and is"
+                " not supported",
                 "use an ordinary LoRA adapter",
                 code="adapter_unusable",
             )

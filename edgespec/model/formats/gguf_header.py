@@ -246,7 +246,7 @@ class _Reader:
         self.at = 4
         version = self.scalar(4)
         if version not in (2, 3):
-            raise ValueError(f"GGUF version {version} is not supported (only versions 2 and 3)")
+            raise ValueError(f"GGUF version {version} is not supported (only versions 2 and 3 are)")
         return self.scalar(10), self.scalar(10)
 
     def pair(self) -> tuple[str, Any]:

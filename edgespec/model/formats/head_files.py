@@ -57,7 +57,7 @@ def head_at(path: Path) -> Head:
     if info.heads:
         raise unknown_head(str(path), info)
     raise ModelFileError(
-        f"{path} contains no head, but a model with the architecture {shorten(info.architecture)!r}",
+        f"{path} does not contain a head, but a model with architecture {shorten(info.architecture)!r}",
         "pass a head with --head, and draft models with --draft",
         code="wrong_file",
     )
@@ -66,7 +66,7 @@ def head_at(path: Path) -> Head:
 def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
     """Return the error to raise for a kind of head that edgespec cannot run."""
     return ModelFileError(
-        f"{name} is a {info.heads[0]} head, which edgespec cannot run",
+        f"{name} is a head of the kind {info.heads[0]}, which edgespec cannot run",
         "choose another head",
         code="model_file_not_supported",
     )
@@ -79,15 +79,13 @@ def why_not_made_for(head: ModelInfo, target: ModelInfo) -> str:
     """
     architecture = _TARGETS.get(head.architecture, target.architecture)
     if architecture != target.architecture:
-        return (
-            f"it needs a model with the architecture {architecture!r}, not {shorten(target.architecture)!r}"
-        )
+        return f"it needs a model with architecture {architecture!r}, not {shorten(target.architecture)!r}"
     for what, needed, own in (
         ("hidden states", head.hidden_size, target.hidden_size),
         ("a vocabulary", head.vocab_size, target.vocab_size),
     ):
         if needed and own and needed != own:
-            return f"it needs {what} of size {needed:,}, not {own:,} as in the target"
+            return f"it needs {what} of size {needed:,}, not {own:,} as in this model"
     if head.read_layers and target.layers and max(head.read_layers) > target.layers:
-        return f"it reads the layers {[*head.read_layers]}, but the target has only {target.layers} layers"
+        return f"it reads the layers {[*head.read_layers]}, but this model has only {target.layers} layers"
     return ""

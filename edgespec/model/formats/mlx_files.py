@@ -91,7 +91,7 @@ def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
     """
     if len(adapters) > 1 or adapters[0].scale != 1:
         raise OptionError(
-            f"{model.name} is an MLX model, to which only one adapter can be applied, without a scale",
+            f"{model.name} is an MLX model, which can have only one adapter, without a scale",
             "pass a single adapter, or merge the adapters with mlx-lm",
             code="option_not_supported",
         )
@@ -233,7 +233,7 @@ def _index(path: Path) -> dict[str, str]:
         return {str(tensor): str(file) for tensor, file in weights.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{path} is not a valid index of weight files: {type(error).__name__}",
+            f"{path} is not a valid index of weight files ({type(error).__name__})",
             "download the model again",
         ) from error
 

@@ -75,7 +75,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     """
     size, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     if not 0 < layers <= _MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers is {layers:,}, but must be from 1 to {_MAX_LAYERS}")
+        raise ValueError(f"num_hidden_layers must be from 1 to {_MAX_LAYERS}, not {layers:,}")
     for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
         if (value := config.get(name) or supported) != supported:
             raise ValueError(f"{name} is {value!r}, but edgespec supports only {supported!r}")
@@ -95,7 +95,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     )
     # A block of one token has no masks, and MLX aborts the process when it computes with an empty array.
     if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
-        raise ValueError(f"block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}")
+        raise ValueError(f"block_size must be from 2 to {MAX_BLOCK_TOKENS}, not {result.block_tokens:,}")
     if not 0 <= result.mask_token < result.vocab_size:
         raise ValueError(f"the mask token {result.mask_token} is not in the head's vocabulary")
     return result
@@ -212,7 +212,7 @@ def _check_tensors(
         raise ValueError(f"the tensor {min(missing)} is missing")
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise ValueError(f"the tensor {name} is unknown")
+            raise ValueError(f"the tensor {name} is not part of such a head")
         if tensor.shape != shapes[name]:
             raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating:

@@ -104,7 +104,7 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         norm_output=bool(config.get("norm_output")),
     )
     if result.target_size <= 0:
-        raise ValueError(f"target_hidden_size is {result.target_size}, but must be positive")
+        raise ValueError(f"target_hidden_size must be positive, not {result.target_size}")
     return result
 
 
@@ -191,10 +191,10 @@ def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
         ValueError: `offsets` contains no token ids, or ids outside the target's vocabulary.
     """
     if offsets.is_floating or len(offsets.shape) != 1:
-        raise ValueError("the tensor d2t contains no token ids")
+        raise ValueError("the tensor d2t does not contain token IDs")
     ids = np.arange(offsets.shape[0]) + offsets.read().astype(np.int64)
     if not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
-        raise ValueError(f"the tensor d2t contains token ids outside the vocabulary of {vocab_size:,} tokens")
+        raise ValueError(f"the tensor d2t contains token IDs outside the vocabulary of {vocab_size:,} tokens")
     return ids
 
 
@@ -208,7 +208,7 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], dra
     for name, tensor in tensors.items():
         shape = needed.get(name) or optional.get(name)
         if shape is None:
-            raise ValueError(f"the tensor {name} is unknown")
+            raise ValueError(f"the tensor {name} is not part of such a head")
         if tensor.shape != shape:
             raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shape}")
         if not tensor.is_floating:
@@ -218,7 +218,7 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], dra
         and "embed_tokens.weight" not in tensors
         and config.hidden_size != config.target_size
     ):
-        raise ValueError("the head's hidden size differs from the target's")
+        raise ValueError("the head's hidden size differs from the model's")
 
 
 _Shapes = dict[str, tuple[int, ...]]

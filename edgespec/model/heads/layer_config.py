@@ -50,14 +50,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
         if not isinstance(config, dict):
-            raise ValueError("the file contains no JSON object")
+            raise ValueError("the file does not contain a JSON object")
         for name in _NESTED:
             nested = config.get(name)
             config |= nested if isinstance(nested, dict) else {}
         return config
     except FileNotFoundError as error:
         raise ModelFileError(
-            f"{folder} has no config.json, so it is not the folder of a head",
+            f"{folder} contains no config.json, so it is not a head's folder",
             "pass a folder that contains a head's config.json and its weights, such as model.safetensors or"
             " pytorch_model.bin",
             code="model_file_incomplete",

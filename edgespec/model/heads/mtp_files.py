@@ -133,7 +133,7 @@ def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) ->
 
 def _unusable(folder: Path, reason: str) -> ModelFileError:
     return ModelFileError(
-        f"{folder} has no layer for multi-token prediction that edgespec can use: {reason}",
+        f"edgespec cannot use {folder} for multi-token prediction (MTP): {reason}",
         "use the original Hugging Face model, or choose another method",
         code="model_file_not_supported",
     )

@@ -215,7 +215,7 @@ def positive(name: str, value: object) -> float:
         OverflowError: The value is too large.
     """
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}, but must be a positive number")
+        raise ValueError(f"{name} must be a positive number, not {value!r}")
     return float(value)
 
 
@@ -245,7 +245,7 @@ class Rotation:
             self._frequencies /= _yarn_divisors(rope, size)
             self._scale = np.float32(_yarn_scale(rope))
         if not np.isfinite(self._frequencies).all():
-            raise ValueError("rope_scaling results in rotation frequencies that are not finite")
+            raise ValueError("its rope_scaling leads to values that are not finite")
 
     def __call__(self, heads: Array, positions: NDArray[np.int64]) -> Array:
         """Rotate vectors [heads, tokens, size], given the position of each token."""

@@ -168,10 +168,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8-sig"))
         if not isinstance(config, dict):
-            raise ValueError("the file contains no JSON object")
+            raise ValueError("the file does not contain a JSON object")
         offset = config.get("hidden_state_offset")
         if offset is not None and not (isinstance(offset, int) and 0 <= offset < 1 << 20):
-            raise ValueError(f"hidden_state_offset is {offset!r}, but must be a whole number of at least 0")
+            raise ValueError(f"hidden_state_offset must be a non-negative whole number, not {offset!r}")
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -111,7 +111,7 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
             code="model_file_not_supported",
         )
     if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):
-        raise ValueError("the shape or position of a tensor is not given in whole numbers")
+        raise ValueError("the shape or position of a tensor does not consist of whole numbers")
     if size_bytes != math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype] or start + size_bytes > file_bytes:
         raise ValueError(f"the data of a tensor of shape {list(tensor.shape)} is incomplete")
     return StoredTensor(tensor.dtype, tensor.shape, partial(_read, path, tensor))
@@ -216,7 +216,7 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
             sizes = {name: entry.file_size for name, entry in stored.items()}
             value = _Interpreter(path, root, sizes).run(_read_entry(archive, stored[pickles[0]]))
         if not isinstance(value, dict):
-            raise ValueError("the file contains no dictionary of tensors")
+            raise ValueError("the file does not contain a dictionary of tensors")
         return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
     except OSError as error:
         raise ModelFileError(
@@ -401,10 +401,10 @@ class _Interpreter:
         if not isinstance(storage, _Storage) or not all(type(number) is int for number in numbers):
             raise ValueError("a tensor has no data or shape")
         if len(shape) > _MAX_DIMENSIONS or min(numbers) < 0 or math.prod(shape) > storage.elements:
-            raise ValueError("a tensor has more elements than its data")
+            raise ValueError("a tensor has more elements than its data provides")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if 0 not in shape and last >= storage.elements:
-            raise ValueError("a tensor has more elements than its data")
+            raise ValueError("a tensor has more elements than its data provides")
         read = partial(self._read, storage, offset, shape, strides)
         return StoredTensor(storage.dtype, shape, read)
 
@@ -432,7 +432,7 @@ class _Interpreter:
 
     def _refused(self, what: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._path} contains more than tensors: {what}",
+            f"{self._path} contains more than just tensors: {what}",
             "use a version in safetensors format, because edgespec never runs code from model files",
             code="model_file_not_supported",
         )

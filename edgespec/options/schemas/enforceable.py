@@ -144,8 +144,8 @@ def _check(schema: dict[str, Any], place: str) -> None:
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     if _is_integer(least) and least > len(names) + 1:
         raise OptionError(
-            f"the JSON schema cannot be used: minProperties {least} cannot be enforced, because a property"
-            f" could be repeated (in {place})",
+            f"the JSON schema cannot be used: minProperties {least} cannot be enforced, because the model"
+            f" could repeat a property (in {place})",
             "name the properties in `required`, or set minProperties to 1",
             code="constraint_not_supported",
         )

@@ -92,7 +92,7 @@ def read_schema(value: Any, what: str) -> dict[str, Any]:
         or not (value.keys() <= _NOTES or value.keys() & _RESTRICTING)
     ):
         raise OptionError(
-            f"{what} contains no schema, only {_shown(value)}",
+            f"{what} does not contain a schema, only {_shown(value)}",
             f'write {{"type": "object", "properties": ...}}, or add {what}.schema',
             code="constraint_invalid",
         )
@@ -106,7 +106,9 @@ def tidy_schema(schema: Any, what: str) -> dict[str, Any]:
         tidy = _tidy(schema, what, "#")
     except RecursionError:
         raise OptionError(
-            f"{what} is nested too deeply", "use a schema with fewer levels", code="constraint_invalid"
+            f"{what} is nested too deeply",
+            "use a schema with fewer levels of nesting",
+            code="constraint_invalid",
         ) from None
     if isinstance(tidy, bool):
         raise _wrong(what, "#", "a JSON schema", schema)

@@ -141,8 +141,8 @@ class AnthropicCountRequest(ConstraintFields):
 
     advice = MappingProxyType(
         {
-            "container": "the server runs no code; leave it out",
-            "mcp_servers": "the server calls no tools; call the tools of MCP servers in your program",
+            "container": "the server does not run code; leave it out",
+            "mcp_servers": "the server does not call tools; call the tools of MCP servers in your program",
         }
     )
 
@@ -153,7 +153,8 @@ class AnthropicCountRequest(ConstraintFields):
     tool_choice: str | dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
     reasoning_effort: str | None = Field(
-        default=None, description="none turns reasoning off, unless thinking is set. Others are ignored."
+        default=None,
+        description="none turns reasoning off, unless thinking is set. Other values are ignored.",
     )
     cache_control: Ignored
     context_management: Ignored

@@ -164,7 +164,8 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
     position = _POSITION.fullmatch(problem)
     if position is None:
         return invalid_request(
-            f"the request body is not valid JSON: {problem[:200]}; correct it there", code="invalid_json"
+            f"the request body is not valid JSON: {problem[:200]}; correct it at that point",
+            code="invalid_json",
         )
     reason, number, column = position[1], int(position[2]), int(position[3])
     lines = text.split("\n")
@@ -180,10 +181,10 @@ def _syntax_error(problem: str, text: str, content_type: str) -> ApiError:
     elif reason.startswith("EOF"):
         reason = "the body ends too early"
     elif reason.startswith("control character"):
-        reason = "line breaks and other control characters in a string need an escape, such as \\n"
+        reason = "line breaks and other control characters in a string must be escaped, such as \\n"
     return invalid_request(
         f"the request body is not valid JSON at line {number}, column {len(before)}{_near(shown)}: {reason};"
-        " correct it there",
+        " correct it at that point",
         code="invalid_json",
     )
 

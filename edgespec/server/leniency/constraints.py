@@ -272,8 +272,8 @@ def answer_constraint(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     for first, second in pairwise(found):
         if _comparable(found[first]) != _comparable(found[second]):
             raise invalid_request(
-                f"{first} and {second} cannot be used together, because they ask for different answers; leave"
-                " one of them out",
+                f"{first} and {second} cannot be used together, because they ask for different formats;"
+                " leave one of them out",
                 param=second,
                 code="option_conflict",
             )

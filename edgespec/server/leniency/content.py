@@ -133,8 +133,8 @@ def image_of(place: str, part: Any) -> Image | None:
         data = url if isinstance(url, str) and url.startswith("data:") else None
     if not isinstance(data, str):
         raise invalid_request(
-            f"{place} refers to an image elsewhere, which the server does not fetch; send the image itself in"
-            " base64, as a data: URL",
+            f"{place} links to an image, which the server does not download; send the image itself as a"
+            " data: URL in base64",
             param=place,
             code="unsupported_content",
         )

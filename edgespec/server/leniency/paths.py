@@ -19,17 +19,25 @@ _AUTHORITY = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 
 # Advice for endpoints that only other servers have, keyed by their paths without /v1.
 _ELSEWHERE: Mapping[tuple[str, ...], str] = {
-    ("audio", "images", "videos", "realtime"): "edgespec's models read and write only text",
-    ("moderations",): "edgespec has no models for that; ask a model with a prompt of your own",
+    (
+        "audio",
+        "images",
+        "videos",
+        "realtime",
+    ): "edgespec's models cannot create this kind of output, only text",
+    ("moderations",): "edgespec has no models for that; use a model with your own prompt",
     ("rerank", "reranking", "score", "api/rerank"): (
-        "edgespec has no models for that; compare the vectors of /v1/embeddings"
+        "edgespec has no models for that; compare the vectors from /v1/embeddings"
     ),
     ("completion",): "use /v1/completions",
-    ("infill",): "edgespec cannot fill in text before a suffix; use /v1/completions to continue a text",
+    ("infill",): "edgespec cannot fill in text before a suffix; use /v1/completions to continue text",
     ("tokenize", "detokenize"): "/v1/messages/count_tokens counts the tokens of a conversation",
     ("apply-template",): "/v1/chat/completions applies the model's chat template itself",
     ("responses",): "the server does not store responses; read the reply to POST /v1/responses",
-    ("batches", "messages/batches"): "the server has no batches; send the requests one after the other",
+    (
+        "batches",
+        "messages/batches",
+    ): "the server does not support batches; send the requests one after the other",
     (
         "files",
         "uploads",
@@ -39,12 +47,12 @@ _ELSEWHERE: Mapping[tuple[str, ...], str] = {
     ("assistants", "threads", "conversations"): (
         "the server does not store conversations; send the whole conversation to /v1/chat/completions"
     ),
-    ("fine_tuning", "fine-tunes"): "the server trains no models; use `edgespec train` on its machine",
+    ("fine_tuning", "fine-tunes"): "the server does not train models; use `edgespec train` on its machine",
     ("props", "slots", "version"): "use /v1/models, /health or /metrics",
     (
         "api/v0",
         "api/v1",
-    ): "edgespec does not have LM Studio's own API; set the base URL to that of OpenAI's, /v1",
+    ): "edgespec does not support LM Studio's own API; set the base URL to that of OpenAI's API, /v1",
 }
 
 
@@ -103,6 +111,6 @@ def base_url_advice(scope: Scope) -> str:
     host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
     server = f"{scope['scheme']}://{host[:100]}"
     return (
-        f"set the base URL of the program to {server}/v1 if it uses OpenAI's API, or to {server} if it uses"
+        f"set your program's base URL to {server}/v1 if it uses OpenAI's API, or to {server} if it uses"
         " Anthropic's or Ollama's; /openapi.json lists the paths"
     )

@@ -66,7 +66,7 @@ OLLAMA = Protocol(
     "Ollama",
     ("/api/",),
     (
-        Endpoint("GET", "/", "Say that the server runs.", running, response=str, public=True),
+        Endpoint("GET", "/", "Report that the server is running.", running, response=str, public=True),
         Endpoint("GET", "/api/version", "Return the version of Ollama's API.", version, response=Version),
         Endpoint("GET", "/api/tags", "List the models on this machine.", list_models, response=ModelTags),
         Endpoint("GET", "/api/ps", "List the loaded models.", list_loaded, response=LoadedModels),
@@ -74,7 +74,7 @@ OLLAMA = Protocol(
         Endpoint(
             "POST",
             "/api/pull",
-            "Confirm that a model is on this machine.",
+            "Check whether a model is on this machine.",
             pull_model,
             PullRequest,
             PulledModel,
@@ -99,7 +99,12 @@ OLLAMA = Protocol(
         ),
         Endpoint("POST", "/api/embed", "Embed texts.", embed, OllamaEmbedRequest, OllamaEmbeddings),
         Endpoint(
-            "POST", "/api/embeddings", "Embed a text.", embed_prompt, OllamaEmbeddingRequest, OllamaEmbedding
+            "POST",
+            "/api/embeddings",
+            "Compute the embedding of a text.",
+            embed_prompt,
+            OllamaEmbeddingRequest,
+            OllamaEmbedding,
         ),
     ),
     error_body,

@@ -41,11 +41,11 @@ class OllamaEmbedRequest(_EmbedFields):
 
     input: str | _Texts = Field(description="A text, or several texts.")
     truncate: bool | None = Field(
-        default=None, description="Drop the end of texts that do not fit in the context."
+        default=None, description="Cut off the end of texts that do not fit in the context."
     )
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="Number of dimensions to keep, for models that were trained to have fewer of them.",
+        description="Number of dimensions to return, for models that support fewer than their full number.",
     )
 
 

@@ -81,7 +81,7 @@ class OllamaFields(ReplyFields, ConstraintFields):
     stream: bool | None = Field(default=None, description="false returns the whole reply at once.")
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
-        default=None, description="Whether the model should reason. All levels mean true."
+        default=None, description="Whether the model should reason. Any level counts as true."
     )
     logprobs: bool | int | None = Field(
         default=None, description="Return log-probabilities of the tokens. A number works like top_logprobs."

@@ -76,7 +76,7 @@ class ShowRequest(RequestFields):
     """The body of a request to describe a model."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
-    name: str | None = Field(default=None, description="An older name of the field model.")
+    name: str | None = Field(default=None, description="An older name for the field model.")
     verbose: Ignored
 
 

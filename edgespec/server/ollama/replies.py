@@ -331,7 +331,7 @@ class OllamaGenerateRequest(OllamaFields):
     advice = MappingProxyType(
         {
             "messages": "use prompt, or POST /api/chat",
-            "tools": "only chats have tools, so POST /api/chat",
+            "tools": "tools work only in chats; use POST /api/chat",
         }
     )
 
@@ -360,7 +360,7 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
             raise invalid_request(message, param=name)
     if body.raw and body.system:
         raise invalid_request(
-            "raw continues the prompt verbatim, without a system prompt; leave out raw or system",
+            "raw continues the prompt as it is, without a system prompt; leave out raw or system",
             param="system",
             code="option_conflict",
         )

@@ -114,7 +114,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
         default=None, description="auto, none, required, or the function that the model must call."
     )
     functions: list[dict[str, Any]] | None = Field(
-        default=None, description="Older form of tools. The reply then has a function_call."
+        default=None, description="Older form of tools. The reply then contains function_call."
     )
     function_call: str | dict[str, Any] | None = Field(
         default=None,
@@ -130,7 +130,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
         default=None, description="Like max_tokens."
     )
     parallel_tool_calls: bool | None = Field(
-        default=None, description="false: the reply ends after its first call."
+        default=None, description="false ends the reply after its first call."
     )
     prediction: Ignored
     verbosity: Ignored

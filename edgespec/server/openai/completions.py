@@ -55,7 +55,7 @@ class CompletionRequest(ChoiceFields):
     )
 
     prompt: Texts = Field(
-        description="The text to continue, or several texts. Each can also be a list of token ids."
+        description="The text to continue, or several texts. Each can also be a list of token IDs."
     )
     # Evaluation harnesses pass 0 to get only the log-probabilities of the prompt.
     max_tokens: MaxTokensOrZero = None
@@ -63,7 +63,7 @@ class CompletionRequest(ChoiceFields):
         default=None, description="Number of the most likely tokens to return at each position."
     )
     top_logprobs: int | None = Field(default=None, description="Same as a number in logprobs.")
-    echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")
+    echo: bool | None = Field(default=None, description="Include the prompt at the start of the text.")
     best_of: int | None = Field(default=None, description="Must equal n.")
 
 

@@ -32,13 +32,13 @@ class EmbeddingRequest(RequestFields):
     prompt_field = "input"
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
-    input: Texts = Field(description="A text, or several texts. Each can also be a list of token ids.")
+    input: Texts = Field(description="A text, or several texts. Each can also be a list of token IDs.")
     encoding_format: Literal["float", "base64"] | None = Field(
-        default=None, description="base64 returns the bytes of float32 values."
+        default=None, description="base64 returns the vectors as base64-encoded float32 values."
     )
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="Number of dimensions to keep, for models that were trained to have fewer of them.",
+        description="Number of dimensions to return, for models that support fewer than their full number.",
     )
     user: Ignored
 

@@ -125,7 +125,7 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
         {
             "conversation": "the server does not store conversations; send the whole conversation in input",
             "messages": "use input, or POST /v1/chat/completions",
-            "n": "a response has one reply; send the request several times",
+            "n": "a response contains only one reply; send the request several times",
             "prompt": "the server does not store prompts; use instructions and input",
         }
     )
@@ -150,12 +150,13 @@ class ResponsesRequest(ReasoningFields, OpenAIFields):
     )
     background: bool | None = Field(default=None, description="true is not supported.")
     store: bool | None = Field(
-        default=None, description="false: later requests will not refer to the items of the response by id."
+        default=None,
+        description="false means that later requests will not refer to the response's items by ID.",
     )
     client_metadata: Ignored
     max_tool_calls: Ignored
     parallel_tool_calls: bool | None = Field(
-        default=None, description="false: the reply ends after its first call."
+        default=None, description="false ends the reply after its first call."
     )
     prompt_cache_options: Ignored
     truncation: Ignored
@@ -450,8 +451,8 @@ def _stored(place: str, reference: InputItem, stored_items: StoredItems) -> Inpu
     if item is None:
         raise ApiError(
             404,
-            f"{place} refers to the item {(reference.id or '')[:100]}, but the server keeps only items of"
-            " its latest responses; send the items themselves, which clients do with store: false",
+            f"{place} refers to the item {(reference.id or '')[:100]}, but the server keeps only the items"
+            " of its latest responses; send the items themselves, as clients do with store: false",
             code="item_not_found",
             param=place,
         )

@@ -66,7 +66,7 @@ __all__ = [
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
-_USE_NEW_FOLDER = "choose a folder that does not exist"
+_USE_NEW_FOLDER = "choose a folder that does not exist yet"
 # Name prefix of temporary folders for conversions.
 _UNFINISHED = ".edgespec-"
 # Age in seconds above which a temporary folder counts as abandoned. No conversion takes this long.
@@ -135,8 +135,8 @@ class BuildFolder:
         free_bytes = shutil.disk_usage(self.folder.parent).free
         if needed_bytes > free_bytes:
             raise ModelFileError(
-                f"{self.folder.parent} needs {format_bytes(needed_bytes)} of free space"
-                f" but has {format_bytes(free_bytes)}",
+                f"{self.folder.parent} needs {format_bytes(needed_bytes)} of free space, but has only"
+                f" {format_bytes(free_bytes)}",
                 "free disk space, or choose a folder on another disk with --to",
                 code="disk_full",
             )
@@ -244,7 +244,7 @@ def build(
         folder = folder.resolve()
     if not folder.name:
         raise OptionError(
-            f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER, code="output_exists"
+            f"{folder} already exists, but is not a prepared model", _USE_NEW_FOLDER, code="output_exists"
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -273,7 +273,7 @@ def _register(entry: Path, folder: Path) -> None:
             temporary.write_bytes(os.fsencode(folder))
     except OSError as error:
         raise ModelFileError(
-            f"{folder} is complete, but its path cannot be saved in {entry.parent}: {error_reason(error)}",
+            f"{folder} is complete, but edgespec cannot register it in {entry.parent}: {error_reason(error)}",
             f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}, then prepare the model again",
             code="file_not_written",
         ) from error
@@ -300,7 +300,7 @@ def _existing(
             folder.rmdir()
             return None
         raise OptionError(
-            f"{folder} already exists and is not a prepared model",
+            f"{folder} already exists, but is not a prepared model",
             "delete it, because edgespec stores prepared models there"
             if _in_store(folder)
             else _USE_NEW_FOLDER,
@@ -311,7 +311,7 @@ def _existing(
     except ModelFileError as error:
         if not _in_store(folder):
             raise OptionError(
-                f"{folder} already exists but is not usable: {error.what}",
+                f"{folder} already exists, but cannot be used: {error.what}",
                 _USE_NEW_FOLDER,
                 code="output_exists",
             ) from error
@@ -369,7 +369,7 @@ def _is_unchanged(
         return False
     if _file_states(parts) == states:
         return True
-    current = hash_files(parts, "reading the source again", progress)
+    current = hash_files(parts, "checking the original file again", progress)
     return [one.sha256 for one in current] == [one.sha256 for one in records]
 
 

@@ -83,7 +83,7 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
     support = file_format.heads.get(head_at(folder).method)
     if support is None or support.convert is None:
         raise ModelFileError(
-            f"the head in {folder} cannot be converted, because it runs as it was published",
+            f"the head in {folder} does not need to be converted, because edgespec can use it as it is",
             f"use the folder itself: --head {shlex.quote(str(folder))}",
             code="wrong_file",
         )

@@ -154,7 +154,7 @@ def _is_same_speed(method: MethodReport) -> bool:
 
 def _reason(method: MethodReport, stats: Stats) -> str:
     if method.requested == "none":
-        return "The method is set to none in this chat or on the command line."
+        return "The method is set to `none` in this chat or on the command line."
     if method.effective == "none":
         return sentences(f"Reason: {reason_text(method)}")
     if stats.acceptance_rate is None:
@@ -185,7 +185,7 @@ def _advice(
     if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
         return "To guess only while that saves time, type /set method auto."
     if is_demo:
-        return "The demo model is too small for a large speed-up. /model lists real models."
+        return "The demo model is too small for a large speed-up. To choose a real model, type /model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. To compare this reply with one without the speed-up, type /race."
     if missing_draft:

@@ -134,7 +134,7 @@ def _models(runtime: ChatModel) -> Result:
     return (
         Text("\n".join(["On this machine:", *lines])),
         Text(disturbed, is_hint=True),
-        Text(f"You can download {number} that {verb} in memory. `edgespec models list` shows them."),
+        Text(f"You can download {number} that {verb} in memory. To see them, run `edgespec models list`."),
         Text("To switch to a model or to download it, type /model and its name.", is_hint=True),
     )
 
@@ -173,12 +173,12 @@ def _choices(name: str, context: Context) -> list[str]:
     target = context.runtime.target.name
     if name == "head":
         lines = [f"  {_head_line(head)}" for head in head_options(found)]
-        return [f"Heads for {target}:", *lines] if lines else [f"No head for {target} is known."]
+        return [f"Heads for {target}:", *lines] if lines else [f"No heads are known for {target}."]
     drafts = draft_options(found, find_installed(include_embedded=True))
     lines = [f"  {_draft_line(draft)}" for draft in drafts[:_MAX_CHOICES]]
     if len(drafts) > _MAX_CHOICES:
         lines.append(f"  and {count(len(drafts) - _MAX_CHOICES)} more")
-    return [f"Draft models for {target}:", *lines] if lines else [f"No draft model for {target} is known."]
+    return [f"Draft models for {target}:", *lines] if lines else [f"No draft models are known for {target}."]
 
 
 def _draft_line(draft: DraftOption) -> str:
@@ -238,7 +238,7 @@ def _set(context: Context) -> Result:
         return Text(sentences(f"{name}: {value}", SETTINGS[name].hint))
     if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
         settings.pop(name, None)
-        note = f"{name} has its default again: {default_text(name, context.runtime, settings)}."
+        note = f"{name} is back to its default: {default_text(name, context.runtime, settings)}."
     else:
         settings[name] = parse(name, unquoted(text))
         note = f"{name} is now {shown(settings[name])}."
@@ -253,7 +253,7 @@ def _schema(context: Context) -> Result:
         settings.pop(SCHEMA, None)
         return _changed(context.runtime, settings, "The schema was removed.")
     settings[SCHEMA] = read_schema(unquoted(context.argument))
-    return _changed(context.runtime, settings, f"Replies now satisfy the schema in {context.argument}.")
+    return _changed(context.runtime, settings, f"Replies will now match the schema in {context.argument}.")
 
 
 def _think(context: Context) -> Result:
@@ -322,7 +322,7 @@ def _tools(context: Context) -> Result:
     word = context.argument.lower()
     if word not in ("", "on", "off"):
         raise OptionError(
-            f"unknown argument {context.argument!r} for /tools", "type /tools, /tools on or /tools off"
+            f"Unknown argument {context.argument!r} for /tools", "Type /tools, /tools on or /tools off"
         )
     if word == "off":
         return Action("stop_tools"), Text("Tools are off.")
@@ -412,9 +412,8 @@ def _values(name: str, chat: OpenChat) -> _PresetValues:
     remark = ""
     if given:
         remark = (
-            f"The preset also sets {' and '.join(given)}, which applies only when a model is loaded. To use"
-            " it"
-            f" too, quit and run: edgespec chat --preset {name}"
+            f"The preset also sets {' and '.join(given)}, which takes effect only when a model is loaded. To"
+            f" use that too, quit and run: edgespec chat --preset {name}"
         )
     return _PresetValues(settings, system or None, target, remark)
 
@@ -448,7 +447,7 @@ def _save(context: Context, name: str) -> Result:
 def _written(preset: Preset, chat: OpenChat) -> Text:
     path: Path = write_preset(preset)
     omitted = (
-        " The schema is not included, because presets do not store one." if SCHEMA in chat.settings else ""
+        " The schema was not saved, because presets cannot contain one." if SCHEMA in chat.settings else ""
     )
     return Text(f"Saved the preset {preset.name} in {path}.{omitted} To use it, type /preset {preset.name}.")
 
@@ -488,7 +487,7 @@ COMMANDS = (
         _think,
         slow="reads",
     ),
-    Command("schema", "[file|none]", "get replies as JSON that satisfies a schema in a file", _schema),
+    Command("schema", "[file|none]", "get replies as JSON that matches a schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
     Command(
         "tools",

@@ -59,7 +59,7 @@ _MODEL_LIST_KEYS = (
     ("Letters", "filter the list, and search on Hugging Face"),
     ("Enter", "switch to the model or download it, or stop its download"),
     ("Ctrl+D", "make this model the default for new chats, or undo that"),
-    ("Ctrl+S", "measure this machine, to see how fast each model would be"),
+    ("Ctrl+S", "measure this machine to see how fast each model would be"),
 )
 _SELECTION_KEYS = (
     *((each.key.title() if len(each.key) > 1 else each.key, each.help) for each in MESSAGE_KEYS),

@@ -320,7 +320,8 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
                 self._message = (
                     f"{reference} is now the default for new chats. To undo that, press Ctrl+D again."
                     if reference
-                    else "There is no default now: new chats open with the model that was used last."
+                    else "There is no default any more: new chats will open with the model that you used"
+                    " last."
                 )
         self._show()
 

@@ -259,7 +259,7 @@ class FileChips(Static):
             attachments = await asyncio.wait_for(self._read(references), _MAX_READ_SECONDS)
         except TimeoutError:
             raise AttachmentError(
-                f"reading the attached files takes more than {_MAX_READ_SECONDS:.0f} seconds",
+                f"reading the attached files took more than {_MAX_READ_SECONDS:.0f} seconds",
                 "remove the largest ones, or those on a network drive",
                 code="attachment_too_large",
             ) from None

@@ -234,7 +234,9 @@ class PromptInput(TextArea):
             reading = in_thread(partial(clipboard_files, self._data_folder))
             paths = await asyncio.wait_for(reading, _MAX_CLIPBOARD_SECONDS)
         except TimeoutError:
-            problem = "The clipboard was not read, because its program does not answer."
+            problem = (
+                "The clipboard could not be read, because the program that provides it is not responding."
+            )
         except AttachmentError as error:
             problem = sentences(error.what, error.next_step)
         if paths:
@@ -354,6 +356,6 @@ class WaitingMessages(Static):
         rows = [Content.assemble(("Waiting  ", "$primary"), " ".join(text.split())) for text in self.texts]
         if len(rows) > _MAX_SHOWN_WAITING:
             hidden = len(rows) - _MAX_SHOWN_WAITING + 1
-            rows = [Content.styled(f"{hidden} older messages wait too", "$muted"), *rows[hidden:]]
+            rows = [Content.styled(f"{hidden} older messages are also waiting", "$muted"), *rows[hidden:]]
         self.update(Content("\n").join(rows))
         self.display = bool(rows)

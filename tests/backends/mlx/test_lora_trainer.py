@@ -217,7 +217,7 @@ class TestReplies:
             assert after < before
             assert not trainer.adapted
             said = runtime._session.report("model").note
-            assert "the original model is better" in said
+            assert "uses the original model" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
             assert not later.trainer._trainer.adapted, "another run knows that it was worse"
@@ -273,7 +273,7 @@ class TestReplies:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
             runtime._session.run_idle_work(lambda: True)
-            assert usual.note().startswith("the draft model took")
+            assert usual.note().startswith("the draft model was trained in")
             kept = grown.saved_statistics()
             assert kept
             usual.with_growth(

@@ -67,7 +67,7 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("agreement", "v", "said"),
         [
-            (0.9, free, "after 2 of 5 layers it predicts the full model's token 90% of the time: about"),
+            (0.9, free, "after 2 of 5 layers, it predicts the full model's token 90% of the time: about"),
             (0.9, float, "does not benefit from early exit, so it would not be faster here"),
             (0.1, free, "was not trained for early exit, so it would not be faster here"),
         ],

@@ -136,7 +136,7 @@ def test_a_folder_with_an_invalid_manifest_is_kept(source: Path, tmp_path: Path,
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     (mine / "edgespec.json").write_text(manifest)
-    with raises(OptionError, "usable", code="output_exists"):
+    with raises(OptionError, "cannot be used", code="output_exists"):
         _made(source, to=mine)
     assert (mine / "edgespec.json").read_text() == manifest
     assert (mine / "letter.txt").read_text() == "dear"

@@ -232,7 +232,7 @@ def test_a_folder_without_permissions_is_empty(tmp_path: Path) -> None:
     assert disk.list_segments() == []
     assert disk.used_bytes() == 0
     assert not disk.write(name_of(TEXT, 0), tokens_digest(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
-    assert "prefixes are not cached" in disk.notice
+    assert "earlier chats are not cached" in disk.notice
 
 
 def test_a_lower_quota_evicts_at_start(tmp_path: Path) -> None:

@@ -35,17 +35,17 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         (GUESSED, "drafting is being tried, but has not saved time so far"),
         (
             replace(GUESSED, is_drafting=False),
-            "drafting does not save time: each of the last drafts cost 20% of a token's time",
+            "drafting does not save time: each of the last drafts cost 20% of the time for one token",
         ),
         (
             replace(GUESSED, is_drafting=False, is_faster=True, round_gain_steps=-1.3),
-            "drafting no longer saves time: each of the last drafts cost 1.3 tokens' time",
+            "drafting no longer saves time: each of the last drafts cost the time for 1.3 tokens",
         ),
         (replace(START, tokens=0), "measuring the speed without drafting first"),
         (replace(START, tokens=1), "measuring the speed without drafting first"),
         (
             replace(START, round_gain_steps=-0.2),
-            "drafting has not saved time lately, and is retried now and then",
+            "drafting has not saved time lately, so it is retried only now and then",
         ),
         (
             replace(START, asked_rounds=4),
@@ -57,15 +57,15 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong draft could cost the time of 3.2 tokens, but only 2.4 may be lost (see --max-loss)",
+            "a wrong draft could cost the time for 3.2 tokens; the limit is 2.4 (see --max-loss)",
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "drafting has used all the time that a reply may lose (see --max-loss)",
+            "drafting has used up the time that a reply is allowed to lose (see --max-loss)",
         ),
         (
             replace(START, unaffordable_rounds=9, allowance_steps=0.0),
-            "preparing drafts has used all the time that a reply may lose (see --max-loss)",
+            "preparing drafts has used up the time that a reply is allowed to lose (see --max-loss)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
@@ -84,11 +84,11 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
         (GUESSED, "guessing is being tried, but has not saved time so far"),
         (
             replace(GUESSED, is_drafting=False),
-            "guessing does not save time: each of the last guesses cost 20% of a token's time",
+            "guessing does not save time: each of the last guesses cost 20% of the time for one token",
         ),
         (
             replace(START, round_gain_steps=-0.2),
-            "guessing has not saved time lately, and is retried now and then",
+            "guessing has not saved time lately, so it is retried only now and then",
         ),
         (
             replace(START, asked_rounds=4),
@@ -96,7 +96,7 @@ def test_reason(standing: DraftingStatus, reason: str) -> None:
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong guess could cost the time of 3.2 tokens, but only 2.4 may be lost",
+            "a wrong guess could cost the time for 3.2 tokens; the limit is 2.4",
         ),
     ],
 )

@@ -55,7 +55,7 @@ class TestCostCurve:
         [((), ()), ((2, 3), (1, 1)), ((1, 1), (1, 1)), ((1, 3, 2), (1, 1, 1)), ((1,), (0,)), ((1, 2), (1,))],
     )
     def test_invalid_curves_raise(self, widths: tuple[int, ...], seconds: tuple[float, ...]) -> None:
-        with pytest.raises(ValueError, match="widths"):
+        with pytest.raises(ValueError, match="speed measurements"):
             CostCurve(widths, seconds)
 
 

@@ -232,11 +232,11 @@ class VocabularyComparison:
             return ""
         shared, total = len(self.translation.target_ids), self.translation.target_token_count
         share = f"{shared:,} of {self.target_name}'s {total:,} tokens"
-        fewer = "ewer of its tokens will be accepted than with a draft model from the same family"
+        than = "of its tokens will be accepted than with a draft model from the same family"
         if self.mapping == "retokenised":
-            return f"{self.draft_name} has only {share}. Its text is tokenized again, and f{fewer}"
-        warning = f". F{fewer}" if self.shared_fraction < MIN_GOOD_FRACTION else ""
-        return f"{self.draft_name} has {share}, under other ids, and drafts only those{warning}"
+            return f"{self.draft_name} has only {share}. Its text has to be tokenized again, and fewer {than}"
+        warning = f". Fewer {than}" if self.shared_fraction < MIN_GOOD_FRACTION else ""
+        return f"{self.draft_name} has {share}, with different IDs, and drafts only those{warning}"
 
 
 def compare_vocabularies(

@@ -153,8 +153,8 @@ class SavedReplies:
         if damaged_bytes:
             self._must_rewrite = True
             self.notice = (
-                f"{damaged_bytes:,} of {len(data):,} bytes of saved replies in {self.path} are damaged."
-                " They are not used, and are deleted when the next reply is saved"
+                f"{damaged_bytes:,} of {len(data):,} bytes of saved replies in {self.path} are damaged. They"
+                " are ignored, and will be deleted when the next reply is saved"
             )
         texts = self._newest(texts)
         if texts:
