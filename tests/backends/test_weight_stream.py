@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -11,15 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 
 import edgespec
-from edgespec.backends.llamacpp import native
+from edgespec.backends.llamacpp import native, weight_stream
+from edgespec.backends.llamacpp.loading import free_weights, load_all
+from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.weight_stream import (
@@ -32,9 +37,11 @@ from edgespec.backends.llamacpp.weight_stream import (
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError
 from edgespec.loading import planning
+from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import tensor_bytes
 from tests.backends.contract import Rows, row_of, step, step_all, tokens_for
 from tests.backends.tiny_gguf import finish
 from tests.backends.tiny_models import write_deci
@@ -140,6 +147,77 @@ def test_streamed_weights_take_up_no_memory(real_models: Path) -> None:
     kept = path.stat().st_size - saved_bytes(streamable_layers(path))
     assert used < kept + model.facts.kv_bytes + (48 << 20)
     model.close()
+
+
+def test_weights_can_be_larger_than_the_memory_of_this_machine() -> None:
+    size_bytes = (
+        2 * (psutil.virtual_memory().total + psutil.swap_memory().total) // mmap.PAGESIZE * mmap.PAGESIZE
+    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | weight_stream._MAP_NORESERVE
+    libc = weight_stream._libc()
+    begin = libc.mmap(None, size_bytes, mmap.PROT_READ, flags, -1, 0)
+    try:
+        weight_stream.replace_mapping(begin, begin + size_bytes)
+        ctypes.memset(begin + size_bytes - 1, 1, 1)
+    finally:
+        libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes))
+
+
+def test_bytes_after_the_last_tensor_are_not_streamed(tmp_path: Path) -> None:
+    """llama.cpp does not map them, so reading them would overwrite other memory."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    finish(writer, {f"blk.{layer}.ffn_up.weight": np.ones((64, 64), np.float32) for layer in (0, 1)})
+    (layer,) = streamable_layers(path)
+    with path.open("ab") as file:
+        file.write(bytes(64 << 10))
+    assert streamable_layers(path) == [layer]
+
+
+@pytest.mark.parametrize("layers", [0, _ALL])
+def test_layers_that_only_draft_need_no_memory_unless_they_are_loaded(tmp_path: Path, layers: int) -> None:
+    path = write_mtp_model(tmp_path / "mtp.gguf", "glm4moe")
+    options = replace(_OPTIONS, streamed_layers=layers)
+    estimator = GgufMemoryEstimator(str(path), "mtp")
+    estimate = estimator.estimate(options)
+    estimator.close()
+    # llama.cpp rounds the size of the cache in its log.
+    limit_bytes = estimate.bytes_of("weights") + estimate.bytes_of("cache") + (8 << 10)
+    assert limit_bytes < path.stat().st_size
+    model = load(str(path), "mtp", replace(options, memory_bytes=limit_bytes))
+    step(model, 5)
+    model.close()
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_layers_that_only_draft_are_not_read_unless_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_head: bool
+) -> None:
+    source = GgufParts([write_mtp_model(tmp_path / "source.gguf", "glm4moe")])
+    # Converters write them before the last norm, so llama.cpp maps them.
+    tensors = dict(sorted(source.tensors.items(), key=lambda item: item[0] == "output_norm.weight"))
+    path = tmp_path / "mtp.gguf"
+    write_gguf(path, source.architecture, source.metadata(0, source.layer_count), tensors)
+    read_bytes, read = 0, WeightStream._load
+
+    def count(self: WeightStream, part: Any) -> None:
+        nonlocal read_bytes
+        read_bytes += part.size_bytes
+        read(self, part)
+
+    with monkeypatch.context() as counting:
+        counting.setattr(WeightStream, "_load", count)
+        counting.setattr(WeightStream, "_run", lambda self: None)
+        model = load_all(str(path), "mtp", replace(_OPTIONS, streamed_layers=_ALL, own_head=own_head), None)
+    free_weights(*model)
+    drafting_bytes = sum(
+        size for name, size in tensor_bytes(path, read_header(path)) if name.startswith("blk.2.")
+    )
+    without = (
+        path.stat().st_size - sum(layer.size_bytes for layer in streamable_layers(path)) - drafting_bytes
+    )
+    assert (read_bytes > without + drafting_bytes // 2) == own_head
 
 
 def _slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -326,15 +404,34 @@ def test_a_file_that_was_deleted_or_replaced_stays_readable(
     assert _same(_rows(model), expected)
 
 
+def test_a_program_that_can_start_no_thread_closes_the_files(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL, threads=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", fail)
+        with raises(BackendError, "can't start new thread", code="out_of_memory"):
+            load(str(copy), "demo", options)
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert str(copy) not in opened
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(OSError(5, "Input/output error"), "Input/output error"), (MemoryError(), "MemoryError")],
+)
 def test_a_disk_that_fails_for_a_moment_ends_one_reply(
-    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, expected: list[Rows], monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
     def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")
+        raise error
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", fail)
-        with raises(BackendError, "Input/output error", code="model_file_unreadable"):
+        with raises(BackendError, says, code="model_file_unreadable"):
             _steps(model)
     assert _same(_rows(model), expected)
 

@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.experts import keep_experts_in_memory
 from edgespec.backends.llamacpp.header_validation import check_headers
 from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.weight_stream import (
@@ -26,6 +27,7 @@ from edgespec.backends.llamacpp.weight_stream import (
     file_mappings,
     saved_bytes,
     streamable_layers,
+    unloaded_ranges,
 )
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
 from edgespec.model.base import LoadOptions, Progress, Vocabulary
@@ -71,6 +73,10 @@ def check_file(path: str) -> int:
     return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 
+def _loaded_bytes(path: str, options: LoadOptions) -> int:
+    return check_file(path) - (0 if options.own_head else unloaded_bytes(Path(path)))
+
+
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
     """Load the weights of a GGUF model.
 
@@ -85,7 +91,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
         MemoryBudgetError: The weights exceed the memory budget or cannot be allocated.
         CancelledError: `progress` returned False.
     """
-    check_weights_fit(name, check_file(path), options)
+    check_weights_fit(name, _loaded_bytes(path, options), options)
     if options.mmap and options.repack and repacks_weights(path, options.gpu_layers, options.experts):
         options = replace(options, mmap=False)
     return load_files(path, name, options, progress)
@@ -110,7 +116,7 @@ def load_all(
     streamed = choose_streamed(streamable_layers(Path(path)), options)
     if not can_stream() or not streamed:
         raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
-    check_weights_fit(name, check_file(path) - saved_bytes(streamed), options)
+    check_weights_fit(name, _loaded_bytes(path, options) - saved_bytes(streamed), options)
     files = gguf_files(Path(path))
     with _without_weights(files) as copies:
         before = file_mappings(copies)
@@ -118,7 +124,8 @@ def load_all(
         weights = load_files([str(copy) for copy in copies], name, mapped, progress)
         found = sorted(file_mappings(copies) - before)
     try:
-        return weights, WeightStream(files, found, streamed, progress)
+        unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
+        return weights, WeightStream(files, found, streamed, progress, unloaded)
     except BaseException:
         library().llama_model_free(weights)
         raise
@@ -131,11 +138,15 @@ def free_weights(weights: Any, stream: WeightStream | None) -> None:
     library().llama_model_free(weights)
 
 
-def with_more_memory(options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
-    """Increase the memory limit by the size of the streamed weights, which do not stay in memory."""
-    if stream is None or options.memory_bytes is None:
+def with_more_memory(path: str, options: LoadOptions, stream: WeightStream | None) -> LoadOptions:
+    """Increase the memory limit by the size of the weights that llama.cpp counts but that are not in memory.
+
+    These are the streamed weights, and layers for multi-token prediction that are not loaded.
+    """
+    if options.memory_bytes is None:
         return options
-    return replace(options, memory_bytes=options.memory_bytes + stream.saved_bytes)
+    more_bytes = check_file(path) - _loaded_bytes(path, options) + (stream.saved_bytes if stream else 0)
+    return replace(options, memory_bytes=options.memory_bytes + more_bytes)
 
 
 @contextmanager

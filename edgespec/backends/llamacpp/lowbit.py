@@ -22,13 +22,13 @@ from edgespec.backends.llamacpp.context_planning import check_contexts_fit, chec
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import (
-    check_file,
     describe,
     load_vocabulary,
     load_weights,
     threads_for,
 )
 from edgespec.backends.llamacpp.metadata import all_metadata, has_state, vocabulary_size
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.substitutes import load_substituted, loaded_bytes
@@ -128,9 +128,9 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
             target.weights[0], target.facts.path, Path(method.copy), streamed, name, options
         )
     else:
-        check_weights_fit(name, check_file(method.copy), options)
         weights = load_weights(method.copy, name, options, None)
         weight_bytes = library().llama_model_size(weights)
+        weight_bytes -= 0 if options.own_head else unloaded_bytes(Path(method.copy))
     try:
         _check_same_model(target.weights, weights, method.copy)
         return LowBitView(target, weights, weight_bytes, method.copy, method, options, name)

@@ -87,7 +87,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
             raise ModelFileError(
                 f"{path} has no vocabulary", "choose a complete language model", code="model_file_incomplete"
             )
-        max_plan = plan_context(weights, with_more_memory(options, stream))
+        max_plan = plan_context(weights, with_more_memory(path, options, stream))
         plan = initial_plan(weights, max_plan, options)
         self._adapters = LoraAdapters(weights, options.adapters)
         self._pooling = Pooling.of(weights)

@@ -81,7 +81,7 @@ def load_slots(
                 "omit --parallel",
                 code="parallel_not_supported",
             )
-        plan = plan_context(weights, with_more_memory(options, stream))
+        plan = plan_context(weights, with_more_memory(path, options, stream))
         check_slots(plan, options)
         adapters = LoraAdapters(weights, options.adapters)
         context = LlamaContext(

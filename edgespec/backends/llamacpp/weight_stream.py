@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, CancelledError, CapabilityError, EdgespecError
 from edgespec.model.base import LoadOptions, Progress
-from edgespec.model.formats.gguf_files import gguf_files
+from edgespec.model.formats.gguf_files import gguf_files, tensor_size
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.system.disks import PARALLEL_READS, READ_BYTES, open_uncached
 
@@ -45,6 +45,7 @@ __all__ = [
     "saved_bytes",
     "spread_evenly",
     "streamable_layers",
+    "unloaded_ranges",
 ]
 
 # Number of streamed layers in memory at a time: one is being computed, one is ready, one is being read.
@@ -52,10 +53,14 @@ LAYERS_IN_MEMORY = 3
 # The weights that can be streamed, including experts and shared experts. They make up most of a model, and
 # one read serves all tokens of a pass. The router (`ffn_gate_inp`) stays in memory, because it is small.
 FEED_FORWARD = re.compile(r"blk\.(\d+)\.ffn_(?:up|gate|down|gate_up)(?:_exps|_chexps|_shexp)?\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_OUTPUT = re.compile(rb"l_out-(\d+)")
 _PAGE = mmap.PAGESIZE
 _POLL_SECONDS = 0.05
 _MAP_FIXED, _MADV_DONTNEED = 0x10, 4
+# Without this flag, Linux refuses mappings that are larger than the machine's memory. Python's `mmap` module
+# has it only since version 3.13.
+_MAP_NORESERVE = 0x4000
 
 
 class _Range(NamedTuple):
@@ -100,6 +105,27 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
         ModelFileError: A file cannot be read.
     """
     found: dict[int, list[_Range]] = defaultdict(list)
+    for name, pages, drafts in _tensors(path):
+        match = FEED_FORWARD.fullmatch(name)
+        if match and not drafts:
+            found[int(match[1])] += [pages] if pages.size_bytes else []
+    return [
+        LayerRanges(layer, before, tuple(found[layer]))
+        for before, layer in pairwise(sorted(found))
+        if found[layer]
+    ]
+
+
+def unloaded_ranges(path: Path) -> list[_Range]:
+    """Return the parts of a GGUF model that contain only layers for multi-token prediction."""
+    return [pages for _, pages, drafts in _tensors(path) if drafts and pages.size_bytes]
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, _Range, bool]]:
+    """Yield each tensor's name, its whole pages, and whether its layer is for multi-token prediction.
+
+    The pages at both ends of a tensor also hold other weights.
+    """
     headers = [(file, read_header(file)) for file in gguf_files(path)]
     # Only the first file of a multi-part model contains the metadata.
     first = headers[0][1]
@@ -108,19 +134,17 @@ def streamable_layers(path: Path) -> list[LayerRanges]:
         ends = sorted({*(tensor.offset_bytes for tensor in header.tensors)})
         following = dict(zip(ends, [*ends[1:], file.stat().st_size - header.size_bytes], strict=True))
         for tensor in header.tensors:
-            match = FEED_FORWARD.fullmatch(tensor.name)
-            if match is None or int(match[1]) >= layers:
-                continue
-            begin = header.size_bytes + tensor.offset_bytes
-            end = header.size_bytes + following[tensor.offset_bytes]
-            # Stream only whole pages. The pages at both ends also hold other weights, so they stay in memory.
+            begin, end = (
+                header.size_bytes + tensor.offset_bytes,
+                header.size_bytes + following[tensor.offset_bytes],
+            )
+            if size_bytes := tensor_size(tensor):
+                # llama.cpp does not map what follows the last tensor.
+                end = min(end, begin + size_bytes)
             begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-            found[int(match[1])] += [_Range(number, begin, end - begin)] if begin < end else []
-    return [
-        LayerRanges(layer, before, tuple(found[layer]))
-        for before, layer in pairwise(sorted(found))
-        if found[layer]
-    ]
+            layer = _LAYER.match(tensor.name)
+            drafts = layer is not None and int(layer[1]) >= layers
+            yield tensor.name, _Range(number, begin, max(0, end - begin)), drafts
 
 
 def choose_streamed(layers: Sequence[LayerRanges], options: LoadOptions) -> list[LayerRanges]:
@@ -149,6 +173,7 @@ class WeightStream:
         files: The model's files.
         mapped: The addresses at which llama.cpp has mapped them. See `file_mappings`.
         streamed: The layers to stream. All other weights are read immediately.
+        unloaded: Parts of the files that llama.cpp does not use, so they are not read at all.
         progress: Called while reading. Returning False raises CancelledError.
 
     Attributes:
@@ -166,6 +191,7 @@ class WeightStream:
         mapped: Sequence[tuple[int, int, int, int]],
         streamed: Sequence[LayerRanges],
         progress: Progress | None = None,
+        unloaded: Sequence[_Range] = (),
     ) -> None:
         self.layers = tuple(layer.layer for layer in streamed)
         self.bytes_per_pass = sum(layer.size_bytes for layer in streamed)
@@ -202,13 +228,21 @@ class WeightStream:
             for _, _, begin, end in mapped:
                 replace_mapping(begin, end)
             forget_peak_memory()
-            self._read_kept(progress)
+            self._read_kept(progress, unloaded)
+            self._reader = threading.Thread(target=self._run, name="edgespec-weights", daemon=True)
+            undo.callback(self._stop)
+            try:
+                self._reader.start()
+            except RuntimeError as error:
+                raise BackendError(
+                    f"a thread that reads the weights cannot be started: {error}",
+                    "raise the limit on processes (ulimit -u), or close other programs",
+                    code="out_of_memory",
+                ) from error
             undo.pop_all()
-        self._reader = threading.Thread(target=self._run, name="edgespec-weights", daemon=True)
-        self._reader.start()
 
-    def _read_kept(self, progress: Progress | None) -> None:
-        streamed = sorted(each for layer in self._layers for each in layer.ranges)
+    def _read_kept(self, progress: Progress | None, unloaded: Sequence[_Range]) -> None:
+        streamed = sorted([*unloaded, *(each for layer in self._layers for each in layer.ranges)])
         kept = []
         for file, offset, begin, end in self._mapped:
             at = offset
@@ -300,6 +334,13 @@ class WeightStream:
                 read.result()
         except BackendError as error:
             return error
+        except Exception as error:
+            # Report every error, because passes would wait forever for a reader that has ended.
+            return BackendError(
+                f"the weights cannot be read: {type(error).__name__} {error}".rstrip(),
+                "close other programs, then try again",
+                code="model_file_unreadable",
+            )
         return None
 
     def _is_outdated(self, restarts: int) -> bool:
@@ -379,13 +420,17 @@ class WeightStream:
 
     def close(self) -> None:
         """Stop reading. Must be called before the model is freed."""
-        with self._state:
-            self._closed = True
-            self._state.notify_all()
-        self._reader.join()
+        self._stop()
         for file in self._files:
             os.close(file)
         self._files = []
+
+    def _stop(self) -> None:
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        if self._reader.is_alive():
+            self._reader.join()
 
 
 def file_mappings(files: Sequence[Path]) -> set[tuple[int, int, int, int]]:
@@ -430,11 +475,11 @@ def _libc() -> Any:
 
 def replace_mapping(begin: int, end: int) -> None:
     """Replace mapped pages of a file with private memory, which takes up no memory until it is written."""
-    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | getattr(mmap, "MAP_NORESERVE", 0)
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
     if _libc().mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0) != begin:
         raise BackendError(
             f"memory for the weights cannot be reserved: {os.strerror(ctypes.get_errno())}",
-            "raise the limit on address space (ulimit -v)",
+            "raise the limit on address space (ulimit -v), or set vm.overcommit_memory to 0",
             code="out_of_memory",
         )
 

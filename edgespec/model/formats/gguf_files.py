@@ -18,7 +18,7 @@ from edgespec.model.formats.gguf_header import GgufTensor, describe_start, read_
 from edgespec.model.model_facts import Adapter
 from edgespec.system.files import regular_file_bytes
 
-__all__ = ["check_gguf_adapters", "gguf_files", "named_gguf_files"]
+__all__ = ["check_gguf_adapters", "gguf_files", "named_gguf_files", "tensor_size"]
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 # Suffixes that browsers and file managers add to the name of a duplicate file.
@@ -261,12 +261,13 @@ def _read_split(path: Path, _size_bytes: int, _changed_ns: int) -> _Split:
         )
         if not 0 <= number < count or not 1 < count <= _MAX_PARTS:
             return whole
-        ends = (tensor.offset_bytes + _tensor_bytes(tensor) for tensor in header.tensors)
+        ends = (tensor.offset_bytes + tensor_size(tensor) for tensor in header.tensors)
         end = header.size_bytes + max(ends, default=0)
         return _Split(number, count, tensors, data.find(b"GGUF", end, end + _MAX_PADDING_BYTES) >= 0)
 
 
-def _tensor_bytes(tensor: GgufTensor) -> int:
+def tensor_size(tensor: GgufTensor) -> int:
+    """Return the size of a tensor's data in bytes, or 0 if its type is unknown."""
     import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     try:
