@@ -147,7 +147,7 @@ class _TrialResult:
 
 # Identifies the kind of trial in saved results. Change it whenever trials become able to find more
 # differences, so that models are tried again.
-_TRIAL = "first layers"
+_TRIAL = "first layers, long contexts in slow models"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
 
