@@ -293,19 +293,15 @@ class _Trial:
         most = len(self.tokens) - self.positions - STEPS_AFTER
         if most < 1:
             return []
-        if self.is_reduced:
-            self._prefill(min(SHORT_CONTEXT, most))
-            self.is_short = True
-            return [model.length]
         began = now()
         self._prefill(min(SHORT_CONTEXT, most))
         seconds = (now() - began) / model.length * TRIAL_TOKENS + 2 * self.positions * step_seconds
         is_long = seconds > max(LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS * step_seconds)
-        if is_long:
-            self.positions, self.is_short = FEWER_POSITIONS, True
-            return [model.length]
+        self.is_short = self.is_reduced or is_long
+        if is_long and not self.is_reduced:
+            self.positions = FEWER_POSITIONS
         self.repeats = model.length == SHORT_CONTEXT and model.repeat_cached(min(LONGEST_CONTEXT, most))
-        if not self.repeats:
+        if not (self.repeats or self.is_short):
             self._prefill(min(LONG_CONTEXT, most))
             if (now() - began) * LONGEST_CONTEXT / model.length < LONGEST_SECONDS:
                 self._prefill(min(LONGEST_CONTEXT, most))

@@ -112,16 +112,16 @@ POSITIONS, FEWER_POSITIONS, SLOW_STEP_SECONDS = 36, 24, 0.015
 # can differ. The number was chosen to be half of `POSITIONS`.
 POSITIONS_AGAIN = 18
 # If a trial would take longer than both this time and this number of single-token passes, only passes up to
-# `SHORT_TRIAL_WIDTH` are tested, in the short context. This happens where each token in a pass takes almost
-# as long as a pass of its own, as with MLX on a CPU, so that wide passes cannot save time. The limits were
-# chosen as the longest acceptable wait at the first load.
+# `SHORT_TRIAL_WIDTH` are tested, in the short context and, if it can be repeated, in the longest one. This
+# happens where each token in a pass takes almost as long as a pass of its own, as with MLX on a CPU, so that
+# wide passes cannot save time. The limits were chosen as the longest acceptable wait at the first load.
 LONG_TRIAL_SECONDS, LONG_TRIAL_STEPS = 20.0, 500
 SHORT_TRIAL_WIDTH = 5
 # If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
 # over all layers in a trial. If the first layers cannot run alone, the trial compares only these widths, at
-# `SLOW_PASS_POSITIONS` positions after the short context, in about 40 passes. The values were chosen to limit
-# the wait at the first load, and to include a wide pass, which takes hardly longer than a single-token pass
-# if most of the time is spent reading from disk.
+# `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest one. Each
+# takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a wide pass,
+# which takes hardly longer than a single-token pass if most of the time is spent reading from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
 # passes.

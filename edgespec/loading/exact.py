@@ -35,7 +35,7 @@ from edgespec.model.base import LanguageModel, LoadOptions, Progress
 from edgespec.model.model_facts import Exactness
 from edgespec.store.constants import ASSUMED_SIZE_RATIO, HEAD_RATE
 from edgespec.store.speedup_estimate import estimate_acceptance_rate, measured_acceptance_rate
-from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES
+from edgespec.system.cores import CPU_LOAD, MAX_BUSY_CORES, usable_cores
 from edgespec.system.facts import Facts
 
 __all__ = ["DraftingForecast", "LoadedTarget", "forecast_drafting", "load_exact_target"]
@@ -118,11 +118,13 @@ class _Choice:
         found: The class. If None, passes are unrestricted.
         repack: Whether the weights are repacked.
         speed: Expected speed, as a fraction of the speed of unrestricted passes. None if it was not measured.
+        threads: Number of CPU threads for which the class was found.
     """
 
     found: WidthClass | None
     repack: bool
     speed: float | None
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +134,20 @@ class _TrialResult:
     Attributes:
         classes: The width classes.
         seconds: Returns the duration of a pass of a given width. None if durations were not needed.
+        threads: Number of CPU threads in the trial. 0 if the backend does not choose it.
         is_disturbed: Whether other programs were busy, so that the trial must be repeated when the machine is
             idle.
     """
 
     classes: Sequence[WidthClass]
     seconds: Callable[[int], float] | None
+    threads: int
     is_disturbed: bool
 
 
 # Identifies the kind of trial in saved results. Change it whenever trials become able to find more
 # differences, so that models are tried again.
-_TRIAL = "first layers"
+_TRIAL = "first layers, long contexts in slow models"
 _Loader: TypeAlias = Callable[[LoadOptions], LoadedTarget]
 
 
@@ -259,7 +263,7 @@ class _ExactLoading:
         if first.seconds is None:
             # Restrict passes even though all tested widths agree, because a trial that other programs slowed
             # down may have tested only narrow passes.
-            return _Choice(first.classes[0], True, 1.0)
+            return _Choice(first.classes[0], True, 1.0, first.threads)
         forecast = forecast_drafting(self.pair)
         free = forecast.speed(first.seconds, COMPARED_WIDTHS), _repeating(first.seconds, COMPARED_WIDTHS)
         choices = self._speeds(forecast, first.classes, first.seconds, repack=True)
@@ -267,10 +271,11 @@ class _ExactLoading:
             return _Choice(None, True, None)
         can_change = self.pair.target.backend.repacks(self.pair.target.path, self._options(repack=True))
         fastest = max((typical, repeating) for typical, repeating, _, _ in choices)
-        is_disturbed = first.is_disturbed
+        is_disturbed, threads = first.is_disturbed, {True: first.threads}
         if can_change and (fastest[0] < free[0] or fastest[1] < free[1]):
             second = self._trial(repack=False)
             is_disturbed = is_disturbed or second.is_disturbed
+            threads[False] = second.threads
             choices += self._speeds(forecast, second.classes, second.seconds or first.seconds, repack=False)
         typical, repeating, found, repack = _best(choices)
         speed = min(1.0, typical / free[0])
@@ -287,7 +292,7 @@ class _ExactLoading:
                 for each in first.classes
             )
             return _Choice(None, True, min(1.0, bits_speed))
-        return _Choice(found, repack, speed)
+        return _Choice(found, repack, speed, threads[repack])
 
     def _trial(self, *, repack: bool) -> _TrialResult:
         """Return the saved trial result of a configuration, or load the target and run the trial."""
@@ -298,7 +303,8 @@ class _ExactLoading:
             return saved
         self._close()
         self._loaded, classes, seconds = self._try_one(repack=repack)
-        result = _TrialResult(classes, seconds, _machine_is_busy())
+        threads = self._loaded.models[0].max_threads
+        result = _TrialResult(classes, seconds, threads, _machine_is_busy())
         if self.file_states:
             Facts().put("classes", {key: _to_json(result)})
         return result
@@ -311,6 +317,8 @@ class _ExactLoading:
                 self.pair.target.backend.build_identity(),
                 settings_key(self._options(repack)),
                 tuple(self.file_states),
+                # A trial on a single core cannot tell whether results depend on the number of threads.
+                usable_cores(),
                 min(context_tokens, 2048),
                 self.options.max_branches,
             )
@@ -362,10 +370,13 @@ class _ExactLoading:
     def _restricted(self, loaded: LoadedTarget, choice: _Choice) -> LoadedTarget:
         found = choice.found
         exactness = _exactness(self.requested, choice)
+        loaded.costs.fixes_threads = found is not None and not found.any_threads
         for model in loaded.models:
             capabilities = model.facts.capabilities
             if found is not None:
                 capabilities = restricted_to(capabilities, found)
+                if not found.any_threads:
+                    model.set_max_threads(choice.threads)
                 model.fix_threads(not found.any_threads)
             model.facts = replace(model.facts, capabilities=capabilities, exactness=exactness)
         return loaded
@@ -419,6 +430,7 @@ def _to_json(result: _TrialResult) -> dict[str, Any]:
             for found in result.classes
         ],
         "seconds": seconds and [seconds(width) for width in COMPARED_WIDTHS],
+        "threads": result.threads,
         "disturbed": result.is_disturbed,
     }
 
@@ -429,7 +441,8 @@ def _from_json(saved: Any) -> _TrialResult | None:
         seconds = saved["seconds"]
         if seconds is not None:
             seconds = _duration(CostCurve(COMPARED_WIDTHS, tuple(map(float, seconds))))
-        return _TrialResult(classes, seconds, bool(saved["disturbed"])) if classes else None
+        threads, is_disturbed = int(saved["threads"]), bool(saved["disturbed"])
+        return _TrialResult(classes, seconds, threads, is_disturbed) if classes else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 

@@ -18,7 +18,7 @@ from edgespec.memory.prefix_cache import (
 from edgespec.methods.costs.target_costs import PassCosts
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.model_facts import Adapter
-from edgespec.model.registry import all_files, format_at
+from edgespec.model.registry import all_files, backend_of, format_at
 from edgespec.store.saved_arrays import models_fingerprint
 from edgespec.system.files import file_state
 
@@ -88,14 +88,19 @@ def create_prefix_cache(
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:
     """Return a digest of all files and settings that affect KV cache values."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
+    capabilities = target.facts.capabilities
     parts = [
         models_fingerprint(target.facts),
+        backend_of(format_at(Path(target.facts.path)).name).build_identity(),
         costs.settings_key,
         repr(stored),
         target.facts.rollback,
         target.facts.cache_variant,
         *states,
     ]
-    if not target.facts.capabilities.prefix_reuse_exact:
+    if capabilities.exact:
+        # Unrestricted passes round differently.
+        parts.append(f"exact with {target.max_threads} threads" if costs.fixes_threads else "exact")
+    if not capabilities.prefix_reuse_exact:
         parts.append("read in whole pieces")
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

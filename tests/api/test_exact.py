@@ -199,12 +199,34 @@ def test_the_trial_is_repeated_for_another_build_or_option(
     load("again", context=512)
     load("other drafters", "demo-draft", context=512, exactness="bits")
     load("other option", context=512, kv_type="f16")
+    with monkeypatch.context() as patch:
+        # Fewer cores hide that results depend on the number of threads.
+        patch.setattr(exact, "usable_cores", lambda: 1000)
+        load("other cores", context=512)
     backend = backend_of("gguf")
     changed = replace(backend, build_identity=lambda: "another build")
     monkeypatch.setattr("edgespec.backends.built_in.BUILT_IN", (changed,))
     monkeypatch.setattr(registry, "_built_in", lambda: (changed,))
     load("other build", context=512)
-    assert tried == ["first", "other option", "other build"]
+    assert tried == ["first", "other option", "other cores", "other build"]
+
+
+def test_results_for_one_number_of_threads_are_used_only_with_that_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find(model: LlamaCppModel, *_: Any) -> list[WidthClass]:
+        model.set_max_threads(3)
+        return [WidthClass((1, 2, 3), any_threads=False)]
+
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "find_width_classes", find)
+    monkeypatch.setattr(target_costs, "usable_cores", lambda **_: 4)
+    for _ in range(2):
+        with edgespec.load("demo", "none", context=512, exactness="bits", measure_costs=False) as runtime:
+            runtime._costs.choose_threads(again=True)
+            with runtime.borrowed_target() as model:
+                model.verify(TokenTree.chain(1))
+                assert model.threads == model.max_threads == 3
 
 
 def test_damaged_results_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -24,8 +26,8 @@ from edgespec.api.sharing import sockets
 from edgespec.api.sharing.base import ChatModel, Identity
 from edgespec.api.sharing.chat_sharing import ChatSharing
 from edgespec.api.sharing.client import SharedModel, find_shared
-from edgespec.api.sharing.host import Wish
-from edgespec.errors import ContextFullError, EdgespecError, OptionError, WorkerLostError
+from edgespec.api.sharing.host import Lent, ModelHost, Wish
+from edgespec.errors import ClosedError, ContextFullError, EdgespecError, OptionError, WorkerLostError
 from edgespec.store.download import Progress
 from edgespec.store.reference import resolve
 from edgespec.tui.worker import Ask, ModelThread
@@ -210,6 +212,21 @@ def test_a_server_with_weaker_exactness_is_not_shared() -> None:
         assert not loaded.fits(own, "none")
 
 
+def test_a_program_that_keeps_more_of_the_texts_is_not_shared() -> None:
+    """With `--no-remember` or without a cache on disk, no other program may save this chat's texts."""
+    own = Identity.of(ARGUMENTS)
+    assert own is not None
+    for more in ({"prefix_cache": "disk"}, {"remember": True}):
+        loaded = Identity.of({**ARGUMENTS, **more})
+        assert loaded is not None
+        assert not loaded.fits(own, "none")
+        assert own.fits(loaded, "none")
+    less = Identity.of({**ARGUMENTS, "prefix_cache": "none"})
+    assert less is not None
+    assert less.fits(own, "none")
+    assert Identity.of({**ARGUMENTS, "prefix_cache": "everywhere"}) is None
+
+
 def test_a_replaced_file_is_another_model(tmp_path: Path, demo_target: Path, demo_draft: Path) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(demo_target, path)
@@ -370,6 +387,24 @@ def test_a_guest_that_does_not_read_does_not_hold_up_the_host(
             assert runtime.chat(None, [QUESTION]).continue_reply(**SAMPLED).wait().tokens
 
 
+def test_a_chat_loads_the_model_itself_when_the_host_ends_while_it_loads() -> None:
+    class Stopped(AbstractContextManager[Lent]):
+        def __enter__(self) -> Lent:
+            raise ClosedError("the server is stopping", "start it again")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    host = ModelHost("edgespec serve", lambda _: Stopped())
+    sharing = ChatSharing()
+    try:
+        runtime = load(sharing)
+        assert isinstance(runtime, Runtime)
+        sharing.withdraw()
+        runtime.close()
+    finally:
+        host.close()
+
+
 @pytest.mark.parametrize("host_process", ["hold"], indirect=True)
 def test_a_waiting_reply_can_be_given_up_although_the_host_is_suspended(
     host_process: subprocess.Popen[str],
@@ -408,6 +443,21 @@ def test_two_chats_that_start_together_load_one_model() -> None:
     for chat, model in zip(chats, loaded, strict=True):
         chat.withdraw()
         model.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space left"), NotImplementedError()])
+def test_a_model_is_loaded_where_nothing_can_be_locked(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("filelock.BaseFileLock.acquire", refuse)
+    sharing = ChatSharing()
+    runtime = load(sharing, trust=True, measure_costs=False)
+    assert isinstance(runtime, Runtime)
+    sharing.withdraw()
+    runtime.close()
 
 
 def test_a_reply_ends_unfinished_when_the_host_closes(

@@ -207,6 +207,26 @@ def test_slow_models_that_run_all_layers_have_few_widths(monkeypatch: pytest.Mon
     assert _widths(_RoundingModel()) == [(1, 2, 3, 4, 8, 16)]
 
 
+@pytest.mark.parametrize(
+    ("limit", "widths"), [("SLOW_PASS_SECONDS", (1, 2, 3, 4)), ("LONG_TRIAL_SECONDS", (1, 2, 3))]
+)
+def test_slow_models_are_tested_in_long_contexts_too(
+    monkeypatch: pytest.MonkeyPatch, limit: str, widths: tuple[int, ...]
+) -> None:
+    """If they can repeat cached tokens. With f16 cells, llama.cpp has another kernel for long contexts."""
+    monkeypatch.setattr(bit_exactness, limit, -1.0)
+    monkeypatch.setattr(bit_exactness, "LONG_TRIAL_STEPS", -1.0)
+
+    class Repeating(_RoundingModel):
+        def repeat_cached(self, end: int) -> bool:
+            self.prefill([0] * (end - self.length))
+            return True
+
+    model = Repeating()
+    model._rounding = lambda width, _row, _tree: width > widths[-1] and model.length > 512
+    assert _widths(model)[0] == widths
+
+
 def test_without_any_agreement_in_the_last_layers_there_are_no_trees() -> None:
     found, *_ = find_width_classes(_DeepModel(lambda width, _row, _tree: width, lambda *_: 0))
     assert (found.widths, found.trees) == ((1,), False)

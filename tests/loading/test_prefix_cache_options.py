@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec.errors import OptionError
-from edgespec.loading import exact
+from edgespec.loading import exact, prefix_cache_options
 from edgespec.loading.load_request import LoadRequest
 from edgespec.loading.pair_loading import load_target
 from edgespec.loading.prefix_cache_options import _identity, file_states
@@ -20,6 +20,7 @@ from edgespec.memory.prefix_cache import ReuseCosts
 from edgespec.methods.costs.target_costs import FreeCosts
 from edgespec.model.base import LoadOptions
 from edgespec.model.model_facts import Adapter
+from edgespec.model.registry import backend_of
 from edgespec.system.files import sampled_sha256
 from tests.tables import table
 
@@ -144,10 +145,13 @@ class TestIdentity:
         options: dict[str, Any] | None = None,
         how: str = "free",
         seen: tuple[str, ...] = ("model.gguf 1",),
+        exact: bool = False,
+        fixes_threads: bool = False,
     ) -> str:
         model, costs = table(1), FreeCosts()
-        model.facts = replace(model.facts, **(facts or {}))
-        costs.settings_key = how
+        capabilities = replace(model.facts.capabilities, exact=exact)
+        model.facts = replace(model.facts, capabilities=capabilities, **(facts or {}))
+        costs.settings_key, costs.fixes_threads = how, fixes_threads
         return _identity(model, LoadOptions(**(options or {})), costs, seen)
 
     def test_identity_is_stable(self) -> None:
@@ -160,6 +164,17 @@ class TestIdentity:
     @pytest.mark.parametrize("name", STORED)
     def test_identity_depends_on_the_cache_format(self, name: str) -> None:
         assert self.identity(options={name: STORED[name]}) != self.identity()
+
+    def test_identity_depends_on_the_passes_that_computed_the_cells(self) -> None:
+        """Cells of passes that are not restricted, such as those that replies share, round differently."""
+        found = {self.identity(), self.identity(exact=True), self.identity(exact=True, fixes_threads=True)}
+        assert len(found) == 3
+
+    def test_identity_depends_on_the_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = self.identity()
+        changed = replace(backend_of("gguf"), build_identity=lambda: "another build")
+        monkeypatch.setattr(prefix_cache_options, "backend_of", lambda _: changed)
+        assert self.identity() != before
 
     def test_identity_depends_on_options_and_files(self, tmp_path: Path) -> None:
         assert self.identity(how="with other threads") != self.identity()

@@ -33,6 +33,9 @@ __all__ = ["ChatModel", "ChatReply", "Conversation", "Head", "Identity", "NamedH
 
 # Options that do not affect replies. They may differ from those of the program that loaded the model.
 _IGNORED_OPTIONS = ("methods", "prefix_cache", "prefix_cache_memory", "prefix_cache_disk", "remember")
+# For options that determine what a program keeps of its texts, the values in ascending order. A program must
+# not use a model whose program keeps more than it does itself.
+_KEPT_TEXTS = {"prefix_cache": ("none", "memory", "disk"), "remember": (False, True)}
 # Options that must match even at their defaults, because they affect rounding, which can change replies.
 _EXACTNESS_OPTIONS = ("parallel", "exactness", "exact")
 _PATH_OPTIONS = ("head", "corpus")
@@ -159,22 +162,24 @@ class Identity:
         files: The paths of the target and its adapters, each with the state of the file.
         draft: `auto`, `none` or the path of the draft model.
         options: The load options, as text.
+        kept: What the program keeps of its texts: the index of the value of each option in `_KEPT_TEXTS`.
         chosen: Names of the options whose values must match for another program to share the model.
     """
 
     files: tuple[str, ...]
     draft: str
     options: Mapping[str, str]
+    kept: tuple[int, ...]
     chosen: tuple[str, ...]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Identity | None:
         """Return the identity of the model that these `edgespec.load` arguments would load.
 
-        Returns None if the model cannot be shared, either because it is not on this machine or because an
-        option applies to one run only, such as `workers`.
+        Returns None if the model cannot be shared, because it is not on this machine, or because an option is
+        invalid or applies to one run only, such as `workers`.
         """
-        options, chosen = {}, []
+        options, kept, chosen = {}, [], []
         for name, option in LOAD_OPTIONS.items():
             value = arguments.get(name, option.default)
             value = tuple(value) if isinstance(value, list) else value
@@ -183,9 +188,12 @@ class Identity:
             if name in _PATH_OPTIONS and value and Path(str(value)).exists():
                 value = str(Path(str(value)).resolve())
             options[name] = repr(value)
+            if values := _KEPT_TEXTS.get(name):
+                if value not in values:
+                    return None
+                kept.append(values.index(value))
             is_chosen = value != option.default and name not in _IGNORED_OPTIONS
-            # A program that disables the prefix cache must not use another program's prefix cache.
-            if is_chosen or name in _EXACTNESS_OPTIONS or (name == "prefix_cache" and value == "none"):
+            if is_chosen or name in _EXACTNESS_OPTIONS:
                 chosen.append(name)
         draft = arguments.get("draft", "auto") or "none"
         try:
@@ -195,7 +203,7 @@ class Identity:
         except (EdgespecError, OSError):
             return None
         states = tuple(f"{path} {file_state(path)}" for path in files)
-        return cls(states, str(draft), options, tuple(chosen))
+        return cls(states, str(draft), options, tuple(kept), tuple(chosen))
 
     def fits(self, wanted: Identity, draft: str) -> bool:
         """Return whether another program can use a loaded model with this identity.
@@ -209,5 +217,6 @@ class Identity:
         return (
             self.files == wanted.files
             and wanted.draft in ("auto", self.draft, draft)
+            and all(own <= other for own, other in zip(self.kept, wanted.kept, strict=True))
             and all(self.options[name] == wanted.options[name] for name in wanted.chosen)
         )

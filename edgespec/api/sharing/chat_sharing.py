@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,8 +91,13 @@ def _loading_alone(identity: Identity | None, progress: Progress) -> Iterator[No
     lock = None if identity is None else loading_lock(identity.files)
     for _ in range(_MAX_WAITS if lock is not None else 0):
         assert lock is not None
-        with suppress(Timeout):
+        try:
             lock.acquire(timeout=_WAIT_SECONDS)
+            break
+        except Timeout:
+            pass
+        except (OSError, NotImplementedError):
+            # The disk is full or does not support locks. At worst, two chats load the model.
             break
         if not progress("another chat is loading this model", 0.0):
             raise CancelledError("loading the model was cancelled")

@@ -68,8 +68,11 @@ def find_shared(identity: Identity, progress: Progress | None = None) -> SharedM
         except (OSError, EOFError):
             continue
         with connection:
-            if host:
-                wait = progress and partial(progress, f"{host} is loading this model", 0.0)
+            if not host:
+                continue
+            wait = progress and partial(progress, f"{host} is loading this model", 0.0)
+            # The program may end while it loads the model.
+            with suppress(OSError, EOFError):
                 return SharedModel(path, identity, host, _result(connection, wait))
     return None
 

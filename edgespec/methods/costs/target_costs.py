@@ -45,6 +45,7 @@ class FreeCosts:
 
     settings_key = "free"
     has_loss_limit = False
+    fixes_threads = False
     notice = ""
 
     def curve(self, _progress: Progress | None = None, /) -> CostCurve:
@@ -67,6 +68,7 @@ class TargetCosts:
     Attributes:
         settings_key: Key that identifies all settings that affect the duration of a pass.
         has_loss_limit: Whether to limit how much time a reply can lose to rejected drafts.
+        fixes_threads: Whether replies depend on the number of CPU threads, so that it must not change.
         thread_seconds: Duration of a single-token pass in seconds for each number of CPU threads that
             `choose_threads` compared.
     """
@@ -78,6 +80,7 @@ class TargetCosts:
         self._is_measuring = is_measuring
         self._is_remote = options.workers is not None
         self.settings_key = settings_key(options)
+        self.fixes_threads = False
         self.thread_seconds: Mapping[int, float] = {}
 
     @property
@@ -89,7 +92,12 @@ class TargetCosts:
         return f"{models_fingerprint(self._model.facts)} {self.settings_key} {self._model.threads}"
 
     def choose_threads(self, progress: Progress | None = None, *, again: bool = False) -> None:
-        """Switch the target to the fastest number of CPU threads. See `use_fastest_threads`."""
+        """Switch the target to the fastest number of CPU threads. See `use_fastest_threads`.
+
+        Has no effect if `fixes_threads` is set.
+        """
+        if self.fixes_threads:
+            return
         self.thread_seconds = use_fastest_threads(self._model, self.settings_key, progress, again=again)
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
@@ -146,6 +154,7 @@ def settings_key(options: LoadOptions) -> str:
     """Return a key that identifies this machine and all options that affect the duration of a pass."""
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     kernels = " exact" * options.exact + " not repacked" * (not options.repack)
+    kernels += " low bits" * options.low_bits
     # The key omits the number of streamed layers, because it varies with the amount of free memory.
     kernels += " streamed" * (options.streamed_layers > 0)
     kernels += f" experts {options.experts}" if options.experts else ""

@@ -88,7 +88,9 @@ def test_a_curve_is_measured_once(clock: Clock) -> None:
     assert model.length == 0
 
 
-@pytest.mark.parametrize("options", [LoadOptions(threads=1), LoadOptions(kv_type="q8_0")])
+@pytest.mark.parametrize(
+    "options", [LoadOptions(threads=1), LoadOptions(kv_type="q8_0"), LoadOptions(low_bits=True)]
+)
 def test_each_load_option_has_its_own_curve(clock: Clock, options: LoadOptions) -> None:
     target_curve(table(5), LoadOptions())
     target_curve(table(5), options)
