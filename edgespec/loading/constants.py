@@ -120,8 +120,8 @@ SHORT_TRIAL_WIDTH = 5
 # If a single-token pass takes longer than `SLOW_PASS_SECONDS`, only the widths in `SLOW_PASS_WIDTHS` are run
 # over all layers in a trial. If the first layers cannot run alone, the trial compares only these widths, at
 # `SLOW_PASS_POSITIONS` positions, after the short context and, if it can be repeated, the longest one. Each
-# takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a wide pass,
-# which takes hardly longer than a single-token pass if most of the time is spent reading from disk.
+# takes about 40 passes. The values were chosen to limit the wait at the first load, and to include a wide
+# pass, which takes hardly longer than a single-token pass if most of the time is spent reading from disk.
 SLOW_PASS_SECONDS, SLOW_PASS_POSITIONS, SLOW_PASS_WIDTHS = 0.5, 16, (1, 2, 3, 4, 8, 16)
 # Approximate number of tokens that a whole trial processes in multi-token passes. Derived by adding up these
 # passes.
