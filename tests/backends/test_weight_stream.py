@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.backends.llamacpp import native, weight_stream
+from edgespec.backends.llamacpp import loading, native, weight_stream
 from edgespec.backends.llamacpp.loading import free_weights, load_all
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import load
@@ -36,8 +36,9 @@ from edgespec.backends.llamacpp.weight_stream import (
 )
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError
-from edgespec.loading import planning
+from edgespec.loading import pair_estimate, planning
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
+from edgespec.memory import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
@@ -370,6 +371,23 @@ def test_paths_can_contain_separators_of_lines(
     model.close()
 
 
+def test_a_cache_folder_in_memory_does_not_hold_the_model(
+    demo_target: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "stores_holes", lambda path: True)
+    mapped, load_files = [], loading.load_files
+
+    def record(paths: Any, *arguments: Any) -> Any:
+        mapped.extend(paths)
+        return load_files(paths, *arguments)
+
+    monkeypatch.setattr(loading, "load_files", record)
+    model = _load(demo_target)
+    assert mapped == [str(demo_target)]
+    assert _same(_rows(model), expected)
+    model.close()
+
+
 def test_loading_can_be_cancelled(copy: Path) -> None:
     options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
     with pytest.raises(CancelledError):
@@ -462,6 +480,25 @@ class TestPlanning:
         plan = preview.plan
         assert plan.context_tokens > SHORT_CONTEXT_TOKENS
         assert plan.streaming is not None
+
+    def test_the_disk_is_measured_although_the_model_is_not_on_this_machine(
+        self, smollm2: Path, short_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        header = loading._without_data(smollm2, tmp_path / "header.gguf")
+        monkeypatch.setattr(pair_estimate, "hub_cache_folder", lambda: tmp_path / "hub")
+        monkeypatch.setattr(
+            pair_estimate, "folder_bytes_per_second", lambda folder: float(folder.name == "hub")
+        )
+        streaming = edgespec.plan(str(header), "none", memory=short_bytes, context=1024).plan.streaming
+        assert streaming is not None
+        assert streaming.disk_bytes_per_second == 1
+
+    def test_a_model_is_not_streamed_if_its_addresses_are_limited(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for free_bytes, fits in ((0, False), (1 << 40, True)):
+            monkeypatch.setattr(planning, "address_limit", lambda free=free_bytes: Limit(free, "ulimit -v"))
+            assert edgespec.plan(str(smollm2), "none", memory=short_bytes, context=1024).plan.fits == fits
 
     @pytest.mark.long
     def test_it_is_refused_if_the_user_wants_that(self, smollm2: Path, short_bytes: int) -> None:

@@ -38,6 +38,7 @@ from edgespec.model.formats.gguf_metadata import file_type_name
 from edgespec.model.memory_estimate import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.system.cores import usable_cores
+from edgespec.system.disks import stores_holes
 from edgespec.system.files import cache_folder, file_state, make_private_folder
 
 __all__ = [
@@ -160,7 +161,9 @@ def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
         with suppress(OSError):
             make_private_folder(cache_folder())
             folder = Path(undo.enter_context(TemporaryDirectory(dir=cache_folder())))
-            copies = [_without_data(file, folder / f"{number}.gguf") for number, file in enumerate(files)]
+            empty = [_without_data(file, folder / f"{number}.gguf") for number, file in enumerate(files)]
+            # In a memory file system, the mapped holes would take up as much memory as the model.
+            copies = files if any(map(stores_holes, empty)) else empty
         yield copies
 
 
