@@ -9,6 +9,8 @@ import pytest
 from edgespec.backends.llamacpp import devices, head_loading, memory_estimate
 from edgespec.backends.llamacpp.devices import cards, device_split
 from edgespec.backends.llamacpp.eagle import estimate_head
+from edgespec.backends.llamacpp.loading import load_skeleton
+from edgespec.backends.llamacpp.native import library
 from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
@@ -75,6 +77,13 @@ def test_layers_that_only_draft_are_not_counted_as_layers_on_the_gpu(
     assert 0 <= sum(sizes.values()) - drafting_bytes - sum(weights.values()) < 1024
     assert estimate.experts is not None
     assert estimate.experts.layers == 1
+
+
+def test_layers_that_only_draft_are_not_placed_on_workers(tmp_path: Path) -> None:
+    path = write_mtp_model(tmp_path / "mtp.gguf", "glm4moe")
+    weights = load_skeleton(str(path), 0)
+    assert len(devices._layer_bytes(str(path))) == library().llama_model_n_layer(weights)
+    library().llama_model_free(weights)
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from edgespec.backends.llamacpp.experts import expert_bytes
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import split_layers
@@ -180,11 +181,13 @@ def expert_shares(
 def _layer_bytes(path: str) -> list[int]:
     """Return the weight bytes of each layer, excluding the token embedding and the output layer.
 
+    Layers for multi-token prediction are excluded too, because llama.cpp does not load them on workers.
+
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
     sizes: dict[int, int] = {}
-    for name, size_bytes in _tensor_bytes(path):
+    for name, size_bytes in _loaded_tensor_bytes(path):
         if match := _LAYER.match(name):
             sizes[int(match[1])] = sizes.get(int(match[1]), 0) + size_bytes
     return [sizes.get(layer, 0) for layer in range(max(sizes, default=-1) + 1)]
@@ -205,9 +208,18 @@ def _read_bytes(path: str) -> int:
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
-    tensors = dict(_tensor_bytes(path))
+    tensors = dict(_loaded_tensor_bytes(path))
     unread = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
     return sum(tensors.values()) - unread
+
+
+def _loaded_tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
+    if not unloaded_bytes(Path(path)):
+        return _tensor_bytes(path)
+    first = read_header(gguf_files(Path(path))[0])
+    layers = first.architecture_number("block_count") - first.architecture_number("nextn_predict_layers")
+    found = ((_LAYER.match(name), name, size_bytes) for name, size_bytes in _tensor_bytes(path))
+    return [(name, size_bytes) for match, name, size_bytes in found if not match or int(match[1]) < layers]
 
 
 def _tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
