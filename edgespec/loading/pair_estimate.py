@@ -19,9 +19,10 @@ from edgespec.model.formats.projector import estimate_projector
 from edgespec.model.memory_estimate import GPU, MemoryEstimator, MemoryPart
 from edgespec.options.methods import Method, methods
 from edgespec.options.methods import method as method_of_name
+from edgespec.store.hub_files import hub_cache_folder
 from edgespec.store.installed import find_installed, smaller_quantisations
 from edgespec.store.reference import Resolved
-from edgespec.system.disks import read_bytes_per_second
+from edgespec.system.disks import folder_bytes_per_second, is_sparse, read_bytes_per_second
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -81,13 +82,14 @@ class PairEstimator:
             # growing one on workers would copy it over the network.
             self._options = replace(self._options, initial_context_tokens=None)
         self._copy: MemoryEstimator | None = None
-        copy = None if options.workers else _find_copy(pair, drafting)
+        shares_passes = self._options.parallel > 1
+        copy = None if options.workers else _find_copy(pair, drafting, shares_passes)
         if copy is not None:
             self._copy = open_estimator(copy, replace(options, adapters=()))
             undo.callback(self._copy.close)
         self.substitutes = substitutes
         if substitutes is None and options.workers is None:
-            self.substitutes = _find_substitutes(pair, drafting)
+            self.substitutes = _find_substitutes(pair, drafting, shares_passes)
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
@@ -157,7 +159,12 @@ class PairEstimator:
         try:
             # Measure the largest file, because a small one gives an unreliable speed.
             path = max(files, key=lambda file: file.stat().st_size)
-            speed = read_bytes_per_second(path)
+            if is_sparse(path):
+                # The model is not on this machine. Reading the holes would give the speed of the memory.
+                path = hub_cache_folder()
+                speed = folder_bytes_per_second(path)
+            else:
+                speed = read_bytes_per_second(path)
         except OSError as error:
             raise ModelFileError(
                 f"{path} cannot be read: {error.strerror}", "check the path", code="model_file_unreadable"
@@ -289,26 +296,36 @@ def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
-def _find_substitutes(pair: ModelPair, drafting: DraftingOptions) -> Substitutes | None:
+def _find_substitutes(pair: ModelPair, drafting: DraftingOptions, shares_passes: bool) -> Substitutes | None:
     """Return low-bit copies of the target's blocks, or None. Raises the same errors as `_find_copy`."""
-    return next(filter(None, _copies(pair, drafting, lambda method: method.find_substitutes)), None)
+    found = _copies(pair, drafting, lambda method: method.find_substitutes, shares_passes)
+    return next(filter(None, found), None)
 
 
-def _find_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
+def _find_copy(pair: ModelPair, drafting: DraftingOptions, shares_passes: bool) -> Resolved | None:
     """Return the copy of the target that a method drafts with, or None if there is none.
 
     Raises:
         ModelFileError: The user named the method, but the copy is damaged or outdated.
     """
-    return next(filter(None, _copies(pair, drafting, lambda method: method.find_copy)), None)
+    found = _copies(pair, drafting, lambda method: method.find_copy, shares_passes)
+    return next(filter(None, found), None)
 
 
 def _copies(
-    pair: ModelPair, drafting: DraftingOptions, finder: Callable[[Method], Callable[[Any, bool], Any]]
+    pair: ModelPair,
+    drafting: DraftingOptions,
+    finder: Callable[[Method], Callable[[Any, bool], Any]],
+    shares_passes: bool,
 ) -> Iterator[Any]:
-    """Yield the result of `finder` for each method that may draft with copies of the target."""
+    """Yield the result of `finder` for each method that may draft with copies of the target.
+
+    If replies share passes (`shares_passes`), some methods cannot draft.
+    """
     automatic = "auto" in drafting.methods and pair.draft is None and not pair.target.file_format.fixed_exit
     for each in methods():
+        if shares_passes and not each.shares_passes:
+            continue
         is_named = each.name in drafting.named_drafters
         if is_named or (automatic and each.auto == "fallback"):
             yield finder(each)(pair.target, is_named)

@@ -25,6 +25,7 @@ from edgespec.memory import (
     PlanChoice,
     PlanOption,
     Preference,
+    address_limit,
     find_budget,
     fit_to_budget,
     shared_items,
@@ -38,7 +39,7 @@ from edgespec.methods.model.windowed import AttentionWindow
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.projector import read_projector
 from edgespec.model.memory_estimate import initial_context, requested_context
-from edgespec.model.registry import Backend, backend_of, same_backend
+from edgespec.model.registry import Backend, backend_of, process_bytes, same_backend
 from edgespec.model.trial_load import TrialModel, check_loadable
 from edgespec.options.methods import readers_of
 from edgespec.options.settings import LoadArguments, as_bytes
@@ -269,7 +270,7 @@ def _plan_pair(
                 tokens = min(tokens, SHORT_CONTEXT_TOKENS)
             all_streamed = replace(start, context_tokens=tokens, streamed_layers=target.streamable_layers)
             streamed, streamed_plan = fit(fixed, all_streamed)
-            if streamed_plan.fits:
+            if streamed_plan.fits and _has_addresses(estimator.plan(replace(streamed, streamed_layers=0))):
                 choice = stream_least(streamed, estimator.plan)
                 if estimator.substitutes:
                     # Do not shrink anything else to make room for the copies.
@@ -277,6 +278,7 @@ def _plan_pair(
                     with_copies = stream_least(streamed, estimator.plan)
                     if (
                         copies_plan.fits
+                        and not address_space_is_limited()  # The mapped copies would need as much again.
                         and len(copies_plan.decisions) <= len(streamed_plan.decisions)
                         and (
                             drafting.names_copy
@@ -360,6 +362,15 @@ def _may_stream(options: LoadOptions, drafting: DraftingOptions) -> bool:
     """Return whether weights may be read from disk in every pass if they do not fit in memory."""
     is_wanted = drafting.arguments["larger_than_memory"] == "auto"
     return is_wanted and options.mmap and not options.mlock and options.workers is None
+
+
+def _has_addresses(plan: MemoryPlan) -> bool:
+    """Return whether the limit of the address space (`ulimit -v`), if any, leaves room for all weights.
+
+    Streaming saves memory, but all weights are mapped. `plan` is the plan without streaming.
+    """
+    limit = address_limit()
+    return limit is None or plan.planned_bytes("memory") <= limit.free_bytes + process_bytes()
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:

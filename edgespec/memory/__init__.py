@@ -3,6 +3,7 @@
 from edgespec.memory.budget import (
     Budget,
     Limit,
+    address_limit,
     available_bytes,
     check_room_to_plan,
     find_budget,
@@ -22,6 +23,7 @@ __all__ = [
     "PlanOption",
     "Preference",
     "Streaming",
+    "address_limit",
     "available_bytes",
     "check_room_to_plan",
     "create_items",

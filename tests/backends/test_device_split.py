@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from edgespec.backends.llamacpp import head_loading
+from edgespec.backends.llamacpp import devices, head_loading, memory_estimate
 from edgespec.backends.llamacpp.devices import cards, device_split
 from edgespec.backends.llamacpp.eagle import estimate_head
-from edgespec.model.base import Head
+from edgespec.backends.llamacpp.loading import load_skeleton
+from edgespec.backends.llamacpp.native import library
+from edgespec.model.base import Head, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
+from edgespec.model.formats.gguf_metadata import tensor_bytes
 from edgespec.store.catalogue import models_folder
 from edgespec.store.reference import resolve
+from tests.backends.tiny_models import write_llama
+from tests.backends.tiny_mtp_models import write_mtp_model
 
 _LAYERS = 12
 
@@ -52,3 +59,37 @@ def test_a_head_counts_towards_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyP
     assert on_gpu == ({"weights", "cache", "compute"} if has_gpu else set())
     assert {part.pool for part in estimate.without_gpu().parts} == {"memory"}
     assert estimate.without_gpu().total_bytes == estimate.total_bytes
+
+
+def test_layers_that_only_draft_are_not_counted_as_layers_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_estimate, "has_own_memory", lambda: True)
+    path = write_mtp_model(tmp_path / "mtp.gguf", "glm4moe")
+    sizes = dict(tensor_bytes(path, read_header(path)))
+    drafting_bytes = sum(size for name, size in sizes.items() if name.startswith("blk.2."))
+    estimator = memory_estimate.GgufMemoryEstimator(str(path), "mtp")
+    estimate = estimator.estimate(LoadOptions(context_tokens=512))
+    estimator.close()
+    weights = {part.pool: part.bytes for part in estimate.parts if part.kind == "weights"}
+    # `tensor_bytes` includes the padding after each tensor.
+    assert 0 <= sizes["token_embd.weight"] - weights["memory"] < 1024
+    assert 0 <= sum(sizes.values()) - drafting_bytes - sum(weights.values()) < 1024
+    assert estimate.experts is not None
+    assert estimate.experts.layers == 1
+
+
+def test_layers_that_only_draft_are_not_placed_on_workers(tmp_path: Path) -> None:
+    path = write_mtp_model(tmp_path / "mtp.gguf", "glm4moe")
+    weights = load_skeleton(str(path), 0)
+    assert len(devices._layer_bytes(str(path))) == library().llama_model_n_layer(weights)
+    library().llama_model_free(weights)
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, layers=2)
+    before = devices._layer_bytes(str(path))
+    path.unlink()
+    write_llama(path, layers=3)
+    assert devices._layer_bytes(str(path)) == [*before, before[0]]

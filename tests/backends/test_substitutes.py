@@ -274,6 +274,13 @@ class TestFailures:
         with raises(BackendError, code="file_not_written"):
             _view(demo, copies)
 
+    def test_a_cache_folder_in_memory(
+        self, demo: LanguageModel, copies: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(substitutes, "stores_holes", lambda path: True)
+        with raises(CapabilityError, "is kept in memory", code="lowbit_not_supported"):
+            _view(demo, copies)
+
     def test_too_little_memory(self, demo_target: Path, copies: Path) -> None:
         target = load(str(demo_target), "target", options(memory_bytes=16 << 20))
         with pytest.raises(MemoryBudgetError):

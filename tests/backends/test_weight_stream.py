@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec.backends.llamacpp import native, weight_stream
+from edgespec.backends.llamacpp import loading, native, weight_stream
 from edgespec.backends.llamacpp.loading import free_weights, load_all
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import load
@@ -35,16 +35,17 @@ from edgespec.backends.llamacpp.weight_stream import (
     streamable_layers,
 )
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError
-from edgespec.loading import planning
+from edgespec.errors import BackendError, CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
+from edgespec.loading import pair_estimate, planning
 from edgespec.loading.prepare.gguf_parts import GgufParts, write_gguf
+from edgespec.memory import Limit
 from edgespec.memory.constants import SHORT_CONTEXT_TOKENS
 from edgespec.model.base import LanguageModel, LoadOptions
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
 from tests.backends.contract import Rows, row_of, step, step_all, tokens_for
 from tests.backends.tiny_gguf import finish
-from tests.backends.tiny_models import write_deci
+from tests.backends.tiny_models import write_deci, write_llama
 from tests.backends.tiny_mtp_models import write_mtp_model
 from tests.raising import raises
 
@@ -370,6 +371,71 @@ def test_paths_can_contain_separators_of_lines(
     model.close()
 
 
+def test_a_cache_folder_in_memory_does_not_hold_the_model(
+    demo_target: Path, expected: list[Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "stores_holes", lambda path: True)
+    mapped, load_files = [], loading.load_files
+
+    def record(paths: Any, *arguments: Any, **options: Any) -> Any:
+        mapped.extend(paths)
+        return load_files(paths, *arguments, **options)
+
+    monkeypatch.setattr(loading, "load_files", record)
+    model = _load(demo_target)
+    assert mapped == [str(demo_target)]
+    assert _same(_rows(model), expected)
+    model.close()
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_a_file_that_changes_while_it_is_loaded_is_refused(copy: Path, change: str) -> None:
+    other = Path(shutil.copy(copy, copy.with_name("other.gguf")))
+
+    def replace_file(what: str, fraction: float) -> bool:
+        if change == "deleted" and "keep" in what:
+            copy.unlink(missing_ok=True)
+        elif change == "replaced" and other.exists():
+            other.replace(copy)
+        return True
+
+    options = LoadOptions(context_tokens=512, repack=False, streamed_layers=_ALL)
+    with raises(ModelFileError, "was replaced or changed"):
+        load(str(copy), "demo", options, replace_file)
+
+
+def test_errors_name_the_file_of_the_model(copy: Path) -> None:
+    copy.write_bytes(copy.read_bytes().replace(b"blk.3.attn_norm.weight", b"blk.3.attn_form.weight"))
+    with raises(ModelFileError, f"{copy} lacks the tensor", code="model_file_not_supported"):
+        _load(copy)
+
+
+_LIMITED = """
+import resource, sys
+import psutil
+from edgespec.backends.llamacpp.model import load
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import MemoryBudgetError
+from edgespec.model.base import LoadOptions
+library()
+limit = psutil.Process().memory_info().vms + (16 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    load(sys.argv[1], "big", LoadOptions(repack=False, streamed_layers=int(sys.argv[2]), threads=1))
+except MemoryBudgetError as error:
+    print(error.code)
+"""
+
+
+@pytest.mark.parametrize("layers", [0, _ALL])
+def test_a_limit_of_the_address_space_is_a_lack_of_memory(tmp_path: Path, layers: int) -> None:
+    path = write_llama(tmp_path / "big.gguf", layers=8, feed_forward=1 << 14)
+    assert path.stat().st_size > 32 << 20
+    command = [sys.executable, "-c", _LIMITED, str(path), str(layers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "out_of_memory\n", done.stderr
+
+
 def test_loading_can_be_cancelled(copy: Path) -> None:
     options = LoadOptions(context_tokens=512, streamed_layers=_ALL)
     with pytest.raises(CancelledError):
@@ -462,6 +528,25 @@ class TestPlanning:
         plan = preview.plan
         assert plan.context_tokens > SHORT_CONTEXT_TOKENS
         assert plan.streaming is not None
+
+    def test_the_disk_is_measured_although_the_model_is_not_on_this_machine(
+        self, smollm2: Path, short_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        header = loading._without_data(smollm2, tmp_path / "header.gguf")
+        monkeypatch.setattr(pair_estimate, "hub_cache_folder", lambda: tmp_path / "hub")
+        monkeypatch.setattr(
+            pair_estimate, "folder_bytes_per_second", lambda folder: float(folder.name == "hub")
+        )
+        streaming = edgespec.plan(str(header), "none", memory=short_bytes, context=1024).plan.streaming
+        assert streaming is not None
+        assert streaming.disk_bytes_per_second == 1
+
+    def test_a_model_is_not_streamed_if_its_addresses_are_limited(
+        self, smollm2: Path, short_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for free_bytes, fits in ((0, False), (1 << 40, True)):
+            monkeypatch.setattr(planning, "address_limit", lambda free=free_bytes: Limit(free, "ulimit -v"))
+            assert edgespec.plan(str(smollm2), "none", memory=short_bytes, context=1024).plan.fits == fits
 
     @pytest.mark.long
     def test_it_is_refused_if_the_user_wants_that(self, smollm2: Path, short_bytes: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
+from edgespec.backends.llamacpp import substitutes
 from edgespec.backends.llamacpp.substitutes import substitute_bytes
 from edgespec.backends.llamacpp.weight_stream import FEED_FORWARD, can_stream, streamable_layers
 from edgespec.cli.program import program
@@ -127,6 +128,36 @@ def test_copies_are_only_used_if_nothing_else_drafts(
     given: dict[str, Any] = {"draft": "none"} | options
     plan = edgespec.plan(str(big), memory=memory_bytes + 20 * _MIB * ("draft" in options), **given).plan
     assert not any(item.role == "low-bit copy" for item in plan.items)
+
+
+def test_copies_are_not_planned_for_replies_that_share_passes(big: Path, prepared: PreparedModel) -> None:
+    options = {"parallel": 2, "method": "auto"}
+    memory = int(_plan(big, 1 << 40, **options).plan.total_bytes) - 25 * _MIB
+    plan = _plan(big, memory, **options).plan
+    assert plan.streaming is not None
+    assert not plan.streaming.substitute_bytes
+    assert not any(item.role == "low-bit copy" for item in plan.items)
+
+
+def test_copies_that_are_prepared_again_are_used_again(
+    big: Path, memory_bytes: int, prepared: PreparedModel
+) -> None:
+    others = prepare_substitutes(big, memory_bytes + 8 * _MIB, "Q4_0")
+    assert find_substitutes(big) == others != prepared
+    assert prepare_substitutes(big, memory_bytes, "Q4_0") == prepared
+    assert find_substitutes(big) == prepared
+
+
+def test_auto_loads_the_model_if_the_copies_cannot_be_loaded(
+    big: Path, memory_bytes: int, prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(substitutes, "_GET_TENSOR", "_ZNK11llama_model10no_such_fnEPKc")
+    with raises(CapabilityError, "cannot share weights", code="lowbit_not_supported"):
+        _loaded(big, memory_bytes, "lowbit")
+    with _loaded(big, memory_bytes, "auto") as runtime:
+        assert len(_tokens(runtime, 0.0, "suffix").tokens)
+        with raises(OptionError, "cannot share weights", code="method_unavailable"):
+            _tokens(runtime, 0.0, "lowbit")
 
 
 def _loaded(path: Path, memory: int, method: str, **options: Any) -> edgespec.Runtime:

@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
 from edgespec.backends.llamacpp.experts import expert_bytes
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import split_layers
@@ -21,7 +22,7 @@ from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import read_header
 from edgespec.model.formats.gguf_metadata import tensor_bytes
 from edgespec.model.memory_estimate import ExpertShares, MachineShare
-from edgespec.system.files import format_bytes
+from edgespec.system.files import file_state, format_bytes
 
 __all__ = [
     "Gpu",
@@ -140,7 +141,8 @@ def device_split(
     tied = not any(name == "output.weight" for name, _ in tensors)
     for name, size_bytes in tensors:
         if match := _LAYER.match(name):
-            on_gpu += size_bytes if int(match[1]) >= layers - offloaded else 0
+            # Layers for multi-token prediction have higher numbers and belong to the head.
+            on_gpu += size_bytes if layers - offloaded <= int(match[1]) < layers else 0
         elif name.startswith("output"):
             on_gpu += size_bytes
         elif name == "token_embd.weight" and tied:
@@ -149,7 +151,7 @@ def device_split(
         on_gpu -= sum(
             size_bytes
             for layer, size_bytes in list(expert_bytes(paths).items())[:experts]
-            if layer >= layers - offloaded
+            if layers - offloaded <= layer < layers
         )
     return on_gpu + tied_bytes, offloaded / layers, tied_bytes
 
@@ -164,7 +166,8 @@ def expert_shares(
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
-    sizes = expert_bytes(paths) if layers and gpu_layers != 0 else {}
+    every = expert_bytes(paths) if layers and gpu_layers != 0 else {}
+    sizes = {layer: size_bytes for layer, size_bytes in every.items() if layer < layers}
     offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
     in_memory = {
         layer: size_bytes
@@ -178,11 +181,13 @@ def expert_shares(
 def _layer_bytes(path: str) -> list[int]:
     """Return the weight bytes of each layer, excluding the token embedding and the output layer.
 
+    Layers for multi-token prediction are excluded too, because llama.cpp does not load them on workers.
+
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
     sizes: dict[int, int] = {}
-    for name, size_bytes in _tensor_bytes(path):
+    for name, size_bytes in _loaded_tensor_bytes(path):
         if match := _LAYER.match(name):
             sizes[int(match[1])] = sizes.get(int(match[1]), 0) + size_bytes
     return [sizes.get(layer, 0) for layer in range(max(sizes, default=-1) + 1)]
@@ -203,14 +208,28 @@ def _read_bytes(path: str) -> int:
     Raises:
         ModelFileError: A file cannot be read or is truncated.
     """
-    tensors = dict(_tensor_bytes(path))
+    tensors = dict(_loaded_tensor_bytes(path))
     unread = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
     return sum(tensors.values()) - unread
 
 
-@cache
-def _tensor_bytes(path: str) -> list[tuple[str, int]]:
-    return [pair for part in gguf_files(Path(path)) for pair in tensor_bytes(part, read_header(part))]
+def _loaded_tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
+    if not unloaded_bytes(Path(path)):
+        return _tensor_bytes(path)
+    first = read_header(gguf_files(Path(path))[0])
+    layers = first.architecture_number("block_count") - first.architecture_number("nextn_predict_layers")
+    found = ((_LAYER.match(name), name, size_bytes) for name, size_bytes in _tensor_bytes(path))
+    return [(name, size_bytes) for match, name, size_bytes in found if not match or int(match[1]) < layers]
+
+
+def _tensor_bytes(path: str) -> Sequence[tuple[str, int]]:
+    files = tuple(gguf_files(Path(path)))
+    return _tensor_bytes_of(files, tuple(map(file_state, files)))
+
+
+@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
+def _tensor_bytes_of(files: tuple[Path, ...], _file_states: tuple[str, ...]) -> Sequence[tuple[str, int]]:
+    return [pair for part in files for pair in tensor_bytes(part, read_header(part))]
 
 
 @dataclass(frozen=True, slots=True)

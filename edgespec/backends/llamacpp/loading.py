@@ -38,6 +38,7 @@ from edgespec.model.formats.gguf_metadata import file_type_name
 from edgespec.model.memory_estimate import check_weights_fit
 from edgespec.model.model_facts import ModelFacts
 from edgespec.system.cores import usable_cores
+from edgespec.system.disks import stores_holes
 from edgespec.system.files import cache_folder, file_state, make_private_folder
 
 __all__ = [
@@ -113,22 +114,36 @@ def load_all(
     """
     if not options.streamed_layers:
         return load_weights(path, name, options, progress), None
+    files = gguf_files(Path(path))
+    states = _states(files)
     streamed = choose_streamed(streamable_layers(Path(path)), options)
     if not can_stream() or not streamed:
         raise CapabilityError(f"{name} cannot run from disk on this machine", "choose a smaller model")
     check_weights_fit(name, _loaded_bytes(path, options) - saved_bytes(streamed), options)
-    files = gguf_files(Path(path))
     with _without_weights(files) as copies:
         before = file_mappings(copies)
         mapped = replace(options, mmap=True, mlock=False, repack=False)
-        weights = load_files([str(copy) for copy in copies], name, mapped, progress)
+        weights = load_files([str(copy) for copy in copies], name, mapped, progress, named=files)
         found = sorted(file_mappings(copies) - before)
+    stream: WeightStream | None = None
     try:
         unloaded = [] if options.own_head or not unloaded_bytes(Path(path)) else unloaded_ranges(Path(path))
-        return weights, WeightStream(files, found, streamed, progress, unloaded)
+        stream = WeightStream(files, found, streamed, progress, unloaded)
+        if _states(files) != states:
+            # The header may be of another file than the weights.
+            raise ModelFileError(
+                f"{path} was replaced or changed while it was loaded", "load the model again"
+            )
+        return weights, stream
     except BaseException:
-        library().llama_model_free(weights)
+        free_weights(weights, stream)
         raise
+
+
+def _states(files: Sequence[Path]) -> list[str]:
+    with suppress(OSError):
+        return [*map(file_state, files)]
+    return []
 
 
 def free_weights(weights: Any, stream: WeightStream | None) -> None:
@@ -160,7 +175,9 @@ def _without_weights(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
         with suppress(OSError):
             make_private_folder(cache_folder())
             folder = Path(undo.enter_context(TemporaryDirectory(dir=cache_folder())))
-            copies = [_without_data(file, folder / f"{number}.gguf") for number, file in enumerate(files)]
+            empty = [_without_data(file, folder / f"{number}.gguf") for number, file in enumerate(files)]
+            # In a memory file system, the mapped holes would take up as much memory as the model.
+            copies = files if any(map(stores_holes, empty)) else empty
         yield copies
 
 
@@ -179,11 +196,13 @@ def load_files(
     *,
     repack: bool = True,
     place: Callable[[Any], None] | None = None,
+    named: Sequence[Path] | None = None,
 ) -> Any:
     """Load a model's weights like `load_weights`, but without checking first that they fit in memory.
 
     If `repack` or `options.repack` is False, llama.cpp does not repack the weights for this CPU, so they can
-    be memory-mapped. `place` sets the devices in llama.cpp's parameters.
+    be memory-mapped. `place` sets the devices in llama.cpp's parameters. `named` are the files to name in
+    errors, if `paths` are copies of them.
     """
     params = model_params(options.gpu_layers)
     keep_experts_in_memory(params, paths, options.experts or 0)
@@ -208,7 +227,7 @@ def load_files(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     try:
-        return _open(paths, params)
+        return _open(paths, params, named)
     except EdgespecError:
         if cancelled:
             raise CancelledError(f"loading {name} was cancelled") from None
@@ -272,15 +291,16 @@ def model_params(gpu_layers: int | None = None) -> Any:
     return params
 
 
-def _open(paths: Paths, params: Any) -> Any:
-    """Open a GGUF model with llama.cpp.
+def _open(paths: Paths, params: Any, named: Sequence[Path] | None = None) -> Any:
+    """Open a GGUF model with llama.cpp. `named` are the files to name in errors.
 
     Raises:
         ModelFileError: The model is damaged or not supported.
         MemoryBudgetError: There is not enough memory.
     """
     every = _all_files(paths)
-    check_headers(every)
+    named = named or every
+    check_headers(named)
     size_bytes = sum(file.stat().st_size for file in every)
     lib = library()
     recent_errors(clear=True)
@@ -292,7 +312,7 @@ def _open(paths: Paths, params: Any) -> Any:
         names = (ctypes.c_char_p * len(every))(*map(os.fsencode, every))
         weights = lib.llama_model_load_from_splits(names, len(every), params)
     if not weights:
-        raise _load_error(every, size_bytes, recent_errors())
+        raise _load_error(named, size_bytes, recent_errors())
     return weights
 
 
@@ -308,7 +328,9 @@ def _load_error(files: Sequence[Path], size: int, lines: list[str]) -> ModelFile
     ):
         return ModelFileError(f"{path} is incomplete or damaged ({size:,} bytes)", "download it again")
     if re.search(
-        r"failed to allocate|unable to allocate|out of memory|cudaMalloc failed", text, re.IGNORECASE
+        r"failed to allocate|unable to allocate|cannot allocate|out of memory|cudaMalloc failed",
+        text,
+        re.IGNORECASE,
     ):
         return MemoryBudgetError(
             f"{size:,} bytes of memory for {path} cannot be allocated",

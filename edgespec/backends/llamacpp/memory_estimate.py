@@ -265,7 +265,7 @@ class GgufMemoryEstimator:
         here = MachineShare(
             "this machine",
             placed.local,
-            library().llama_model_size(weights) - placed.remote_weight_bytes,
+            library().llama_model_size(weights) - self._unloaded_bytes - placed.remote_weight_bytes,
             cache_bytes - min(cache_bytes, placed.remote_cache_bytes),
             without_logits if placed.has_remote_output else compute_bytes,
             placed.local_fraction,

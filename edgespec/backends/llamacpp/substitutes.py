@@ -32,6 +32,7 @@ from edgespec.errors import BackendError, CapabilityError
 from edgespec.model.base import LoadOptions
 from edgespec.model.formats.gguf_files import gguf_files
 from edgespec.model.formats.gguf_header import GgufTensor, read_header, write_header
+from edgespec.system.disks import stores_holes
 from edgespec.system.files import cache_folder, error_reason, make_private_folder, write_advice
 
 __all__ = ["load_substituted", "loaded_bytes", "substitute_bytes"]
@@ -102,6 +103,12 @@ def load_substituted(
         with TemporaryDirectory(dir=cache_folder()) as folder:
             sparse = Path(folder) / "model.gguf"
             write_header(sparse, files[0], [source.tensor for source in sources], _data_bytes(sources))
+            if stores_holes(sparse):
+                raise CapabilityError(
+                    f"low-bit copies need a cache folder on a disk, but {cache_folder()} is kept in memory",
+                    "set EDGESPEC_CACHE_DIR to a folder on a disk, or use another method, such as suffix",
+                    code="lowbit_not_supported",
+                )
             before = file_mappings([sparse])
             # Disable repacking, because a repacked tensor is not a copy of its data in the file.
             mapped = replace(options, mmap=True, mlock=False, repack=False, own_head=False)

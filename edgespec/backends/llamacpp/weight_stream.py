@@ -337,7 +337,7 @@ class WeightStream:
         except Exception as error:
             # Report every error, because passes would wait forever for a reader that has ended.
             return BackendError(
-                f"the weights cannot be read: {type(error).__name__} {error}".rstrip(),
+                f"the weights cannot be read: {error!r}",
                 "close other programs, then try again",
                 code="model_file_unreadable",
             )

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import BackendError, MemoryBudgetError, ModelFileError
 from edgespec.methods.base import Drafter
 from edgespec.methods.constants import MAX_COPY_SHARE
 from edgespec.methods.context import DrafterContext, MissingDrafter, why_no_view
@@ -50,6 +50,8 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
 
     Raises:
         ModelFileError: The low-bit copy is damaged or outdated.
+        BackendError, MemoryBudgetError: The user named the method, but the copy cannot be
+            loaded.
     """
     facts, uses_copy = context.target.facts, bool(context.file_format.low_bit_copy_format)
     if "lowbit" not in facts.capabilities.self_draft_methods:
@@ -60,9 +62,15 @@ def make(context: DrafterContext) -> Drafter | MissingDrafter:
         if isinstance(found, MissingDrafter):
             return found
         copy, is_partial = str(found), context.uses_substitutes
-    view = context.target.self_draft(
-        LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None, is_partial)
-    )
+    try:
+        view = context.target.self_draft(
+            LowBit(copy, context.arguments["draft_sinks"], context.window_tokens or None, is_partial)
+        )
+    except (BackendError, MemoryBudgetError) as error:
+        # Without a copy, `auto` still drafts with other methods.
+        if "lowbit" in context.named:
+            raise
+        return MissingDrafter(error.what, error.next_step)
     return draft_with(context, view, "lowbit")
 
 

@@ -219,6 +219,8 @@ def build(
 ) -> PreparedModel:
     """Build a prepared model, or return the existing one if it is intact.
 
+    Either is then the one that `find_prepared` returns.
+
     Args:
         kind: Kind of the prepared model.
         source: The model to build from.
@@ -255,6 +257,10 @@ def build(
             if prepared is None:
                 build_folder = BuildFolder(kind, folder, source, settings, progress)
                 prepared = build_folder.build(write_files, needed_bytes)
+            elif to is None:
+                # Make it the newest, which is the one that is used, because the user has just asked for it.
+                with suppress(OSError):
+                    os.utime(folder)
             if to is not None:
                 _register(entry, folder)
             return prepared
